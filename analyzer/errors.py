@@ -1,0 +1,25 @@
+"""What can go wrong, and how it is told.
+
+StepsplitError                  catch this one
+├── UsageError                  the call itself cannot be
+└── DataError                   a file is missing, torn or not what it should be
+"""
+
+from __future__ import annotations
+
+
+class StepsplitError(Exception):
+    """An error with one line for the person: what, in which file or rank, and how to mend it."""
+
+
+class UsageError(StepsplitError):
+    """The command or call does not make sense as given."""
+
+
+class DataError(StepsplitError):
+    """An input that cannot be used; names the file, the rank where known, and the mend."""
+
+    def __init__(self, where: object, problem: str, mend: str, rank: int | None = None) -> None:
+        self.where, self.problem, self.mend, self.rank = str(where), problem, mend, rank
+        of_rank = "" if rank is None else f" (rank {rank})"
+        super().__init__(f"{self.where}{of_rank}: {problem}; {mend}")

@@ -1,0 +1,65 @@
+"""Which kernels communicate, and which collective a name means: the only patterns on such names."""
+
+from __future__ import annotations
+
+import re
+
+COMMUNICATES = re.compile(
+    r"nccl\w*Kernel|^ncclSym|deep_ep::|dpsk::ep::|nvshmem|multimem_|symm_mem|"
+    r"(one|two)_shot_all_reduce|cross_device_reduce|^hccl|oneccl|Memcpy PtoP",
+    re.IGNORECASE,
+)
+FUSED = re.compile(r"fused_(all_gather|reduce_scatter|all_reduce|matmul_reduce_scatter)", re.I)
+
+_OP_OF = (
+    ("all_reduce", re.compile(r"all_?reduce|cross_device_reduce", re.I)),
+    ("all_gather", re.compile(r"all_?gather", re.I)),
+    ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
+    ("all_to_all", re.compile(r"all_?to_?all|deep_ep|dpsk::ep|dispatch|combine", re.I)),
+    ("broadcast", re.compile(r"broadcast", re.I)),
+    ("barrier", re.compile(r"barrier", re.I)),
+    ("recv", re.compile(r"^(irecv|recv|gloo:recv)", re.I)),
+    ("send", re.compile(r"^(isend|send|gloo:send)(?!_?recv)", re.I)),
+    ("reduce", re.compile(r"reduce", re.I)),
+    ("gather", re.compile(r"gather", re.I)),
+    ("scatter", re.compile(r"scatter", re.I)),
+)
+
+_ELEMENT_BYTES = {
+    "float": 4,
+    "float32": 4,
+    "half": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "double": 8,
+    "float64": 8,
+    "int": 4,
+    "int32": 4,
+    "long": 8,
+    "int64": 8,
+    "short": 2,
+    "int16": 2,
+    "char": 1,
+    "int8": 1,
+    "byte": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+_EIGHT_BIT = re.compile(r"float8|fp8", re.I)
+
+
+def op_named(name: str) -> str:
+    """The collective or message that a name means, "unknown" where it means none."""
+    return next((op for op, pattern in _OP_OF if pattern.search(name)), "unknown")
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype as torch or NCCL spells it; -1 for an unknown one."""
+    return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype.lower(), -1)
+
+
+def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:
+    """The size by which nccl-tests count a call: the full buffer; -1 where it is not known."""
+    if op != "all_gather" or input_bytes < 0:
+        return input_bytes
+    return input_bytes * group_size if group_size > 0 else output_bytes

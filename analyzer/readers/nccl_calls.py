@@ -1,0 +1,118 @@
+"""The collectives and messages that a device's kernels carry out -> Calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from stepsplit.analyzer.readers.columns import Sorted
+from stepsplit.analyzer.readers.communication import (
+    COMMUNICATES,
+    element_bytes,
+    message_bytes,
+    op_named,
+)
+from stepsplit.analyzer.readers.kineto import Args
+from stepsplit.analyzer.trace import OP_CODE, Calls, Category, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One row of Calls before it is a column; the meanings are the columns'."""
+
+    event: int
+    op: str
+    issued_ns: int = -1
+    group_id: int = -1
+    seq: int = -1
+    dtype: str = ""
+    peer: int = -1
+    input_bytes: int = -1
+    message_bytes: int = -1
+
+
+def to_calls(rows: Sequence[Call]) -> Calls:
+    """The rows as columns."""
+    dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
+    code = {dtype: i for i, dtype in enumerate(dtypes)}
+    return Calls(
+        event=np.array([row.event for row in rows], dtype=np.int64),
+        issued_ns=np.array([row.issued_ns for row in rows], dtype=np.int64),
+        group_id=np.array([row.group_id for row in rows], dtype=np.int32),
+        seq=np.array([row.seq for row in rows], dtype=np.int64),
+        op=np.array([OP_CODE[row.op] for row in rows], dtype=np.uint8),
+        dtype=np.array([code[row.dtype] for row in rows], dtype=np.int32),
+        peer=np.array([row.peer for row in rows], dtype=np.int32),
+        input_bytes=np.array([row.input_bytes for row in rows], dtype=np.int64),
+        message_bytes=np.array([row.message_bytes for row in rows], dtype=np.int64),
+        dtypes=dtypes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCalls:
+    """The calls of a device, and the groups that they are on."""
+
+    calls: Calls
+    groups: tuple[Group, ...]
+
+
+def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
+    """A call for each kernel that communicates; groups seen only in arguments are added."""
+    groups = {(group.name, group.ranks): i for i, group in enumerate(known)}
+    described = list(known)
+    issued = rows.events.launch_ns()
+    calls = []
+    for event in np.flatnonzero(rows.events.of(Category.KERNEL, Category.MEMCPY)).tolist():
+        args = rows.args[event] or Args()
+        name = rows.entries[event].name
+        if args.collective is None and not COMMUNICATES.search(name):
+            continue
+        group_id = _group_id(args, groups, described)
+        calls.append(_call(event, name, args, group_id, int(issued[event])))
+    return DeviceCalls(to_calls(calls), tuple(described))
+
+
+def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> Call:
+    op = op_named(args.collective or name)
+    input_bytes = _bytes(args.in_nelems, args.dtype)
+    output_bytes = _bytes(args.out_nelems, args.dtype)
+    return Call(
+        event=event,
+        op=op,
+        issued_ns=issued_ns,
+        group_id=group_id,
+        seq=args.seq,
+        dtype=args.dtype.lower(),
+        peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
+        input_bytes=input_bytes,
+        message_bytes=message_bytes(op, input_bytes, output_bytes, args.group_size),
+    )
+
+
+def _bytes(nelems: int, dtype: str) -> int:
+    width = element_bytes(dtype)
+    return nelems * width if nelems >= 0 and width > 0 else -1
+
+
+def _group_id(args: Args, groups: dict[tuple[str, tuple[int, ...]], int], all_: list[Group]) -> int:
+    """The number of the group that the arguments name; a new one where they list its ranks."""
+    ranks = _ranks(args.group_ranks)
+    if ranks:
+        key = (args.group_name, ranks)
+        if key not in groups:
+            groups[key] = len(all_)
+            all_.append(Group(args.group_name, ranks, args.group_description))
+        return groups[key]
+    named = [i for (name, _), i in groups.items() if name == args.group_name]
+    return named[0] if len(named) == 1 else -1
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks of "[0, 1]"; none where torch has cut a long list short with dots."""
+    try:
+        return tuple(map(int, json.loads(text)))
+    except (ValueError, TypeError):
+        return ()

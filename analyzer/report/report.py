@@ -1,0 +1,224 @@
+"""The saved artefact: everything that a terminal, a page or a gate may know of a run.
+
+Times are ns on the clock that all ranks share, relative to run.t0_unix_ns; sizes are bytes, ratios
+0..1. The fields are those of report.json, schema "stepsplit.report/1"; nothing else is shown to
+people.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from stepsplit.analyzer.buckets import BUCKETS, Split
+
+SCHEMA = "stepsplit.report/1"
+
+
+class Host(Struct, frozen=True):
+    """A machine and the ranks on it."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+
+class AxisSize(Struct, frozen=True):
+    """One axis of the mesh."""
+
+    axis: str
+    size: int
+
+
+class Run(Struct, frozen=True):
+    """What ran; None is unknown. ranks are those whose files were there."""
+
+    name: str
+    world_size: int
+    ranks: tuple[int, ...]
+    hosts: tuple[Host, ...]
+    backend: str | None
+    device: str | None
+    mesh: tuple[AxisSize, ...] | None
+    mesh_source: str | None
+    torch: str | None
+    nccl: str | None
+    t0_unix_ns: str
+    profiling_slowdown: float | None = None
+
+
+class WarningRow(Struct, frozen=True):
+    """Something that the data cannot tell, in words."""
+
+    code: str
+    message: str
+    rank: int | None = None
+
+
+class GroupRow(Struct, frozen=True):
+    """A process group; axis is None where it lies along no single axis of the mesh."""
+
+    id: int
+    axis: str | None
+    description: str
+    ranks: tuple[int, ...]
+
+
+class StepRow(Struct, frozen=True):
+    """One step of one rank: the seven buckets add up to step_ns exactly."""
+
+    rank: int
+    step: int
+    kind: str
+    start_ns: int
+    step_ns: int
+    compute_ns: int
+    collective_ns: int
+    p2p_ns: int
+    skew_ns: int
+    bubble_ns: int
+    copy_ns: int
+    idle_ns: int
+    overlapped_ns: int
+    bubble_covered_ns: int
+    fused_ns: int
+    estimated: bool
+
+    def __post_init__(self) -> None:
+        assert self.split.step_ns == self.step_ns, f"time is lost in {self}"
+
+    @property
+    def split(self) -> Split:
+        names = (*(f"{bucket}_ns" for bucket in BUCKETS), *_MEMOS)
+        return Split(**{name: getattr(self, name) for name in names})
+
+
+_MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
+
+
+class ExposedRow(Struct, frozen=True):
+    """Time lost to communication on one axis (None: no single one) in one phase of a step."""
+
+    rank: int
+    step: int
+    axis: str | None
+    phase: str
+    collective_ns: int
+    p2p_ns: int
+    skew_ns: int
+    bubble_ns: int
+
+
+class ClockRow(Struct, frozen=True):
+    """How a rank's clock maps to the report's: t_reference = t - offset_ns - drift."""
+
+    rank: int
+    host: str
+    offset_ns: int
+    drift_ppm: float | None
+    sigma_ns: int | None
+    residual_ns: int | None
+
+
+class CollectiveRow(Struct, frozen=True):
+    """All calls of one op and size on one group. busbw as nccl-tests define it; None: unknown."""
+
+    group: int
+    op: str
+    dtype: str | None
+    message_bytes: int | None
+    count: int
+    transfer_ns_median: int
+    wait_ns_median: int
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+
+
+class BlameRow(Struct, frozen=True):
+    """Who caused waiting, over all steps; rank None is nobody in particular."""
+
+    rank: int | None
+    cause: str
+    caused_skew_ns: int
+    caused_bubble_ns: int
+    caused_ns: int
+    axis: str | None
+    steps: tuple[int, ...]
+
+
+class StageRow(Struct, frozen=True):
+    """One pipeline stage: holes of the schedule's window, medians over the full steps."""
+
+    stage: int
+    bubble_ns: int
+    bubble_fraction: float
+
+
+class Pipeline(Struct, frozen=True):
+    """The schedule's bubble, from the grid of forwards and backwards (not from bubble_ns)."""
+
+    stages: tuple[StageRow, ...]
+    microbatches: int
+    schedule: str | None
+    bubble_fraction: float
+    ideal_bubble_fraction: float | None
+    bubble_overhead: float
+
+
+class MemoryRow(Struct, frozen=True):
+    """What a rank's memory held at its peak."""
+
+    rank: int
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    weights_bytes: int | None
+    gradients_bytes: int | None
+    optimizer_bytes: int | None
+    activations_bytes: int | None
+    transient_bytes: int | None
+    other_bytes: int | None
+
+
+class EventRef(Struct, frozen=True):
+    """An event that a finding rests on."""
+
+    rank: int
+    start_ns: int
+    dur_ns: int
+    name: str
+
+
+class Finding(Struct, frozen=True):
+    """Something to mend, with what it is worth a step; measured_ns and predicted_ns where known."""
+
+    code: str
+    bucket: str
+    gain_ns: int
+    measured_ns: int | None
+    predicted_ns: int | None
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    events: tuple[EventRef, ...]
+    message: str
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """One analyzed run."""
+
+    schema: str = SCHEMA
+    run: Run
+    warnings: tuple[WarningRow, ...] = ()
+    groups: tuple[GroupRow, ...] = ()
+    steps: tuple[StepRow, ...] = ()
+    exposed: tuple[ExposedRow, ...] = ()
+    clocks: tuple[ClockRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+    blame: tuple[BlameRow, ...] = ()
+    pipeline: Pipeline | None = None
+    memory: tuple[MemoryRow, ...] | None = None
+    prediction: None = None
+    findings: tuple[Finding, ...] = ()
+    mfu: float | None = None
+    hfu: float | None = None
+
+    def _repr_html_(self) -> str:
+        from stepsplit.analyzer.report.frames import medians
+
+        return str(medians(self).to_html())

@@ -1,0 +1,80 @@
+"""Which events are work of the rank: computing, copying, or both at once with communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from stepsplit.analyzer.readers.communication import FUSED
+from stepsplit.analyzer.split.intervals import Intervals, empty, union
+from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace
+
+_COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+_WRAPS = ("autograd::engine", "torch::autograd::", "PythonSubclass")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one rank worked on, each a sorted disjoint set; fused is a part of compute."""
+
+    compute: Intervals
+    copy: Intervals
+    fused: Intervals
+
+
+def work_of(trace: RankTrace) -> Work:
+    """The rank's work: kernels and copies of a device, else the ops of its training threads."""
+    if not trace.on_device:
+        return Work(_covered(trace.events, computing_ops(trace.events)), empty(), empty())
+    events = trace.events
+    communicates = np.zeros(len(events), dtype=np.bool_)
+    communicates[trace.calls.event] = True
+    fused = events.of(Category.KERNEL) & events.name_mask(_matches(events))
+    compute = events.of(Category.KERNEL) & (~communicates | fused)
+    copy = events.of(Category.MEMCPY, Category.MEMSET) & ~communicates
+    return Work(_covered(events, compute), _covered(events, copy), _covered(events, fused))
+
+
+def computing_ops(events: Events) -> Bool:
+    """Which ops of a CPU run are compute: those of training threads that only compute.
+
+    An op that wraps others may span anything, and one around a collective contains its wait.
+    """
+    ops = events.of(Category.OP)
+    communicates = ops & events.name_mask(_starts(events, _COMMUNICATES))
+    computes = ops & ~communicates & ~events.name_mask(_starts(events, _WRAPS))
+    for lane in range(len(events.lanes)):
+        here = events.lane == lane
+        if not _trains(events, here):
+            computes &= ~here
+            continue
+        rows = np.flatnonzero(computes & here)
+        calls = events.start_ns[communicates & here]
+        first = np.searchsorted(calls, events.start_ns[rows], side="left")
+        after = np.searchsorted(calls, events.end_ns[rows], side="left")
+        computes[rows[after > first]] = False
+    return computes
+
+
+def _trains(events: Events, here: Bool) -> bool:
+    """A thread that steps the profiler or runs autograd trains; others load data or move bytes."""
+    marks = events.named("ProfilerStep#") | events.named("autograd::engine")
+    anywhere = bool(events.named("ProfilerStep#").any())
+    gloo = bool((here & events.named("gloo:") & ~_messages(events)).any())
+    return bool((here & marks).any()) or (not anywhere and not gloo)
+
+
+def _messages(events: Events) -> Bool:
+    return events.named("gloo:send") | events.named("gloo:recv")
+
+
+def _covered(events: Events, mask: Bool) -> Intervals:
+    return union(events.start_ns[mask], events.end_ns[mask])
+
+
+def _starts(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:
+    return tuple(name.startswith(prefixes) for name in events.names)
+
+
+def _matches(events: Events) -> tuple[bool, ...]:
+    return tuple(FUSED.search(name) is not None for name in events.names)

@@ -1,0 +1,211 @@
+"""A whole recording split: every rank, every step, on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.split.align import Alignment, align
+from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
+from stepsplit.analyzer.split.bandwidth import CollectiveStat, collective_stats
+from stepsplit.analyzer.split.blame import Blame, RankTime, blame, rank_time
+from stepsplit.analyzer.split.classify import Work, work_of
+from stepsplit.analyzer.split.layout import Layout, layout_of
+from stepsplit.analyzer.split.match import Matched, match
+from stepsplit.analyzer.split.phases import phases_of
+from stepsplit.analyzer.split.pipeline import (
+    Box,
+    StageHoles,
+    StepGrid,
+    boxes_of,
+    covered_ns,
+    grid_of,
+    holes_of,
+    schedule_of,
+)
+from stepsplit.analyzer.split.same_steps import agreed
+from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
+from stepsplit.analyzer.split.waits import BUBBLE, SKEW, Arrivals, arrivals_of, pieces_of
+from stepsplit.analyzer.trace import Note, RankTrace
+from stepsplit.collectors.run_spec import RunSpec
+
+IdealBubble = Callable[[str, int, int, int], float | None]
+"""(schedule, stages, microbatches, chunks) -> the bubble fraction of equal stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSplit:
+    """One rank: its windows with their splits, and what they are made of, on its own clock.
+
+    lead_ns + own = common clock. estimated and grids have one entry a window, axis and phase one a
+    row of the attribution's exposed pieces.
+    """
+
+    trace: RankTrace
+    windows: tuple[StepWindow, ...]
+    splits: tuple[Split, ...]
+    estimated: tuple[bool, ...]
+    attribution: Attribution
+    grids: tuple[StepGrid, ...]
+    axis: tuple[str | None, ...]
+    phase: tuple[str, ...]
+    lead_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The pipeline schedule as run: microbatches a step, chunks a rank, and its ideal bubble."""
+
+    name: str
+    microbatches: int
+    ideal_bubble_fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSplit:
+    """Everything that the split knows of a recording."""
+
+    ranks: tuple[RankSplit, ...]
+    layout: Layout
+    alignment: Alignment
+    matched: Matched
+    collectives: tuple[CollectiveStat, ...]
+    schedule: Schedule | None
+    holes: tuple[StageHoles, ...]
+    blame: tuple[Blame, ...]
+    notes: tuple[Note, ...]
+
+
+def split_run(
+    traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
+) -> RunSplit:
+    """The split of all ranks. traces are in the order of their ranks, at least one."""
+    layout = layout_of(spec, traces)
+    work = [work_of(trace) for trace in traces]
+    matched = match(traces)
+    steps = agreed([steps_of(t, w) for t, w in zip(traces, work, strict=True)], matched)
+    alignment = align(traces, matched)
+    arrivals = arrivals_of(traces, matched, alignment)
+    ranks = [
+        _rank(i, trace, work[i], steps[i], matched, arrivals, alignment.lead_ns[i], layout)
+        for i, trace in enumerate(traces)
+    ]
+    grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
+    holes = holes_of(layout.pipelines, grids)
+    schedule = _schedule(layout, ranks, spec, ideal_bubble) if holes else None
+    blamed = blame([_time(rank) for rank in ranks], _ideal_ns(holes, schedule))
+    _check(ranks, blamed)
+    notes = _notes(traces, steps, layout, alignment, matched)
+    stats = collective_stats(traces, matched, arrivals)
+    return RunSplit(tuple(ranks), layout, alignment, matched, stats, schedule, holes, blamed, notes)
+
+
+def _rank(
+    index: int,
+    trace: RankTrace,
+    work: Work,
+    steps: Steps,
+    matched: Matched,
+    arrivals: Arrivals,
+    lead_ns: int,
+    layout: Layout,
+) -> RankSplit:
+    pieces = pieces_of(index, trace, matched, arrivals, lead_ns, layout)
+    found = attribute(steps.windows, work, pieces)
+    boxes = boxes_of(trace)
+    grids = [_grid(trace, i, w, boxes, found.band, lead_ns) for i, w in enumerate(steps.windows)]
+    axis_of = [layout.axis_of(group) for group in trace.groups]
+    phase = phases_of(trace, steps.windows, axis_of, layout)
+    group_id = trace.calls.group_id[found.exposed.call].tolist()
+    guessed = arrivals.estimated[matched.of_trace(index)][found.exposed.call]
+    estimated = {
+        w for w, g in zip(found.exposed.window.tolist(), guessed.tolist(), strict=True) if g
+    }
+    return RankSplit(
+        trace=trace,
+        windows=steps.windows,
+        splits=tuple(
+            replace(split, bubble_covered_ns=covered_ns(grid.busy, _cut(found.band, i), lead_ns))
+            for i, (split, grid) in enumerate(zip(found.splits, grids, strict=True))
+        ),
+        estimated=tuple(i in estimated for i in range(len(steps.windows))),
+        attribution=found,
+        grids=tuple(grids),
+        axis=tuple(axis_of[g] if g >= 0 else None for g in group_id),
+        phase=tuple(phase[call] for call in found.exposed.call.tolist()),
+        lead_ns=lead_ns,
+    )
+
+
+def _grid(
+    trace: RankTrace, index: int, window: StepWindow, boxes: Sequence[Box], band: Band, lead_ns: int
+) -> StepGrid:
+    inside = [box for box in boxes if window.start_ns <= box.start_ns < window.end_ns]
+    return grid_of(trace.rank, window.step, inside, _cut(band, index), lead_ns)
+
+
+def _cut(band: Band, window: int) -> Band:
+    rows = band.window == window
+    return Band(band.window[rows], band.bucket[rows], band.start_ns[rows], band.end_ns[rows])
+
+
+def _schedule(
+    layout: Layout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
+) -> Schedule:
+    """The schedule that run.json states, else by the order of work on the last stage."""
+    by_rank = {rank.trace.rank: rank for rank in ranks}
+    line = next(line for line in layout.pipelines if all(rank in by_rank for rank in line))
+    grid = next(grid for grid in by_rank[line[-1]].grids if grid.boxes)
+    chunks = len({box.stage for box in grid.boxes})
+    microbatches = len({box.microbatch for box in grid.boxes})
+    stated = spec.training.schedule if spec and spec.training else None
+    name = (stated or schedule_of(grid.boxes, chunks)).lower()
+    return Schedule(name, microbatches, ideal_bubble(name, len(line), microbatches, chunks))
+
+
+def _ideal_ns(
+    holes: Sequence[StageHoles], schedule: Schedule | None
+) -> Mapping[tuple[int, int], int]:
+    """The bubble that the schedule itself costs each (rank, step)."""
+    ideal = (schedule.ideal_bubble_fraction if schedule else None) or 0.0
+    return {(hole.rank, hole.step): int(hole.window_ns * ideal) for hole in holes}
+
+
+def _time(rank: RankSplit) -> RankTime:
+    numbers = [window.step for window in rank.windows]
+    band, exposed = rank.attribution.band, rank.attribution.exposed
+    return rank_time(rank.trace.rank, numbers, band, exposed, rank.axis, rank.lead_ns)
+
+
+def _check(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
+    """Every instant of skew and bubble is blamed once."""
+    splits = [split for rank in ranks for split in rank.splits]
+    for bucket, caused in (
+        (SKEW, [b.skew_ns for b in blamed]),
+        (BUBBLE, [b.bubble_ns for b in blamed]),
+    ):
+        held = sum(split.buckets_ns[bucket] for split in splits)
+        assert sum(caused) == held, f"{BUCKETS[bucket]}: {sum(caused)} ns blamed of {held}"
+
+
+def _notes(
+    traces: Sequence[RankTrace],
+    steps: Sequence[Steps],
+    layout: Layout,
+    alignment: Alignment,
+    matched: Matched,
+) -> tuple[Note, ...]:
+    of_ranks = [
+        replace(note, rank=trace.rank)
+        for trace, found in zip(traces, steps, strict=True)
+        for note in (*trace.notes, *found.notes)
+    ]
+    unmatched = [
+        Note("unmatched", f"{count} of {total} collectives and messages have no counterpart in the "
+             "recording: their wait is estimated", trace.rank)
+        for i, trace in enumerate(traces)
+        if (total := len(trace.calls))
+        and (count := int((matched.key[matched.of_trace(i)] < 0).sum()))
+    ]  # fmt: skip
+    return (*layout.notes, *alignment.notes, *of_ranks, *unmatched)

@@ -1,0 +1,147 @@
+"""Where each step of a rank begins and ends."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from stepsplit.analyzer.buckets import Kind
+from stepsplit.analyzer.split.classify import Work
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    Category,
+    Events,
+    Int64,
+    Note,
+    RankTrace,
+)
+
+_STEP = re.compile(r"ProfilerStep#(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """One step: its number, and its window on the rank's own clock in ns."""
+
+    step: int
+    kind: Kind
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The rank's windows in order; they touch and never overlap. notes say what was assumed."""
+
+    windows: tuple[StepWindow, ...]
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _HostStep:
+    step: int
+    start_ns: int
+    end_ns: int
+
+
+def steps_of(trace: RankTrace, work: Work) -> Steps:
+    """The windows of the rank's steps; the whole trace as one step where none is marked."""
+    marked = _marked(trace.events)
+    if not marked:
+        return _whole(trace)
+    windows = _on_device(trace, marked) if trace.on_device else _on_host(marked)
+    kept = tuple(w for w in windows if w.end_ns > w.start_ns)
+    notes = tuple(
+        Note("empty_step", f"step {w.step} has no device event and is left out", trace.rank)
+        for w in windows
+        if w.end_ns <= w.start_ns
+    )
+    return Steps(_with_kinds(kept, trace), notes)
+
+
+def _marked(events: Events) -> list[_HostStep]:
+    mask = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
+    found = {}
+    for row in np.flatnonzero(mask).tolist():
+        if (match := _STEP.match(events.names[events.name_id[row]])) is not None:
+            start = int(events.start_ns[row])
+            found[int(match[1])] = _HostStep(int(match[1]), start, start + int(events.dur_ns[row]))
+    return sorted(found.values(), key=lambda step: step.start_ns)
+
+
+def _whole(trace: RankTrace) -> Steps:
+    events = trace.events
+    rows = events.of(*DEVICE_CATEGORIES) if trace.on_device else events.of(Category.OP)
+    rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
+    window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
+    note = Note(
+        "no_steps", "no ProfilerStep in the trace: all of it is taken as one step", trace.rank
+    )
+    return Steps((window,) if window.end_ns > window.start_ns else (), (note,))
+
+
+def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
+    starts = [marked[0].start_ns, *(step.end_ns for step in marked)]
+    return [
+        StepWindow(step.step, "full", start, step.end_ns)
+        for step, start in zip(marked, starts, strict=False)
+    ]
+
+
+def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow]:
+    """A step ends with the last kernel that it launched on the main compute stream."""
+    events = trace.events
+    device = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
+    launched = events.launch_ns()
+    launched = np.where(launched < 0, events.start_ns, launched)[device]
+    ends = events.end_ns[device]
+    main = _on_main_stream(trace, device)
+    step_of = np.searchsorted([step.start_ns for step in marked], launched, side="right") - 1
+    earlier = ends[step_of < 0]
+    host_start = marked[0].start_ns
+    start = int(earlier.max()) if len(earlier) else host_start
+    windows: list[StepWindow] = []
+    for i, step in enumerate(marked):
+        own = ends[main & (step_of == i) & (launched < step.end_ns)]
+        end = max(start, int(own.max())) if len(own) else start
+        kind: Kind = "partial" if i == 0 and start > host_start else "full"
+        windows.append(StepWindow(step.step, kind, start, end))
+        start = end
+    return windows
+
+
+def _on_main_stream(trace: RankTrace, device: Int64) -> np.ndarray:
+    """Which of the device's events run on the stream that computes most."""
+    events = trace.events
+    computes = events.of(Category.KERNEL)
+    computes[trace.calls.event] = False
+    busy = np.bincount(
+        events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
+    )
+    if not computes.any():
+        return np.ones(len(device), dtype=np.bool_)
+    return np.asarray(events.lane[device] == int(busy.argmax()))
+
+
+def _with_kinds(windows: Sequence[StepWindow], trace: RankTrace) -> tuple[StepWindow, ...]:
+    """The windows, those that communicate otherwise than most marked as other."""
+    signatures = [_signature(window, trace) for window in windows]
+    usual, count = Counter(signatures).most_common(1)[0] if windows else ((), 0)
+    if 2 * count <= len(windows):
+        return tuple(windows)
+    return tuple(
+        window if window.kind == "partial" or signature == usual else replace(window, kind="other")
+        for window, signature in zip(windows, signatures, strict=True)
+    )
+
+
+def _signature(window: StepWindow, trace: RankTrace) -> tuple[tuple[int, int], ...]:
+    """The window's calls as (op, group), each group's in the order of its calls."""
+    calls = trace.calls
+    start = trace.events.start_ns[calls.event]
+    rows = np.flatnonzero((start >= window.start_ns) & (start < window.end_ns))
+    rows = rows[np.lexsort((calls.issued_ns[rows], calls.group_id[rows]))]
+    return tuple(zip(calls.op[rows].tolist(), calls.group_id[rows].tolist(), strict=True))

@@ -1,0 +1,167 @@
+"""What each call did while it was open: move data, or wait, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from stepsplit.analyzer.split.align import Alignment
+from stepsplit.analyzer.split.layout import Layout
+from stepsplit.analyzer.split.match import Matched
+from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
+
+COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
+"""Places of the communication buckets in buckets.BUCKETS."""
+LOW_PERCENTILE = 10
+"""Of the times that messages of one link and size took, the one that a free link needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When the data of each call moved, on the common clock; columns of one length.
+
+    Data moves from moves_ns to moved_ns, the rest of the call is waiting. last is the rank that
+    came last, -1 where nobody knows; estimated marks calls whose counterparts are not there.
+    """
+
+    start_ns: Int64
+    end_ns: Int64
+    moves_ns: Int64
+    moved_ns: Int64
+    last: Int32
+    estimated: Bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The calls of one rank in pieces of one bucket each, on its own clock; columns of one length.
+
+    call indexes the rank's Calls; life_end_ns is the end of the whole call; owner is the rank that
+    was waited for, -1 for nobody or unknown.
+    """
+
+    call: Int32
+    bucket: UInt8
+    start_ns: Int64
+    end_ns: Int64
+    life_end_ns: Int64
+    owner: Int32
+
+
+def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignment) -> Arrivals:
+    """When data moved in each call, and who came last."""
+    lead = np.array(alignment.lead_ns, dtype=np.int64)[matched.trace]
+    start, end = matched.start_ns + lead, matched.end_ns + lead
+    ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
+    moves, moved = start.copy(), end.copy()
+    last = np.full(len(matched), -1, dtype=np.int32)
+    for rows in _together(matched):
+        arrival = _arrival_of_each(matched, start, rows)
+        late = rows[int(arrival.argmax())]
+        moves[rows], last[rows] = arrival.max(), ranks[matched.trace[late]]
+        if matched.is_message[rows[0]]:
+            moved[rows] = end[rows].min()
+    _hurry(matched, moves, moved)
+    estimated = matched.key < 0
+    _estimate(matched, traces, start, end, moves)
+    return Arrivals(start, end, np.maximum(moves, start), moved, last, estimated)
+
+
+def _together(matched: Matched) -> list[Int64]:
+    """The rows of each collective and message whose members are all there."""
+    order = np.argsort(matched.key, kind="stable")
+    order = order[matched.key[order] >= 0]
+    bounds = np.flatnonzero(np.diff(matched.key[order])) + 1
+    return [rows for rows in np.split(order, bounds) if len(rows)]
+
+
+def _arrival_of_each(matched: Matched, start: Int64, rows: Int64) -> Int64:
+    """Each row's rank's arrival: the first of its kernels, where one call is several."""
+    first: dict[int, int] = {}
+    for trace, at in zip(matched.trace[rows].tolist(), start[rows].tolist(), strict=True):
+        first[trace] = min(at, first.get(trace, at))
+    return np.array([first[trace] for trace in matched.trace[rows].tolist()], dtype=np.int64)
+
+
+def _hurry(matched: Matched, moves: Int64, moved: Int64) -> None:
+    """Messages move for the low percentile of their link and size; the rest is waiting."""
+    rows = np.flatnonzero(matched.is_message & (matched.key >= 0))
+    took = np.maximum(moved[rows] - moves[rows], 0)
+    pairs = _links(matched, rows)
+    for link in np.unique(pairs):
+        same = pairs == link
+        low = int(np.percentile(took[same], LOW_PERCENTILE, method="lower"))
+        moved[rows[same]] = moves[rows[same]] + np.minimum(took[same], low)
+
+
+def _links(matched: Matched, rows: Int64) -> Int64:
+    """A number for each row's pair of ends and size; both ends of a message have the same."""
+    key = matched.key[rows]
+    ends = {k: [0, 0] for k in key.tolist()}
+    for k, trace, op in zip(
+        key.tolist(), matched.trace[rows].tolist(), matched.op[rows].tolist(), strict=True
+    ):
+        ends[k][op % 2] = trace
+    size = matched.message_bytes[rows].tolist()
+    labels = [(*ends[k], s) for k, s in zip(key.tolist(), size, strict=True)]
+    numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    return np.array([numbers[label] for label in labels], dtype=np.int64)
+
+
+def _estimate(
+    matched: Matched, traces: Sequence[RankTrace], start: Int64, end: Int64, moves: Int64
+) -> None:
+    """A call without counterparts moves data as long as the rank's fastest like it took."""
+    rows = np.flatnonzero(matched.key < 0)
+    like = np.stack((
+        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
+    ), axis=1)  # fmt: skip
+    _, kind = np.unique(like, axis=0, return_inverse=True)
+    took = end[rows] - start[rows]
+    fastest = np.full(int(kind.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(fastest, kind, took)
+    moves[rows] = end[rows] - fastest[kind]
+
+
+def pieces_of(
+    index: int, trace: RankTrace, matched: Matched, arrivals: Arrivals, lead_ns: int, layout: Layout
+) -> Pieces:
+    """The calls of one rank in pieces: before data moves, while it does, and after."""
+    rows = matched.of_trace(index)
+    start, end = arrivals.start_ns[rows] - lead_ns, arrivals.end_ns[rows] - lead_ns
+    moves = np.clip(arrivals.moves_ns[rows] - lead_ns, start, end)
+    moved = np.clip(arrivals.moved_ns[rows] - lead_ns, moves, end)
+    last = _waited_for(trace, arrivals.last[rows])
+    waits = _wait_bucket(trace, last, layout)
+    moving = np.where(trace.calls.is_message, P2P, COLLECTIVE)
+    call = np.arange(len(start), dtype=np.int32)
+    nobody = np.full(len(start), -1, dtype=np.int32)
+    parts = [
+        (waits, start, moves, last),
+        (moving, moves, moved, nobody),
+        (waits, moved, end, last),
+    ]
+    return Pieces(
+        call=np.tile(call, 3),
+        bucket=np.concatenate([part[0] for part in parts]).astype(np.uint8),
+        start_ns=np.concatenate([part[1] for part in parts]),
+        end_ns=np.concatenate([part[2] for part in parts]),
+        life_end_ns=np.tile(end, 3),
+        owner=np.concatenate([part[3] for part in parts]),
+    )
+
+
+def _waited_for(trace: RankTrace, last: Int32) -> Int32:
+    """Who each call waits for; a rank that came last itself waits for the other end, if at all."""
+    peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
+    return np.where((last == trace.rank) | (last < 0), peer, last).astype(np.int32)
+
+
+def _wait_bucket(trace: RankTrace, last: Int32, layout: Layout) -> UInt8:
+    """Waiting for another pipeline stage is bubble, for one's own stage skew."""
+    mine = layout.stage(trace.rank)
+    other = np.array(
+        [mine if rank < 0 else layout.stage(rank) for rank in last.tolist()], dtype=np.int64
+    )
+    return np.where(other != mine, BUBBLE, SKEW).astype(np.uint8)

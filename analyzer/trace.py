@@ -1,0 +1,176 @@
+"""The nouns of a recording: what each reader yields and the split consumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+UInt8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
+
+OPS = (
+    "unknown",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+OP_CODE = {op: code for code, op in enumerate(OPS)}
+
+
+class Category(IntEnum):
+    """What kind of event a trace says an event is."""
+
+    OTHER = 0
+    OP = 1
+    ANNOTATION = 2
+    RUNTIME = 3
+    KERNEL = 4
+    MEMCPY = 5
+    MEMSET = 6
+    GPU_ANNOTATION = 7
+    PYTHON = 8
+
+
+DEVICE_CATEGORIES = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where events happen: a thread of the host, or a stream of a device (-1: none)."""
+
+    pid: str
+    tid: str
+    device: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Everything with a duration that one rank recorded, sorted by start_ns.
+
+    Columns of one length. Times are ns after the trace's t0; name_id and lane index names and
+    lanes; correlation joins a launch with what it launched, -1 for none.
+    """
+
+    start_ns: Int64
+    dur_ns: Int64
+    category: UInt8
+    name_id: Int32
+    lane: Int32
+    correlation: Int64
+    names: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def end_ns(self) -> Int64:
+        return self.start_ns + self.dur_ns
+
+    def named(self, prefix: str) -> Bool:
+        """Which events have a name that begins so."""
+        return self.name_mask(tuple(name.startswith(prefix) for name in self.names))
+
+    def name_mask(self, chosen: tuple[bool, ...]) -> Bool:
+        """Which events have a chosen name, one choice a name."""
+        return np.asarray(chosen, dtype=np.bool_)[self.name_id]
+
+    def of(self, *categories: Category) -> Bool:
+        """Which events are of one of these categories."""
+        return np.isin(self.category, categories)
+
+    def launch_ns(self) -> Int64:
+        """When the host launched each event, by correlation; -1 where no launch was recorded."""
+        rows = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
+        order = rows[np.argsort(self.correlation[rows], kind="stable")]
+        launched = np.full(len(self), -1, dtype=np.int64)
+        if len(order):
+            at = np.searchsorted(self.correlation[order], self.correlation)
+            at = np.minimum(at, len(order) - 1)
+            found = self.correlation[order[at]] == self.correlation
+            launched[found] = self.start_ns[order[at]][found]
+        return launched
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: its name in the job, its global ranks in group order, its description."""
+
+    name: str
+    ranks: tuple[int, ...]
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """A row for each collective, send or recv of one rank, sorted by event; -1 is unknown.
+
+    event indexes Events; issued_ns is when the host called it, on the clock of the events; group_id
+    indexes the trace's groups; op indexes OPS and dtype dtypes; peer is a global rank. input_bytes
+    is what the caller hands in, message_bytes follows nccl-tests (the full buffer).
+    """
+
+    event: Int64
+    issued_ns: Int64
+    group_id: Int32
+    seq: Int64
+    op: UInt8
+    dtype: Int32
+    peer: Int32
+    input_bytes: Int64
+    message_bytes: Int64
+    dtypes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.event)
+
+    @property
+    def is_message(self) -> Bool:
+        """Which rows are sends or receives."""
+        return self.op >= OP_CODE["send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that the data cannot tell, for the report's warnings."""
+
+    code: str
+    message: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """One rank of a recording. host and backend are "" where the trace does not say."""
+
+    source: Path
+    rank: int
+    world_size: int
+    host: str
+    device: str
+    backend: str
+    t0_unix_ns: int
+    events: Events
+    calls: Calls
+    groups: tuple[Group, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator recorded anything; else the host is what worked."""
+        return bool(self.events.of(*DEVICE_CATEGORIES).any())

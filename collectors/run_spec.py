@@ -1,0 +1,204 @@
+"""What ran: RunSpec, Mesh and ModelSpec, and run.json in and out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+SCHEMA = "stepsplit.run/1"
+_T = TypeVar("_T")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SHORTHAND = {"dp": "dp_replicate"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The grid of ranks: axis names and sizes, outermost first. Order is data: frameworks differ.
+
+    Rank r sits at the coordinates of r in row-major order, so the last axis varies fastest.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"a mesh needs one size for each distinct axis, not {self}")
+        unknown = set(self.axes) - set(AXES)
+        if unknown:
+            raise ValueError(f"unknown mesh axis {sorted(unknown)}; known are {', '.join(AXES)}")
+        if any(size < 1 for size in self.sizes):
+            raise ValueError(f"every mesh axis has at least one rank, not {self}")
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Self:
+        """The mesh of {axis: size}, outermost first; "dp" is short for dp_replicate."""
+        return cls(tuple(_SHORTHAND.get(axis, axis) for axis in sizes), tuple(sizes.values()))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along the axis; 1 for an axis that the mesh does not have."""
+        return dict(zip(self.axes, self.sizes, strict=True)).get(axis, 1)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where the rank sits along the axis; 0 for an axis that the mesh does not have."""
+        if axis not in self.axes:
+            return 0
+        position = self.axes.index(axis)
+        return rank // math.prod(self.sizes[position + 1 :]) % self.sizes[position]
+
+    def line(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from this one along the axis alone, itself included, in order."""
+        if axis not in self.axes:
+            return (rank,)
+        position = self.axes.index(axis)
+        stride = math.prod(self.sizes[position + 1 :])
+        first = rank - self.coordinate(rank, axis) * stride
+        return tuple(first + i * stride for i in range(self.sizes[position]))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a decoder transformer; None where it is not known."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    gated: bool | None = None
+    vocab: int | None = None
+    tied: bool | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a step is made: micro_batch in sequences a microbatch, global_batch in sequences a step."""
+
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    microbatches: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    schedule: str | None = None
+    framework: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where one rank ran."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One process group: its name in the job, its description and its global ranks in group order."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What ran and what was seen of it: the content of run.json."""
+
+    name: str
+    world_size: int
+    backend: str
+    mesh: Mesh | None = None
+    model: ModelSpec | None = None
+    training: Training | None = None
+    ranks: tuple[RankInfo, ...] = ()
+    groups: tuple[GroupInfo, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.mesh.world_size != self.world_size:
+            product = " x ".join(
+                f"{a}={n}" for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True)
+            )
+            raise ValueError(
+                f"the mesh {product} has {self.mesh.world_size} ranks, the job {self.world_size}"
+            )
+
+    def version(self, of: str) -> str | None:
+        """The version of torch, nccl or python, None where it was not seen."""
+        return dict(self.versions).get(of)
+
+
+def to_json(spec: RunSpec) -> str:
+    """run.json's text."""
+    body: dict[str, Any] = {"schema": SCHEMA} | asdict(spec)
+    if spec.mesh is not None:
+        pairs = zip(spec.mesh.axes, spec.mesh.sizes, strict=True)
+        body["mesh"] = [{"axis": axis, "size": size} for axis, size in pairs]
+    body["versions"] = dict(spec.versions)
+    return json.dumps(body, indent=1) + "\n"
+
+
+def from_json(text: str | bytes) -> RunSpec:
+    """The RunSpec of run.json's text. Raises ValueError where the text is none."""
+    body = json.loads(text)
+    if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+        raise ValueError(f"not a {SCHEMA} file")
+    mesh = body.get("mesh")
+    try:
+        return RunSpec(
+            name=str(body["name"]),
+            world_size=int(body["world_size"]),
+            backend=str(body["backend"]),
+            mesh=None if mesh is None else Mesh.of({m["axis"]: int(m["size"]) for m in mesh}),
+            model=_known(ModelSpec, body.get("model")),
+            training=_known(Training, body.get("training")),
+            ranks=tuple(RankInfo(**_named(RankInfo, r)) for r in body.get("ranks", ())),
+            groups=tuple(_group(g) for g in body.get("groups", ())),
+            versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a field is missing or odd: {error}") from error
+
+
+def write_run_json(folder: Path, spec: RunSpec) -> Path:
+    """Writes run.json into the folder, whole or not at all."""
+    return write_whole(folder / "run.json", to_json(spec).encode())
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Writes the file so that a reader sees all of it or none: write, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    return path
+
+
+def _group(body: Mapping[str, Any]) -> GroupInfo:
+    return GroupInfo(str(body["name"]), str(body["description"]), tuple(map(int, body["ranks"])))
+
+
+def _named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a newer file's fields, those that this version knows."""
+    return {field.name: body[field.name] for field in fields(kind) if field.name in body}
+
+
+def _known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
+    return None if body is None else kind(**_named(kind, body))

@@ -1,0 +1,4 @@
+from stepsplit.dashboard.cli import main
+
+if __name__ == "__main__":
+    main()

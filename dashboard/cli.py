@@ -1,0 +1,79 @@
+"""The composition root: one verb a file, loaded when called; only here errors are printed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import click
+from stepsplit.analyzer.errors import StepsplitError
+
+VERBS = ("analyze", "dashboard", "demo")
+BAD_INPUT, INTERNAL = 2, 4
+
+
+class _Verbs(click.Group):
+    """The commands by name; a verb's module is imported only when it runs or explains itself."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"stepsplit.dashboard.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+
+@click.group(cls=_Verbs, invoke_without_command=True)
+@click.version_option(package_name="stepsplit", message="stepsplit %(version)s")
+@click.pass_context
+def stepsplit(context: click.Context) -> None:
+    """Where every training step went: compute, collective and pipeline-bubble time, exactly."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main() -> None:
+    """Runs the command line; ends the process with the exit status that DESIGN.md fixes."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of one command: 0 fine, 2 usage or bad data, 4 an error of our own."""
+    try:
+        status = stepsplit.main(arguments, prog_name="stepsplit", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except click.ClickException as error:
+        return _told(error.format_message())
+    except StepsplitError as error:
+        return _told(str(error))
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last resort: one line, and where the rest is
+        return _internal(error)
+
+
+def _told(message: str) -> int:
+    click.echo(f"stepsplit: {' '.join(message.split())}", err=True)
+    return BAD_INPUT
+
+
+def _internal(error: Exception) -> int:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="stepsplit-error-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        traceback.print_exception(error, file=file)
+    where = Path(file.name)
+    click.echo(
+        f"stepsplit: internal error ({type(error).__name__}); please report {where}", err=True
+    )
+    return INTERNAL

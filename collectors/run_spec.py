@@ -82,7 +82,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a step is made: micro_batch in sequences a microbatch, global_batch in sequences a step."""
+    """How a step is made: micro_batch in sequences a microbatch, global_batch a step."""
 
     seq_len: int | None = None
     micro_batch: int | None = None
@@ -130,9 +130,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.world_size != self.world_size:
-            product = " x ".join(
-                f"{a}={n}" for a, n in zip(self.mesh.axes, self.mesh.sizes, strict=True)
-            )
+            pairs = zip(self.mesh.axes, self.mesh.sizes, strict=True)
+            product = " x ".join(f"{axis}={size}" for axis, size in pairs)
             raise ValueError(
                 f"the mesh {product} has {self.mesh.world_size} ranks, the job {self.world_size}"
             )

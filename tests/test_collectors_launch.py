@@ -1,0 +1,84 @@
+"""Starting the demo training, as far as it needs no process of torch."""
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from stepsplit.collectors import launch
+from stepsplit.collectors.launch import RANK_BYTES, LaunchError, affordable, parse_parallel
+from stepsplit.collectors.recipe import Command, Recipe, parallel_text, parse_command
+from stepsplit.collectors.run_spec import Mesh
+
+
+def test_axes_are_ordered_outermost_first_however_they_are_written() -> None:
+    assert parse_parallel("tp=2, pp=4,dp=3") == Mesh(("pp", "dp_replicate", "tp"), (4, 3, 2))
+    assert parse_parallel("fsdp=4,dp=2") == Mesh(("dp_replicate", "dp_shard"), (2, 4))
+
+
+def test_axes_of_one_rank_are_left_out_but_never_all() -> None:
+    assert parse_parallel("tp=2,pp=1") == Mesh(("tp",), (2,))
+    assert parse_parallel("pp=1") == Mesh(("dp_replicate",), (1,))
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
+def test_nonsense_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="write tp=2,pp=2,dp=2") as refused:
+        parse_parallel(text)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_an_axis_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="dp_replicate is given twice"):
+        parse_parallel("dp=2,dp_replicate=2")
+
+
+def test_short_memory_costs_dp_first_then_pp_then_tp() -> None:
+    mesh = parse_parallel("tp=2,pp=2,dp=2")
+
+    assert affordable(mesh, 8 * RANK_BYTES) == mesh
+    assert affordable(mesh, 8 * RANK_BYTES - 1) == parse_parallel("tp=2,pp=2")
+    assert affordable(mesh, 3 * RANK_BYTES) == parse_parallel("tp=2")
+    assert affordable(mesh, 0) == parse_parallel("dp=1")
+
+
+def test_a_recipe_survives_its_own_command_line() -> None:
+    recipe = Recipe(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
+    mesh = parse_parallel("tp=2,pp=2")
+    line = ["--out", "runs/a", "--parallel", parallel_text(mesh), *recipe.arguments()]
+
+    assert parse_command(line) == Command(Path("runs/a"), mesh, recipe)
+
+
+def test_a_recipe_that_the_mesh_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_command(["--out", "runs/a", "--parallel", "pp=3"])
+
+    assert "2 layers cannot be cut into 3 stages" in capsys.readouterr().err
+
+
+def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float = 30.0) -> float:
+    """Runs the code as every rank under the launcher's care; the seconds it took."""
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        ranks = launch._start([sys.executable, "-c", code], world_size, tmp_path, stack)
+        launch._wait(ranks, begin + patience_s)
+    return time.monotonic() - begin
+
+
+def test_when_one_rank_fails_the_others_end_and_its_last_words_are_told(tmp_path: Path) -> None:
+    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no GPU'); time.sleep(60)"
+    begin = time.monotonic()
+
+    with pytest.raises(LaunchError, match=r"rank 1 ended with status 1\nno GPU"):
+        run_ranks(code, tmp_path)
+
+    assert time.monotonic() - begin < 20
+
+
+def test_a_run_that_never_ends_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="ranks 0, 1 did not end in time"):
+        run_ranks("import time; time.sleep(60)", tmp_path, patience_s=0.5)

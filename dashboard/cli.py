@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 import click
+
 from stepsplit.analyzer.errors import StepsplitError
 
 VERBS = ("analyze", "dashboard", "demo")

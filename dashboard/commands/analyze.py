@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+
 from stepsplit.analyzer import Analysis, UsageError, examine
 from stepsplit.analyzer.report.tables import write_tables
 from stepsplit.analyzer.report.wire import REPORT_NAME, to_json

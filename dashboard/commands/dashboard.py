@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
 from stepsplit.dashboard.commands.extras import need
 
 if TYPE_CHECKING:

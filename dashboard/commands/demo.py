@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+
 from stepsplit.analyzer import Analysis, StepsplitError, UsageError, examine, units
 from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
 from stepsplit.collectors.recipe import parallel_text, parse_parallel

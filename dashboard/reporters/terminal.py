@@ -9,6 +9,7 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
 from stepsplit.analyzer.report.report import (

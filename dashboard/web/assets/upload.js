@@ -1,0 +1,178 @@
+/* Uploads a dropped recording: name a run, put each file, finish, open its page. */
+(function () {
+  "use strict";
+
+  const API = "/api/v1/runs";
+  const byId = (id) => document.getElementById(id);
+  let busy = false;
+
+  /* Chooser inputs live outside of the page's own tree, which is drawn anew. */
+  function chooser(id, folder) {
+    const input = document.createElement("input");
+    input.type = "file";
+    input.id = id;
+    input.multiple = true;
+    input.hidden = true;
+    input.webkitdirectory = folder;
+    input.addEventListener("change", () => {
+      const files = Array.from(input.files, (file) => ({
+        path: file.webkitRelativePath || file.name,
+        file,
+      }));
+      input.value = "";
+      send(files);
+    });
+    document.body.append(input);
+  }
+  chooser("upload-files", false);
+  chooser("upload-folder", true);
+
+  function readAll(reader) {
+    return new Promise((resolve, reject) => {
+      const found = [];
+      /* A reader gives at most 100 entries a call; an empty answer is the end. */
+      const next = () =>
+        reader.readEntries((entries) => {
+          if (!entries.length) return resolve(found);
+          found.push(...entries);
+          next();
+        }, reject);
+      next();
+    });
+  }
+
+  async function walk(entry) {
+    const path = entry.fullPath.replace(/^\/+/, "");
+    if (entry.isFile) {
+      const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
+      return [{ path, file }];
+    }
+    const children = await readAll(entry.createReader());
+    return (await Promise.all(children.map(walk))).flat();
+  }
+
+  async function dropped(transfer) {
+    /* Taken before the first await: the list is emptied after the event. */
+    const items = Array.from(transfer.items).filter((item) => item.kind === "file");
+    const taken = items.map((item) => {
+      const entry = item.webkitGetAsEntry();
+      if (entry) return walk(entry);
+      const file = item.getAsFile();
+      return file ? [{ path: file.name, file }] : [];
+    });
+    return (await Promise.all(taken)).flat();
+  }
+
+  function tell(text, failed) {
+    const status = byId("upload-status");
+    if (!status) return;
+    status.textContent = text;
+    status.classList.toggle("failed", Boolean(failed));
+  }
+
+  function progress(done, total) {
+    const bar = byId("upload-bar");
+    const track = byId("upload-track");
+    if (!bar || !track) return;
+    track.classList.toggle("active", total > 0);
+    bar.style.width = total > 0 ? (100 * done) / total + "%" : "0";
+  }
+
+  const megabytes = (bytes) => (bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0);
+
+  async function post(url, body) {
+    const response = await fetch(url, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+    });
+    const answer = await response.json().catch(() => ({}));
+    if (!response.ok) throw new Error(answer.error || "the server answered " + response.status);
+    return answer;
+  }
+
+  /* XMLHttpRequest streams a File from disk as fetch does, and says how far it is. */
+  function put(url, file, onProgress) {
+    return new Promise((resolve, reject) => {
+      const request = new XMLHttpRequest();
+      request.open("PUT", url);
+      request.responseType = "json";
+      request.upload.onprogress = (event) => onProgress(event.loaded);
+      request.onerror = () => reject(new Error("the connection broke"));
+      request.onload = () => {
+        if (request.status < 300) return resolve();
+        const answer = request.response || {};
+        reject(new Error(answer.error || "the server answered " + request.status));
+      };
+      request.send(file);
+    });
+  }
+
+  function named(files) {
+    const first = files[0].path.split("/");
+    if (first.length > 1) return first[0];
+    return files.length === 1 ? first[0] : first[0] + " and " + (files.length - 1) + " more";
+  }
+
+  async function sendAll(files) {
+    const total = files.reduce((sum, item) => sum + item.file.size, 0);
+    const run = await post(API, { name: named(files) });
+    let before = 0;
+    for (const [index, item] of files.entries()) {
+      const url = API + "/" + run.id + "/files/" + item.path.split("/").map(encodeURIComponent).join("/");
+      await put(url, item.file, (loaded) => {
+        progress(before + loaded, total);
+        tell(
+          "file " + (index + 1) + " of " + files.length + ": " + item.path + ", " +
+            megabytes(before + loaded) + " of " + megabytes(total) + " MB"
+        );
+      }).catch((error) => {
+        throw new Error(item.path + ": " + error.message);
+      });
+      before += item.file.size;
+    }
+    await post(API + "/" + run.id + "/finish", {});
+    window.location.assign("/run/" + run.id);
+  }
+
+  async function send(files) {
+    /* Files such as .DS_Store are no part of a recording. */
+    const wanted = files.filter((item) => !item.path.split("/").some((part) => part.startsWith(".")));
+    if (busy) return tell("one upload at a time, please", true);
+    if (!wanted.length) return tell("nothing to upload: the folder is empty", true);
+    busy = true;
+    tell("starting");
+    try {
+      await sendAll(wanted);
+    } catch (error) {
+      progress(0, 0);
+      tell(error.message, true);
+    } finally {
+      busy = false;
+    }
+  }
+
+  const zoneOf = (event) => event.target.closest && event.target.closest("#drop-zone");
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest && event.target.closest("#choose-files, #choose-folder");
+    if (button) byId(button.id === "choose-files" ? "upload-files" : "upload-folder").click();
+  });
+  document.addEventListener("dragover", (event) => {
+    /* Anywhere on the page: a file that misses the zone must not replace the page. */
+    event.preventDefault();
+    const zone = byId("drop-zone");
+    if (zone) zone.classList.toggle("over", Boolean(zoneOf(event)));
+  });
+  document.addEventListener("drop", async (event) => {
+    event.preventDefault();
+    const zone = zoneOf(event);
+    if (!zone) return;
+    zone.classList.remove("over");
+    try {
+      send(await dropped(event.dataTransfer));
+    } catch (error) {
+      tell("the files cannot be read: " + error.message, true);
+    }
+  });
+})();

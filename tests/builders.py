@@ -1,0 +1,171 @@
+"""Tiny traces by hand, as torch.profiler writes them; times in microseconds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+MAIN, AUTOGRAD = 100, 101
+COMPUTE_STREAM, COMM_STREAM = 7, 20
+BASE_NS = 1_790_000_000_000_000_000
+Event = dict[str, Any]
+
+
+@dataclass
+class GpuTrace:
+    """One rank of a CUDA run. Every kernel gets a launch of its own, at its start unless told."""
+
+    rank: int = 0
+    world_size: int = 1
+    host: str = "host0"
+    base_ns: int = BASE_NS
+    groups: Sequence[tuple[str, str, Sequence[int]]] = ()
+    events: list[Event] = field(default_factory=list)
+
+    def step(self, number: int, start: float, end: float) -> Self:
+        return self._add(f"ProfilerStep#{number}", "user_annotation", start, end, tid=MAIN)
+
+    def annotation(self, name: str, start: float, end: float) -> Self:
+        return self._add(name, "user_annotation", start, end, tid=MAIN)
+
+    def gpu_annotation(self, name: str, start: float, end: float) -> Self:
+        return self._add(name, "gpu_user_annotation", start, end, tid=COMPUTE_STREAM)
+
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        launched: float | None = None,
+        stream: int = COMPUTE_STREAM,
+        category: str = "kernel",
+        **args: Any,
+    ) -> Self:
+        correlation = len(self.events) + 1
+        at = start if launched is None else launched
+        self._add("cudaLaunchKernel", "cuda_runtime", at, at, tid=MAIN, correlation=correlation)
+        args |= {"stream": stream, "device": 0, "correlation": correlation}
+        return self._add(name, category, start, end, tid=stream, **args)
+
+    def memcpy(self, start: float, end: float) -> Self:
+        return self.kernel("Memcpy HtoD", start, end, stream=9, category="gpu_memcpy")
+
+    def all_reduce(
+        self, start: float, end: float, *, group: str = "0", nelems: int = 1000, **more: Any
+    ) -> Self:
+        return self._nccl("AllReduce", "allreduce", start, end, group, nelems, **more)
+
+    def message(self, op: str, peer: int, start: float, end: float, *, group: str = "0") -> Self:
+        side = {"send": "Dst Rank", "recv": "Src Rank"}[op]
+        return self._nccl("SendRecv", op, start, end, group, 1000, **{side: peer})
+
+    def _nccl(
+        self, kind: str, op: str, start: float, end: float, group: str, nelems: int, **more: Any
+    ) -> Self:
+        ranks = next(list(ranks) for name, _, ranks in self.groups if name == group)
+        args = {
+            "Collective name": op,
+            "In msg nelems": nelems,
+            "Out msg nelems": nelems,
+            "Group size": len(ranks),
+            "dtype": "Float",
+            "Process Group Name": group,
+            "Process Group Ranks": str(ranks),
+        } | more
+        return self.kernel(f"ncclDevKernel_{kind}", start, end, stream=COMM_STREAM, **args)
+
+    def _add(
+        self, name: str, category: str, start: float, end: float, *, tid: int, **args: Any
+    ) -> Self:
+        dur = round(end - start, 3)
+        self.events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid,
+                            "ts": start, "dur": dur, "args": args})  # fmt: skip
+        return self
+
+    def body(self) -> dict[str, Any]:
+        """The file's JSON."""
+        configs = [{"pg_name": n, "pg_desc": d, "ranks": list(r)} for n, d, r in self.groups]
+        info = {"backend": "nccl", "rank": self.rank, "world_size": self.world_size}
+        return {
+            "distributedInfo": info | {"pg_config": configs},
+            "deviceProperties": [{"name": "Test GPU"}],
+            "host_name": self.host,
+            "baseTimeNanoseconds": self.base_ns,
+            "traceEvents": self.events,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Writes rank{rank}_trace.json.gz into the folder."""
+        path = folder / f"rank{self.rank}_trace.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(self.body()).encode()))
+        return path
+
+
+@dataclass
+class CpuTrace:
+    """One rank of a gloo run: ops on the main thread, collectives on gloo's worker threads."""
+
+    rank: int = 0
+    world_size: int = 1
+    groups: Sequence[tuple[str, str, Sequence[int]]] = ()
+    events: list[Event] = field(default_factory=list)
+    flight: list[Event] = field(default_factory=list)
+
+    def step(self, number: int, start: float, end: float) -> Self:
+        return self.annotation(f"ProfilerStep#{number}", start, end)
+
+    def annotation(self, name: str, start: float, end: float, tid: int = MAIN) -> Self:
+        return self._add(name, "user_annotation", start, end, tid)
+
+    def op(self, name: str, start: float, end: float, tid: int = MAIN) -> Self:
+        return self._add(name, "cpu_op", start, end, tid)
+
+    def all_reduce(
+        self, called: float, start: float, end: float, *, group: str, seq: int, tid: int
+    ) -> Self:
+        """A call that the host makes, and its work on a worker thread from start to end."""
+        self.op("c10d::allreduce_", called, called + 1)
+        self.annotation("gloo:all_reduce", start, end, tid)
+        number = [name for name, _, _ in self.groups].index(group)
+        self.flight.append({
+            "process_group": [group, self.groups[number][1]], "pg_id": number,
+            "collective_seq_id": seq, "is_p2p": False, "profiling_name": "gloo:all_reduce",
+            "time_created_ns": BASE_NS + round((called + 0.5) * 1000),
+            "input_sizes": [[1000]], "output_sizes": [[1000]], "input_dtypes": ["Float"],
+        })  # fmt: skip
+        return self
+
+    def message(self, op: str, peer: int, posted: float, end: float, *, n: int = 0) -> Self:
+        """A send or recv from its call to the return of its wait, annotated by the collector."""
+        src, dst = (self.rank, peer) if op == "send" else (peer, self.rank)
+        name = f"stepsplit::{op} group=0 src={src} dst={dst} tag=0 n={n} bytes=4000 dtype=float32"
+        self.annotation(name, posted, posted + 1)
+        return self.annotation(f"gloo:{op}", posted + 0.5, end)
+
+    def _add(self, name: str, category: str, start: float, end: float, tid: int) -> Self:
+        dur = round(end - start, 3)
+        self.events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid,
+                            "ts": start, "dur": dur, "args": {}})  # fmt: skip
+        return self
+
+    def write(self, folder: Path) -> Path:
+        """Writes the trace and, where there were collectives, the Flight Recorder's dump."""
+        configs = [{"pg_name": n, "pg_desc": d, "ranks": list(r)} for n, d, r in self.groups]
+        info = {"backend": "gloo", "rank": self.rank, "world_size": self.world_size}
+        body = {
+            "distributedInfo": info | {"pg_config": configs},
+            "host_name": "host0",
+            "baseTimeNanoseconds": BASE_NS,
+            "traceEvents": self.events,
+        }
+        path = folder / f"rank{self.rank}_trace.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(body).encode()))
+        if self.flight:
+            dump = json.dumps({"version": "2.10", "entries": self.flight}).encode()
+            (folder / f"rank{self.rank}_flight.json.gz").write_bytes(gzip.compress(dump))
+        return path

@@ -1,0 +1,139 @@
+"""Whole stories of a gloo run on CPUs: ops, worker threads and the Flight Recorder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from builders import CpuTrace
+
+from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.buckets import Split
+
+PAIR = [("0", "default_pg", [0, 1])]
+STAGES = [("0", "mesh_pp", [0, 1])]
+WORKER_A, WORKER_B, WORKER_C = 201, 202, 203
+
+
+def us(**buckets: float) -> Split:
+    return Split(**{f"{name}_ns": int(value * 1000) for name, value in buckets.items()})
+
+
+def recorded(folder: Path, *traces: CpuTrace) -> Report:
+    for trace in traces:
+        trace.write(folder)
+    return analyze(folder)
+
+
+def splits(report: Report) -> dict[tuple[int, int], Split]:
+    return {(row.rank, row.step): row.split for row in report.steps}
+
+
+def test_ops_compute_and_a_rank_arrives_when_it_calls(tmp_path: Path) -> None:
+    """The worker of rank 1 picks its call up late: it arrived at 10.5 all the same."""
+    late = CpuTrace(0, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 50)
+    late.all_reduce(50, 52, 70, group="0", seq=9, tid=WORKER_A).op("aten::mm", 75, 100)
+    early = CpuTrace(1, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 10)
+    early.all_reduce(10, 40, 72, group="0", seq=9, tid=WORKER_A).op("aten::mm", 75, 100)
+    report = recorded(tmp_path, late, early)
+    assert splits(report) == {
+        (0, 2): us(compute=75, collective=19.5, idle=5.5),
+        (1, 2): us(compute=35, skew=40, collective=21.5, idle=3.5),
+    }
+    assert [(row.rank, row.cause) for row in report.blame] == [(0, "compute"), (0, "host")]
+
+
+def test_an_op_around_a_collective_is_no_compute(tmp_path: Path) -> None:
+    trace = CpuTrace().step(2, 0, 100).op("aten::add", 0, 60).op("aten::mm", 5, 15)
+    trace.op("_c10d_functional::wait_tensor", 20, 58).op("aten::mm", 60, 100)
+    assert splits(recorded(tmp_path, trace)) == {(0, 2): us(compute=50, idle=50)}
+
+
+def test_ops_of_threads_that_do_not_train_are_not_the_ranks_work(tmp_path: Path) -> None:
+    trace = CpuTrace().step(2, 0, 100).op("aten::mm", 0, 30).op("aten::copy_", 30, 90, tid=300)
+    assert splits(recorded(tmp_path, trace)) == {(0, 2): us(compute=30, idle=70)}
+
+
+def test_each_group_is_found_by_when_its_workers_start(tmp_path: Path) -> None:
+    """Two groups, one with both workers busy: only one assignment explains every start."""
+    groups = [("0", "mesh_dp", [0, 1]), ("1", "mesh_tp", [0, 2])]
+    trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 1, 5)
+    trace.all_reduce(10, 11, 30, group="0", seq=1, tid=WORKER_A)
+    trace.all_reduce(12, 13, 40, group="0", seq=2, tid=WORKER_B)
+    trace.all_reduce(14, 31, 50, group="0", seq=3, tid=WORKER_A)
+    trace.all_reduce(60, 61, 70, group="1", seq=1, tid=WORKER_C)
+    report = recorded(tmp_path, trace)
+    axis = {group.id: group.axis for group in report.groups}
+    counts = {axis[row.group]: row.count for row in report.collectives}
+    assert counts == {"dp_replicate": 3, "tp": 1}
+
+
+def test_without_a_flight_recording_collectives_are_estimated_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 50)
+    trace.all_reduce(50, 52, 70, group="0", seq=9, tid=WORKER_A)
+    trace.flight.clear()
+    report = recorded(tmp_path, trace)
+    assert splits(report) == {(0, 2): us(compute=50, collective=18, idle=32)}
+    assert {"gloo_unpaired", "unmatched"} <= {row.code for row in report.warnings}
+
+
+def test_a_stage_that_waits_for_its_microbatch_is_in_the_bubble(tmp_path: Path) -> None:
+    first = CpuTrace(0, 2, STAGES).step(2, 0, 100).op("aten::mm", 0, 40)
+    first.message("send", 1, 40, 50).op("aten::mm", 50, 100)
+    last = CpuTrace(1, 2, STAGES).step(2, 0, 100)
+    last.message("recv", 0, 5, 50).op("aten::mm", 50, 100)
+    report = recorded(tmp_path, first, last)
+    assert splits(report) == {
+        (0, 2): us(compute=90, p2p=10),
+        (1, 2): us(compute=50, bubble=35, p2p=10, idle=5),
+    }
+
+
+def test_the_grid_of_two_stages_and_its_bubble(tmp_path: Path) -> None:
+    """Stage 0 works 0-20 and 60-80, stage 1 20-60: of the window's 80 us half is hole on either."""
+    first, last = CpuTrace(0, 2, STAGES).step(2, 0, 100), CpuTrace(1, 2, STAGES).step(2, 0, 100)
+    first.op("aten::mm", 0, 20).annotation("stepsplit::F stage=0 mb=0", 0, 20)
+    first.message("send", 1, 20, 21).message("recv", 1, 22, 60)
+    first.op("aten::mm", 60, 80).annotation("stepsplit::B stage=0 mb=0", 60, 80)
+    last.message("recv", 0, 1, 20)
+    last.op("aten::mm", 20, 60).annotation("stepsplit::F stage=1 mb=0", 20, 40)
+    last.annotation("stepsplit::B stage=1 mb=0", 40, 60).message("send", 0, 60, 61)
+    found = recorded(tmp_path, first, last).pipeline
+    assert found is not None
+    assert [(s.stage, s.bubble_ns, s.bubble_fraction) for s in found.stages] == [
+        (0, 40_000, 0.5),
+        (1, 40_000, 0.5),
+    ]
+    assert (found.bubble_fraction, found.ideal_bubble_fraction, found.bubble_overhead) == (
+        0.5,
+        0.5,
+        1,
+    )
+    assert (found.schedule, found.microbatches) == ("1f1b", 1)
+
+
+def test_torchs_own_ranges_hold_the_receive_wait_which_is_no_work(tmp_path: Path) -> None:
+    first, last = CpuTrace(0, 2, STAGES).step(2, 0, 100), CpuTrace(1, 2, STAGES).step(2, 0, 100)
+    first.op("aten::mm", 0, 20).annotation("PP:0F0", 0, 20).message("send", 1, 20, 21)
+    first.message("recv", 1, 22, 60).op("aten::mm", 60, 80).annotation("PP:0B0", 22, 80)
+    last.annotation("PP:1F0", 1, 40).message("recv", 0, 1, 20).op("aten::mm", 20, 60)
+    last.annotation("PP:1B0", 40, 60).message("send", 0, 60, 61)
+    found = recorded(tmp_path, first, last).pipeline
+    assert found is not None
+    assert [stage.bubble_fraction for stage in found.stages] == [0.5, 0.5]
+
+
+def test_phases_follow_where_the_host_made_the_call(tmp_path: Path) -> None:
+    groups = [("0", "mesh_dp", [0, 1]), ("1", "mesh_tp", [0, 2])]
+    trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 0, 1)
+    trace.all_reduce(10, 11, 15, group="1", seq=1, tid=WORKER_C)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 20, 60)
+    trace.all_reduce(30, 31, 35, group="1", seq=2, tid=WORKER_C)
+    trace.all_reduce(50, 51, 65, group="0", seq=1, tid=WORKER_A)
+    trace.annotation("Optimizer.step#AdamW.step", 70, 90)
+    trace.all_reduce(75, 76, 80, group="1", seq=3, tid=WORKER_C)
+    report = recorded(tmp_path, trace)
+    assert {(row.axis, row.phase) for row in report.exposed} == {
+        ("tp", "forward"), ("tp", "backward"), ("dp_replicate", "grad_sync"), ("tp", "optimizer"),
+    }  # fmt: skip

@@ -1,0 +1,162 @@
+"""Whole stories of a few kernels on GPUs: files in, the split out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from builders import BASE_NS, COMM_STREAM, GpuTrace
+
+from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.report.report import BlameRow, ExposedRow
+
+PAIR = [("0", "default_pg", [0, 1])]
+STAGES = [("3", "mesh_pp", [0, 1])]
+
+
+def us(**buckets: float) -> Split:
+    return Split(**{f"{name}_ns": int(value * 1000) for name, value in buckets.items()})
+
+
+def splits(report: Report) -> dict[tuple[int, int], Split]:
+    return {(row.rank, row.step): row.split for row in report.steps}
+
+
+def straggler(host_of_rank_1: str = "host0", ahead_ns: int = 0) -> list[GpuTrace]:
+    """Rank 0 computes 40 us longer than rank 1 before an all-reduce of 20 us."""
+    late = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100)
+    late.kernel("gemm", 0, 50).all_reduce(50, 70).kernel("gemm", 70, 100)
+    early = GpuTrace(1, 2, groups=PAIR, host=host_of_rank_1, base_ns=BASE_NS + ahead_ns)
+    early.step(1, 0, 100).kernel("gemm", 0, 10).all_reduce(10, 70).kernel("gemm", 70, 100)
+    return [late, early]
+
+
+def test_waiting_for_a_late_rank_is_skew_and_the_rest_is_transfer(tmp_path: Path) -> None:
+    report = analyze(*[trace.write(tmp_path) for trace in straggler()])
+    assert splits(report) == {
+        (0, 1): us(compute=80, collective=20),
+        (1, 1): us(compute=40, skew=40, collective=20),
+    }
+    assert report.blame == (BlameRow(0, "compute", 40_000, 0, 40_000, None, (1,)),)
+
+
+def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:
+    paths = [trace.write(tmp_path) for trace in straggler()]
+    assert analyze(*paths) == analyze(*reversed(paths))
+
+
+def test_another_hosts_clock_changes_no_bucket(tmp_path: Path) -> None:
+    for name, ahead_ns in (("same", 0), ("ahead", 50_000_000)):
+        (tmp_path / name).mkdir()
+        for trace in straggler("host1", ahead_ns):
+            trace.write(tmp_path / name)
+    same, ahead = analyze(tmp_path / "same"), analyze(tmp_path / "ahead")
+    assert splits(ahead) == splits(same)
+    assert ahead.clocks[1].offset_ns - same.clocks[1].offset_ns == 50_000_000
+    assert [row.start_ns for row in ahead.steps] == [row.start_ns for row in same.steps]
+
+
+def test_a_host_whose_ranks_disagree_about_time_is_two_clocks(tmp_path: Path) -> None:
+    report = analyze(*[trace.write(tmp_path) for trace in straggler(ahead_ns=50_000_000)])
+    assert splits(report)[1, 1] == us(compute=40, skew=40, collective=20)
+
+
+def test_a_receive_that_waits_for_another_stage_is_bubble(tmp_path: Path) -> None:
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100)
+    first.kernel("F0", 0, 40).message("send", 1, 40, 50, group="3").kernel("F1", 50, 100)
+    last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100)
+    last.message("recv", 0, 5, 50, group="3").kernel("F0", 50, 100)
+    report = analyze(first.write(tmp_path), last.write(tmp_path))
+    assert splits(report) == {
+        (0, 1): us(compute=90, p2p=10),
+        (1, 1): us(compute=50, p2p=10, bubble=35, idle=5),
+    }
+    assert report.exposed[1] == ExposedRow(1, 1, "pp", "forward", 0, 10_000, 0, 35_000)
+
+
+def test_without_a_mesh_a_chain_of_messages_is_a_pipeline(tmp_path: Path) -> None:
+    plain = [("3", "", [0, 1])]
+    first = GpuTrace(0, 2, groups=plain).step(1, 0, 100)
+    first.kernel("F0", 0, 40).message("send", 1, 40, 50, group="3").kernel("F1", 50, 100)
+    last = GpuTrace(1, 2, groups=plain).step(1, 0, 100)
+    last.message("recv", 0, 5, 50, group="3").kernel("F0", 50, 100)
+    report = analyze(first.write(tmp_path), last.write(tmp_path))
+    assert splits(report)[1, 1] == us(compute=50, p2p=10, bubble=35, idle=5)
+    assert (report.run.mesh_source, report.warnings[0].code) == ("messages", "mesh_inferred")
+
+
+def test_a_step_ends_with_the_last_kernel_that_it_launched(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 20).step(2, 20, 40)
+    trace.kernel("gemm", 5, 50, launched=1).kernel("adam", 50, 60, launched=15)
+    trace.kernel("gemm", 70, 90, launched=21).memcpy(95, 99)
+    report = analyze(trace.write(tmp_path))
+    assert splits(report) == {(0, 1): us(compute=55, idle=5), (0, 2): us(compute=20, idle=10)}
+    assert [(row.start_ns, row.kind) for row in report.steps] == [(0, "full"), (60_000, "full")]
+
+
+def test_a_step_into_which_earlier_work_runs_is_partial(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 10, 20).kernel("before", 5, 30, launched=2)
+    trace.kernel("gemm", 40, 50, launched=11)
+    report = analyze(trace.write(tmp_path))
+    assert splits(report) == {(0, 1): us(compute=10, idle=10)}
+    assert report.steps[0].kind == "partial"
+
+
+def test_one_rank_alone_is_estimated_by_its_fastest_call(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100)
+    trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
+    report = analyze(trace.write(tmp_path))
+    assert splits(report) == {(0, 1): us(compute=60, skew=20, collective=20)}
+    assert report.steps[0].estimated
+    assert "unmatched" in {row.code for row in report.warnings}
+
+
+def test_sequence_numbers_match_windows_that_begin_on_different_calls(tmp_path: Path) -> None:
+    one = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, 40)
+    one.all_reduce(40, 60, Seq=7).kernel("gemm", 60, 100)
+    other = GpuTrace(1, 2, groups=PAIR).step(1, 0, 100).all_reduce(0, 5, Seq=6)
+    other.kernel("gemm", 5, 10).all_reduce(10, 60, Seq=7).kernel("gemm", 60, 100)
+    report = analyze(one.write(tmp_path), other.write(tmp_path))
+    assert splits(report)[1, 1] == us(compute=45, skew=30, collective=25)
+
+
+def test_a_step_that_communicates_otherwise_enters_no_median(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=PAIR)
+    for number in range(4):
+        at = 100 * number
+        trace.step(number, at, at + 100).kernel("gemm", at, at + 90)
+        if number != 2:
+            trace.all_reduce(at + 20, at + 40)
+    report = analyze(trace.write(tmp_path))
+    assert [row.kind for row in report.steps] == ["full", "full", "other", "full"]
+
+
+def test_a_fused_kernel_computes_and_its_time_is_told(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 50).kernel("fused_all_gather_matmul", 0, 30)
+    trace.kernel("gemm", 30, 50)
+    assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=50, fused=30)}
+
+
+def test_communication_without_nccl_in_its_name_is_communication(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 50).kernel("gemm", 0, 20)
+    trace.kernel("void deep_ep::internode::dispatch<8>()", 20, 40, stream=COMM_STREAM)
+    trace.kernel("gemm", 40, 50)
+    assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=30, collective=20)}
+
+
+def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path) -> None:
+    trace = GpuTrace().kernel("gemm", 10, 20).kernel("gemm", 25, 30)
+    report = analyze(trace.write(tmp_path))
+    assert splits(report) == {(0, 0): us(compute=15, idle=5)}
+    assert [row.code for row in report.warnings] == ["no_steps"]
+
+
+def test_steps_are_the_same_by_their_collectives_never_by_number(tmp_path: Path) -> None:
+    late, early = straggler()
+    renamed = [
+        dict(event, name=event["name"].replace("Step#1", "Step#5")) for event in early.events
+    ]
+    report = analyze(late.write(tmp_path), replace(early, events=renamed).write(tmp_path))
+    assert sorted(splits(report)) == [(0, 1), (1, 1)]
+    assert [row.code for row in report.warnings if row.rank == 1] == ["steps_renumbered"]

@@ -1,0 +1,149 @@
+"""Files as they come: any age, any damage; told in one line that names the file and the mend."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import GpuTrace
+
+from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer.readers.communication import element_bytes, message_bytes, op_named
+from stepsplit.analyzer.readers.recording import read_recording
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
+
+
+def body() -> bytes:
+    return json.dumps(GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).body()).encode()
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "empty"),
+        (b"  \n", "empty"),
+        (PNG, "not JSON"),
+        (half(body()), "not a whole trace"),
+        (half(gzip.compress(body())), "torn"),
+        (b'{"nodes": []}', "no trace"),
+        (b'{"traceEvents": []}', "without events"),
+        (b'{"traceEvents": 7}', "not a whole trace"),
+        (b"[1, 2]", "not a whole trace"),
+    ],
+)
+def test_bad_input_is_one_line_with_file_and_mend(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    file = tmp_path / "odd.json"
+    file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        analyze(file)
+    line = str(caught.value)
+    assert line.startswith(f"{file}")
+    assert problem in line
+    assert caught.value.mend in line
+    assert "\n" not in line
+
+
+def test_a_missing_path_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        analyze(tmp_path / "nowhere.json")
+
+
+def test_a_folder_without_a_trace_is_said(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"nodes": []}')
+    with pytest.raises(DataError, match="no trace in it"):
+        analyze(tmp_path)
+
+
+def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:
+    first = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    (tmp_path / "again.json.gz").write_bytes(first.read_bytes())
+    with pytest.raises(DataError, match="second trace of rank 0"):
+        analyze(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda trace: trace,
+        lambda trace: trace["traceEvents"],
+        lambda trace: trace | {"distributedInfo": None},
+        lambda trace: trace | {"distributedInfo": {"rank": "zero"}, "deviceProperties": 3},
+        lambda trace: trace | {"traceEvents": [{"ph": "M", "name": "x", "args": {}}, {"ph": "i"},
+                                               *trace["traceEvents"]]},
+    ],
+)  # fmt: skip
+def test_traces_of_every_shape_say_the_same(
+    tmp_path: Path, shape: Callable[[dict[str, object]], object]
+) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
+    file = tmp_path / "rank0.json"
+    file.write_text(json.dumps(shape(trace.body()), indent=2))
+    assert [row.compute_ns for row in analyze(file).steps] == [5_000]
+
+
+def test_the_names_of_2020_mean_what_todays_do(tmp_path: Path) -> None:
+    old = {"user_annotation": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel"}
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
+    events = [event | {"cat": old[event["cat"]], "tid": "stream 7"} for event in trace.events]
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(events))
+    assert [row.compute_ns for row in analyze(file).steps] == [5_000]
+
+
+def test_times_too_large_for_a_float_keep_their_nanoseconds(tmp_path: Path) -> None:
+    text = body().decode().replace('"ts": 0', '"ts": 1721000000000001.123')
+    text = text.replace('"dur": 5', '"dur": 5.001')
+    file = tmp_path / "big.json"
+    file.write_text(text)
+    assert [row.compute_ns for row in analyze(file).steps] == [5_001]
+
+
+def test_a_rank_is_its_contents_then_its_names_then_its_places(tmp_path: Path) -> None:
+    for name, rank in (("a", 1), ("rank3_x", -1), ("z", -1)):
+        trace = GpuTrace(rank, 4).step(1, 0, 10).kernel("gemm", 0, 5)
+        (tmp_path / f"{name}.json").write_text(json.dumps(trace.body()))
+    recording = read_recording([tmp_path])
+    assert [(t.source.name, t.rank) for t in recording.traces] == [
+        ("z.json", 0), ("a.json", 1), ("rank3_x.json", 3),
+    ]  # fmt: skip
+    assert [note.code for note in recording.notes] == ["rank_guessed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("_allgather_base", "all_gather"),
+        ("c10d::_reduce_scatter_base_", "reduce_scatter"),
+        ("alltoallv", "all_to_all"),
+        ("c10d::broadcast_", "broadcast"),
+        ("recv", "recv"),
+        ("gloo:send", "send"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "unknown"),
+        ("ncclDevKernel_Generic", "unknown"),
+    ],
+)
+def test_names_mean_ops(name: str, op: str) -> None:
+    assert op_named(name) == op
+
+
+def test_sizes_follow_nccl_tests() -> None:
+    assert message_bytes("all_gather", 100, 400, 4) == 400
+    assert message_bytes("reduce_scatter", 400, 100, 4) == 400
+    assert message_bytes("all_reduce", 400, 400, 4) == 400
+    assert [element_bytes(d) for d in ("Float", "BFloat16", "float8_e4m3fn", "odd")] == [
+        4,
+        2,
+        1,
+        -1,
+    ]

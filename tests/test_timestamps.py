@@ -1,0 +1,30 @@
+"""Nanoseconds exactly as the text of a trace states them."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepsplit.analyzer.readers.timestamps import exact_ns, exact_ns_of_decimals
+
+
+@given(st.lists(st.integers(0, 2**43 * 1000 - 1), min_size=1))
+def test_microseconds_with_three_decimals_keep_every_nanosecond(stated_ns: list[int]) -> None:
+    text = json.dumps([f"{ns // 1000}.{ns % 1000:03d}" for ns in stated_ns]).replace('"', "")
+    found = exact_ns(json.loads(text))
+    assert found is not None
+    assert found.tolist() == stated_ns
+
+
+def test_integers_are_microseconds() -> None:
+    found = exact_ns([1_721_000_000_000_001, 2])
+    assert found is not None
+    assert found.tolist() == [1_721_000_000_000_001_000, 2_000]
+
+
+def test_what_a_float_cannot_hold_is_read_again_as_decimals() -> None:
+    assert exact_ns([1_721_000_000_000_001.123]) is None
+    assert exact_ns_of_decimals([Decimal("1721000000000001.123")]) == [1_721_000_000_000_001_123]

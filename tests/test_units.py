@@ -1,0 +1,28 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepsplit.analyzer import units
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.milliseconds(1_234_567), "1.23 ms"),
+        (units.milliseconds(99_960_000), "100 ms"),
+        (units.milliseconds(4_812_000_000), "4,812 ms"),
+        (units.signed_milliseconds(-86_000_000), "-86.0 ms"),
+        (units.percent(0.1234), "12.3 %"),
+        (units.gigabytes_per_second(355e9), "355 GB/s"),
+        (units.size(512), "512 B"),
+        (units.size(262_144), "262 kB"),
+        (units.size(999_600), "1.00 MB"),
+        (units.size(134e6), "134 MB"),
+        (units.size(5e15), "5000 TB"),
+        (units.gibibytes(80 * 2**30), "80.0 GiB"),
+    ],
+)
+def test_three_figures_and_the_unit(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -107,7 +107,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """One process group: its name in the job, its description and its global ranks in group order."""
+    """One process group: its name in the job, its description, its global ranks in order."""
 
     name: str
     description: str

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from required import absent
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
@@ -27,11 +27,8 @@ serve(store, "127.0.0.1", free_port(), ready=lambda url: print(url, flush=True),
 
 def need_chromium() -> None:
     """Skips without a browser, except where the environment says that there must be one."""
-    if CHROMIUM.exists():
-        return
-    if "chromium" in os.environ.get("STEPSPLIT_REQUIRE", "").split(","):
-        pytest.fail(f"{CHROMIUM} is required here and missing")
-    pytest.skip(f"no {CHROMIUM}")
+    if not CHROMIUM.exists():
+        absent("chromium", f"no {CHROMIUM}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+
 from stepsplit.analyzer.readers.kineto import Args, TraceEvent, args_of, decimal_times
 from stepsplit.analyzer.readers.timestamps import exact_ns, exact_ns_of_decimals
 from stepsplit.analyzer.trace import Category, Events, Int64, Lane

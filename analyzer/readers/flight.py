@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.communication import element_bytes
 from stepsplit.analyzer.readers.files import RECORD_AGAIN, read_text

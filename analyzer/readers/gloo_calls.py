@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from msgspec import Struct, field
+
 from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import message_bytes, op_named
 from stepsplit.analyzer.readers.flight import FlightEntry

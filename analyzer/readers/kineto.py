@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType, field
+
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.files import RECORD_AGAIN
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import (
     COMMUNICATES,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.columns import Sorted, to_events
 from stepsplit.analyzer.readers.files import RECORD_AGAIN

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.files import read_text
 from stepsplit.analyzer.readers.flight import FlightEntry, read_flight

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 import numpy as np
+
 from stepsplit.analyzer.trace import Int64
 
 EXACT_BELOW_US = 2.0**43

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from statistics import median
 
 import numpy as np
+
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.findings import findings_of

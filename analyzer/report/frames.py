@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pandas as pd
+
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import bucket_medians
 from stepsplit.analyzer.report.report import Report

@@ -8,6 +8,7 @@ people.
 from __future__ import annotations
 
 from msgspec import Struct
+
 from stepsplit.analyzer.buckets import BUCKETS, Split
 
 SCHEMA = "stepsplit.report/1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import SCHEMA, Report
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.split.match import Matched
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.intervals import Intervals, meet, own, union

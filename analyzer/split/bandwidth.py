@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.split.match import Matched
 from stepsplit.analyzer.split.waits import Arrivals
 from stepsplit.analyzer.trace import OPS, Int64, RankTrace

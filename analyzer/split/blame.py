@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import Band, Exposed
 from stepsplit.analyzer.split.waits import BUBBLE, SKEW

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.readers.communication import FUSED
 from stepsplit.analyzer.split.intervals import Intervals, empty, union
 from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace

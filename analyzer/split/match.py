@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, RankTrace, UInt8
 
 MAX_SHIFT = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.layout import Layout
 from stepsplit.analyzer.split.pipeline import BOX, PHASE_OF_LETTER

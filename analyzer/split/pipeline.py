@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW

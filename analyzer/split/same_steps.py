@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+
 from stepsplit.analyzer.split.match import Matched
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import Note

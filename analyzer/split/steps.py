@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from stepsplit.analyzer.buckets import Kind
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.trace import (

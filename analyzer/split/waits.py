@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from stepsplit.analyzer.split.align import Alignment
 from stepsplit.analyzer.split.layout import Layout
 from stepsplit.analyzer.split.match import Matched

@@ -1,0 +1,25 @@
+"""What a machine must have: where STEPSPLIT_REQUIRE names it, its absence fails, not skips."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED_TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
+
+
+def absent(what: str, why: str) -> None:
+    """Skips the test that asks, or fails it where STEPSPLIT_REQUIRE names what is absent."""
+    if what in os.environ.get("STEPSPLIT_REQUIRE", "").split(","):
+        pytest.fail(f"{what} is required here: {why}")
+    pytest.skip(why)
+
+
+def shared_trace(name: str) -> Path:
+    """A folder of other people's traces, kept beside the project and not in it."""
+    folder = SHARED_TRACES / name
+    if not folder.exists():
+        absent("traces", f"{name} is not beside the project")
+    return folder

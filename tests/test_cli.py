@@ -1,0 +1,127 @@
+"""The command line as other people's scripts know it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builders import GpuTrace
+
+from stepsplit.analyzer.report.tables import read_tables
+from stepsplit.analyzer.report.wire import read_report
+from stepsplit.dashboard import cli
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 6, 10).write(tmp_path)
+
+
+def test_analyze_prints_where_the_step_went(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["analyze", str(trace)]) == 0
+    screen = capsys.readouterr().out
+    assert "compute" in screen
+    assert "90.0 %" in screen
+
+
+def test_json_on_standard_output_is_json_alone(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["analyze", str(trace), "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "stepsplit.report/1"
+    assert [row["compute_ns"] for row in report["steps"]] == [9_000]
+
+
+def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli.run(["analyze", str(trace), "--out", str(out)]) == 0
+    assert read_report(out).steps[0].compute_ns == 9_000
+    assert read_tables(out / "tables").segments.dur_ns.tolist() == [5_000, 1_000, 4_000]
+    assert sorted(p.name for p in out.iterdir()) == ["report.json", "tables"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["analyze", "nowhere.json"], ["nowhere.json", "check the path"]),
+        (["analyze"], ["PATH"]),
+        (["analyse"], ["analyse"]),
+        (["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"]),
+        (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("stepsplit: ")
+    assert told.err.count("\n") == 1
+    assert all(word in told.err for word in words)
+
+
+def test_an_error_of_ours_is_one_line_that_names_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("stepsplit.dashboard.commands.analyze.examine", broken)
+    assert cli.run(["analyze", str(trace)]) == 4
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    file = Path(told.split()[-1])
+    assert "ZeroDivisionError: ours" in file.read_text()
+    file.unlink()
+
+
+def test_a_place_that_cannot_be_written_is_said(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["analyze", str(trace), "--json", f"{trace}/no/report.json"]) == 2
+    assert "choose a place that can be written" in capsys.readouterr().err
+
+
+HELP = {
+    (): ["analyze", "dashboard", "demo", "--version", "--help"],
+    ("analyze",): ["--json FILE", "--out DIR", "--help"],
+    ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port INTEGER", "--help"],
+    ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port INTEGER", "--help"],
+}
+
+
+@pytest.mark.parametrize("verb", HELP, ids=lambda verb: " ".join(verb) or "stepsplit")
+def test_the_contract_of_options_is_frozen(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*verb, "--help"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    named = [line for line in lines if line.startswith("--")]
+    options = [" ".join(line.split("  ")[0].split()) for line in named]
+    verbs = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in cli.VERBS]
+    assert verbs + options == HELP[verb]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("stepsplit.analyzer", ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich"]),
+        ("stepsplit.collectors", ["torch", "numpy", "pandas", "msgspec"]),
+        ("stepsplit.dashboard.cli", ["torch", "dash", "plotly", "pandas"]),
+    ],
+)
+def test_imports_stay_light(module: str, absent: list[str]) -> None:
+    program = f"import sys, {module}; print(*[m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

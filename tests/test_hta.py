@@ -1,4 +1,4 @@
-"""Compute as HolisticTraceAnalysis counts it: an independent reader and union of the same kernels."""
+"""Compute as HolisticTraceAnalysis counts it: another reader and union of the same kernels."""
 
 from __future__ import annotations
 

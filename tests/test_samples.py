@@ -1,0 +1,91 @@
+"""The sample recordings: each gives its golden report, and its known answers hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.report.wire import REPORT_NAME, read_report, to_json
+from stepsplit.collectors.run_spec import write_whole
+
+SAMPLES = Path(__file__).parent.parent / "sample_traces"
+NAMES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
+PIPELINES = tuple(name for name in NAMES if "pp" in name)
+
+
+def golden(name: str) -> Report:
+    return read_report(SAMPLES / name)
+
+
+def test_every_sample_is_known_here() -> None:
+    assert sorted(path.name for path in SAMPLES.iterdir() if path.is_dir()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequest) -> None:
+    report = analyze(SAMPLES / name)
+    if request.config.getoption("--update-golden"):
+        write_whole(SAMPLES / name / REPORT_NAME, to_json(report))
+    assert report == golden(name)
+    assert all(sum(row.split.buckets_ns) == row.step_ns for row in report.steps)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_is_small_and_says_where_it_is_from(name: str) -> None:
+    recorded = [path for path in (SAMPLES / name).iterdir() if path.name != REPORT_NAME]
+    assert sum(path.stat().st_size for path in recorded) < 1_000_000
+    assert "torch" in (SAMPLES / name / "SOURCE.txt").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_mesh_a_sample_splits_the_same(name: str, tmp_path: Path) -> None:
+    copy = tmp_path / name
+    shutil.copytree(SAMPLES / name, copy)
+    run = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(run | {"mesh": None}))
+    report = analyze(copy)
+    assert report.steps == golden(name).steps
+    assert {row.code for row in report.warnings} <= {"mesh_inferred", "mesh_unknown"}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_first_and_the_last_stage_stand_in_the_bubble(name: str) -> None:
+    report = golden(name)
+    first, last = min(report.run.ranks), max(report.run.ranks)
+    for rank in (first, last):
+        assert all(row.bubble_ns > 0 for row in report.steps if row.rank == rank)
+
+
+@pytest.mark.parametrize("name", ["pp2_m2", "pp2_m8", "tp2_pp2"])
+def test_the_bubble_of_the_schedule_is_near_its_ideal(name: str) -> None:
+    pipeline = golden(name).pipeline
+    assert pipeline is not None
+    assert len({row.step for row in golden(name).steps if row.kind == "full"}) >= 5
+    ideal = (2 - 1) / (pipeline.microbatches + 2 - 1)
+    assert pipeline.ideal_bubble_fraction == ideal
+    assert abs(pipeline.bubble_fraction - ideal) <= 0.10
+
+
+def test_from_two_to_eight_microbatches_the_bubble_at_least_halves() -> None:
+    few, many = golden("pp2_m2").pipeline, golden("pp2_m8").pipeline
+    assert few is not None
+    assert many is not None
+    assert (few.microbatches, many.microbatches) == (2, 8)
+    assert many.bubble_fraction <= few.bubble_fraction / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("dp4", {"dp_replicate"}),
+        ("fsdp4", {"dp_shard"}),
+        ("tp2_pp2", {"tp", "pp"}),
+        ("tp2_pp2_dp2", {"tp", "pp", "dp_replicate"}),
+    ],
+)
+def test_exposed_time_lies_on_the_axes_of_the_layout(name: str, axes: set[str]) -> None:
+    assert {row.axis for row in golden(name).exposed} == axes

@@ -109,6 +109,9 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        # Memory given back and taken anew is page faults in some step of some rank: keep it.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         FOLLOW_STDIN: "1",
     }
 

@@ -25,6 +25,10 @@ from stepsplit.collectors.profiler import profile_run
 from stepsplit.collectors.recipe import Command, Recipe, parse_command
 from stepsplit.collectors.run_spec import Mesh, Training
 
+BLOCKS, BLOCK_BYTES = 16, 16 << 20
+WARMUP = 1
+"""Steps for the profiler to settle in; it records the last ones, for the first are not steady."""
+
 
 class Trainer:
     """One rank's share of the training."""
@@ -96,6 +100,8 @@ def main() -> None:
 def train(command: Command, device: Any) -> list[float]:
     """The losses of the steps; empty on ranks that do not hold the last stage."""
     recipe, mesh = command.recipe, command.mesh
+    if device.type == "cpu":
+        _touch_memory()
     trainer = Trainer(recipe, mesh, device)
     losses: list[float] = []
     with profile_run(
@@ -103,6 +109,8 @@ def train(command: Command, device: Any) -> list[float]:
         mesh=mesh,
         model=model_spec(recipe),
         training=training(recipe, mesh),
+        wait=max(1, recipe.steps - recipe.active - WARMUP),
+        warmup=WARMUP,
         active=recipe.active,
     ) as run:
         for number in range(recipe.steps):
@@ -110,6 +118,12 @@ def train(command: Command, device: Any) -> list[float]:
             run.step()
             losses += [] if loss is None else [loss]
     return losses
+
+
+def _touch_memory() -> None:
+    """Takes memory once and leaves it to the allocator: page faults make microbatches uneven."""
+    blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
+    del blocks
 
 
 def training(recipe: Recipe, mesh: Mesh) -> Training:

@@ -89,3 +89,14 @@ def test_from_two_to_eight_microbatches_the_bubble_at_least_halves() -> None:
 )
 def test_exposed_time_lies_on_the_axes_of_the_layout(name: str, axes: set[str]) -> None:
     assert {row.axis for row in golden(name).exposed} == axes
+
+
+def test_fsdp_on_gloo_hides_nothing_and_has_no_bubble() -> None:
+    steps = golden("fsdp4").steps
+    assert {row.bubble_ns + row.p2p_ns for row in steps} == {0}
+    assert {row.op for row in golden("fsdp4").collectives} == {"all_gather", "reduce_scatter"}
+
+
+def test_a_pipeline_alone_has_messages_and_no_collective() -> None:
+    for name in ("pp2_m2", "pp2_m8"):
+        assert {row.collective_ns + row.skew_ns for row in golden(name).steps} == {0}

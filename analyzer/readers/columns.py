@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ CATEGORIES = {
     "python_function": Category.PYTHON,
 }
 _WITH_CORRELATION = frozenset({Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET})
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def to_events(entries: Sequence[TraceEvent], text: bytes, base_ns: int) -> Sorte
 
     t0_unix_ns is the earliest start; base_ns is what the trace counts its times from.
     """
-    chosen = [i for i, entry in enumerate(entries) if entry.ph == "X"]
+    chosen = [i for i, e in enumerate(entries) if e.ph == "X" and e.ts is not None]
     start, dur = _times(entries, chosen, text)
     order = np.argsort(start, kind="stable")
     kept = [entries[chosen[i]] for i in order.tolist()]
@@ -58,7 +58,7 @@ def to_events(entries: Sequence[TraceEvent], text: bytes, base_ns: int) -> Sorte
         for e, c in zip(kept, categories, strict=True)
     ]
     name_id, names = _coded([entry.name for entry in kept])
-    lane, lanes = _coded([_lane(e, a) for e, a in zip(kept, args, strict=True)])
+    lane, lanes = _coded([_lane_key(e, a) for e, a in zip(kept, args, strict=True)])
     t0 = int(start[order[0]]) if len(kept) else 0
     events = Events(
         start_ns=start[order] - t0,
@@ -68,13 +68,13 @@ def to_events(entries: Sequence[TraceEvent], text: bytes, base_ns: int) -> Sorte
         lane=np.array(lane, dtype=np.int32),
         correlation=np.array([-1 if a is None else a.correlation for a in args], dtype=np.int64),
         names=names,
-        lanes=lanes,
+        lanes=tuple(Lane(str(pid), str(tid), *place) for pid, tid, *place in lanes),
     )
     return Sorted(events, base_ns + t0, tuple(kept), tuple(args))
 
 
 def _times(entries: Sequence[TraceEvent], chosen: list[int], text: bytes) -> tuple[Int64, Int64]:
-    start = exact_ns([entries[i].ts for i in chosen])
+    start = exact_ns([entries[i].ts or 0 for i in chosen])
     dur = exact_ns([entries[i].dur for i in chosen])
     if start is not None and dur is not None:
         return start, dur
@@ -84,10 +84,10 @@ def _times(entries: Sequence[TraceEvent], chosen: list[int], text: bytes) -> tup
     return np.array(start_exact, dtype=np.int64), np.array(dur_exact, dtype=np.int64)
 
 
-def _lane(entry: TraceEvent, args: Args | None) -> Lane:
+def _lane_key(entry: TraceEvent, args: Args | None) -> tuple[int | str, int | str, int, int]:
     if args is None or args.stream < 0:
-        return Lane(str(entry.pid), str(entry.tid), -1, -1)
-    return Lane(str(entry.pid), str(entry.tid), args.device, args.stream)
+        return entry.pid, entry.tid, -1, -1
+    return entry.pid, entry.tid, args.device, args.stream
 
 
 def _coded(values: Sequence[_T]) -> tuple[list[int], tuple[_T, ...]]:

@@ -23,7 +23,8 @@ def read_text(path: Path) -> bytes:
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "check the path") from None
     text = _gunzip(path, content) if content.startswith(GZIP_MAGIC) else content
-    start = text.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    start = text.lstrip()[:1]
     if not start:
         raise DataError(path, "the file is empty", RECORD_AGAIN)
     if start not in b"{[":

@@ -49,7 +49,7 @@ def read_flight(path: Path) -> tuple[FlightEntry, ...]:
     """The collectives of the dump, in the order of their calls; sends and receives are left out."""
     try:
         dump = msgspec.json.decode(read_text(path), type=_Dump)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(path, f"not a Flight Recorder dump ({error})", RECORD_AGAIN) from None
     found = (_entry(entry) for entry in dump.entries if not entry.is_p2p)
     return tuple(sorted(found, key=lambda entry: entry.created_unix_ns))

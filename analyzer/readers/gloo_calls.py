@@ -169,20 +169,28 @@ def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -
 
 
 class _C10dArgs(Struct):
-    concrete: list[str] = field(default=[], name="Concrete Inputs")
+    concrete: list[object] = field(default=[], name="Concrete Inputs")
 
 
 def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
     """A message of a plain trace: its op states the peer's place in a group without a name."""
     op = op_named(rows.entries[event].name)
-    args = msgspec.json.decode(rows.entries[around].args, type=_C10dArgs)
-    place = args.concrete[2] if len(args.concrete) > 2 else ""
+    place = _place(rows.entries[around].args)
     group_id = _pipeline_group(groups)
     peer = -1
     if group_id >= 0 and place.isdigit() and int(place) < len(groups[group_id].ranks):
         peer = groups[group_id].ranks[int(place)]
     issued = int(rows.events.start_ns[around])
     return Call(event, op, issued, group_id, peer=peer)
+
+
+def _place(args: msgspec.Raw) -> str:
+    """The peer's place in the group, "" where the op does not state it."""
+    try:
+        concrete = msgspec.json.decode(args, type=_C10dArgs).concrete
+    except msgspec.DecodeError:
+        return ""
+    return str(concrete[2]) if len(concrete) > 2 else ""
 
 
 def _pipeline_group(groups: Sequence[Group]) -> int:

@@ -23,7 +23,7 @@ class TraceEvent(Struct, gc=False):
     cat: str = ""
     pid: int | str = ""
     tid: int | str = ""
-    ts: int | float = 0
+    ts: int | float | None = None
     dur: int | float = 0
     args: Raw = EMPTY_ARGS
 
@@ -121,7 +121,7 @@ def parse(path: Path, text: bytes) -> KinetoFile:
         if text.lstrip()[:1] == b"[":
             return KinetoFile(traceEvents=_BARE.decode(text))
         return _FILE.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(path, f"not a whole trace ({error})", RECORD_AGAIN) from None
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.files import read_text
-from stepsplit.analyzer.readers.flight import FlightEntry, read_flight
+from stepsplit.analyzer.readers.files import RECORD_AGAIN, read_text
+from stepsplit.analyzer.readers.flight import read_flight
 from stepsplit.analyzer.readers.kineto import KinetoFile, parse
 from stepsplit.analyzer.readers.rank_trace import to_rank_trace
 from stepsplit.analyzer.trace import Note, RankTrace
@@ -21,6 +21,7 @@ RUN_NAME = "run.json"
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.I)
 _FLIGHT = re.compile(r"rank[-_ ]?(\d+)[-_.]flight\.json(\.gz)?$", re.I)
 _SUFFIXES = (".json", ".json.gz")
+MOST_RANKS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +40,34 @@ def read_recording(paths: Sequence[Path]) -> Recording:
     Raises DataError where a file is torn, or none is a trace.
     """
     if not paths:
-        raise DataError(
-            "no path", "nothing to read", "name a trace file or the folder of a recording"
-        )
+        raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
     files = [file for path in paths for file in _files(path)]
     flights = {int(m[1]): file for file in files if (m := _FLIGHT.search(file.name))}
+    others = {*flights.values(), *(file for file in files if file.name == RUN_NAME)}
     spec = _spec(files)
-    found = [(f, p) for f in files if f.name != RUN_NAME and f not in flights.values()
-             and (p := _parsed(f, named=f in paths)) is not None]  # fmt: skip
+    found, skipped = _traces([file for file in files if file not in others], paths, flights)
     if not found:
-        raise DataError(
-            paths[0], "no trace in it", "name the folder that holds rank*_trace.json.gz"
-        )
-    ranks, notes = _ranks(found)
-    traces = [_trace(file, parsed, rank, flights.get(rank)) for (file, parsed), rank in
-              zip(found, ranks, strict=True)]  # fmt: skip
-    traces.sort(key=lambda trace: trace.rank)
-    name = (
-        spec.name if spec else (paths[0] if paths[0].is_dir() else paths[0].parent).resolve().name
+        raise DataError(paths[0], "no trace in it", "name the folder of rank*_trace.json.gz")
+    traces, guessed = _ranked(found)
+    name = spec.name if spec else _folder_name(paths[0])
+    return Recording(name, spec, *_of_this_run(traces, spec, (*skipped, *guessed)))
+
+
+def _folder_name(path: Path) -> str:
+    return (path if path.is_dir() else path.parent).resolve().name
+
+
+def _of_this_run(
+    traces: Sequence[RankTrace], spec: RunSpec | None, notes: tuple[Note, ...]
+) -> tuple[tuple[RankTrace, ...], tuple[Note, ...]]:
+    """The traces without those that a larger run has left in the folder."""
+    size = spec.world_size if spec else len(traces) + max(trace.rank for trace in traces)
+    stale = [trace for trace in traces if trace.rank >= size]
+    text = f"a run of {size} ranks has none of that number: an older run's file, left out"
+    notes += tuple(
+        Note("stale_rank", f"{trace.source.name}: {text}", trace.rank) for trace in stale
     )
-    return Recording(name, spec, tuple(traces), notes)
+    return tuple(trace for trace in traces if trace.rank < size), notes
 
 
 def _files(path: Path) -> list[Path]:
@@ -81,51 +90,75 @@ def _spec(files: Iterable[Path]) -> RunSpec | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parsed:
-    text: bytes
-    content: KinetoFile
+class _Found:
+    """A trace, and its rank as far as it says so itself."""
+
+    trace: RankTrace
+    stated_rank: int | None
 
 
-def _parsed(file: Path, named: bool) -> _Parsed | None:
-    """The trace in the file; None for other JSON that merely lies in the folder."""
+def _traces(
+    files: Sequence[Path], named: Sequence[Path], flights: Mapping[int, Path]
+) -> tuple[list[_Found], tuple[Note, ...]]:
+    """The traces among the files; what merely lies beside them is skipped, with a note."""
+    found, notes = [], []
+    for file in files:
+        must = file in named or _RANK.search(file.name) is not None or "trace" in file.name
+        try:
+            one = _trace(file, flights)
+        except DataError as error:
+            if must:
+                raise
+            notes.append(Note("file_skipped", f"{file.name}: {error.problem}"))
+            continue
+        if one is not None:
+            found.append(one)
+        elif file in named:
+            raise DataError(file, "JSON, but no trace", "name a torch.profiler trace")
+    return found, tuple(notes)
+
+
+def _trace(file: Path, flights: Mapping[int, Path]) -> _Found | None:
+    """The trace in the file; None where its JSON is something else."""
     text = read_text(file)
     content = parse(file, text)
     if isinstance(content.traceEvents, msgspec.UnsetType):
-        if not named:
-            return None
-        raise DataError(file, "JSON, but no trace", "name a torch.profiler trace")
-    return _Parsed(text, content)
-
-
-def _ranks(found: Sequence[tuple[Path, _Parsed]]) -> tuple[list[int], tuple[Note, ...]]:
-    """Each file's rank: from its content, else its name, else its place; guesses are noted."""
-    stated = [_stated_rank(file, parsed.content) for file, parsed in found]
-    known = [rank for rank in stated if rank is not None]
-    twice = next((rank for rank in known if known.count(rank) > 1), None)
-    if twice is not None:
-        both = [str(file) for (file, _), rank in zip(found, stated, strict=True) if rank == twice]
-        raise DataError(both[1], f"a second trace of rank {twice}, beside {both[0]}",
-                        "analyze one recording at a time", twice)  # fmt: skip
-    free = (rank for rank in range(len(found) + len(known)) if rank not in known)
-    ranks = [next(free) if rank is None else rank for rank in stated]
-    guesses = [
-        (file, rank) for (file, _), rank, s in zip(found, ranks, stated, strict=True) if s is None
-    ]
-    notes = [
-        Note("rank_guessed", f"{file.name} names no rank; taken for rank {rank}", rank)
-        for file, rank in guesses
-    ]
-    return ranks, tuple(notes)
+        return None
+    rank = _stated_rank(file, content)
+    recorded = flights.get(-1 if rank is None else rank)
+    flight = () if recorded is None else read_flight(recorded)
+    try:
+        return _Found(to_rank_trace(file, text, content, rank or 0, flight), rank)
+    except OverflowError as error:
+        raise DataError(file, f"a number outgrows 64 bits ({error})", RECORD_AGAIN, rank) from None
 
 
 def _stated_rank(file: Path, content: KinetoFile) -> int | None:
     rank = content.distributed.rank
-    if rank >= 0:
+    if 0 <= rank < MOST_RANKS:
         return rank
     match = _RANK.search(file.name) or _RANK.search(file.parent.name)
     return int(match[1]) if match else None
 
 
-def _trace(file: Path, parsed: _Parsed, rank: int, flight: Path | None) -> RankTrace:
-    entries: tuple[FlightEntry, ...] = () if flight is None else read_flight(flight)
-    return to_rank_trace(file, parsed.text, parsed.content, rank, entries)
+def _ranked(found: Sequence[_Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
+    """The traces by rank: by content, else by name, else by place; guesses are noted."""
+    known: dict[int, RankTrace] = {}
+    for one in found:
+        if one.stated_rank is None:
+            continue
+        if (first := known.get(one.stated_rank)) is not None:
+            problem = f"a second trace of rank {one.stated_rank}, beside {first.source}"
+            raise DataError(one.trace.source, problem, "analyze one recording at a time")
+        known[one.stated_rank] = one.trace
+    free = (rank for rank in range(len(found)) if rank not in known)
+    guessed = [_as_rank(next(free), one.trace) for one in found if one.stated_rank is None]
+    notes = tuple(
+        Note("rank_guessed", f"{t.source.name} names no rank; taken for rank {t.rank}", t.rank)
+        for t in guessed
+    )
+    return sorted([*known.values(), *guessed], key=lambda trace: trace.rank), notes
+
+
+def _as_rank(rank: int, trace: RankTrace) -> RankTrace:
+    return replace(trace, rank=rank, world_size=max(trace.world_size, rank + 1))

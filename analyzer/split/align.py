@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.match import Matched
+from stepsplit.analyzer.split.match import TOGETHER, Matched
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace
-
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
-SAME_HOST_NS = 1_000_000
-"""Ranks of one host whose device collectives end further apart than this do not share a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,104 +32,100 @@ class Alignment:
     notes: tuple[Note, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How far a clock is ahead of the first, and how well that is known."""
+
+    offset_ns: int
+    sigma_ns: int | None = None
+    residual_ns: int | None = None
+    linked: bool = True
+
+
 def align(traces: Sequence[RankTrace], matched: Matched) -> Alignment:
     """The clocks of the ranks against the first rank's.
 
-    Ranks of one host share its clock, unless their collectives say otherwise. Hosts are joined by
-    the median difference of the ends of all_reduce, all_gather and reduce_scatter; those that share
-    no collective keep their wall clocks, with a note.
+    Kernels of one all_reduce, all_gather or reduce_scatter end together, so the median difference
+    of their ends joins two ranks, from rank to rank. gloo's worker threads do not end together:
+    there, and without a common collective, the ranks of a host share its wall clock. What nothing
+    joins keeps its own, with a note.
     """
     t0 = min(trace.t0_unix_ns for trace in traces)
     wall = [trace.t0_unix_ns - t0 for trace in traces]
-    ends = _ends(traces, matched, wall)
-    domain = _domains(traces, ends)
-    offset, sigma, residual = _offsets(domain, ends)
-    clocks = tuple(
-        Clock(trace.rank, trace.host, int(offset[d]), sigma[d], residual[d])
-        for trace, d in zip(traces, domain, strict=True)
+    clocks = _clocks(_ends(traces, matched, wall), [_domain(trace) for trace in traces])
+    notes = [
+        Note(
+            "clock_unaligned",
+            f"rank {trace.rank} shares no collective and no host with rank {traces[0].rank}: its "
+            "wall clock is taken as it is",
+            trace.rank,
+        )
+        for trace, clock in zip(traces, clocks, strict=True)
+        if not clock.linked
+    ]
+    return Alignment(
+        tuple(
+            Clock(trace.rank, trace.host, clock.offset_ns, clock.sigma_ns, clock.residual_ns)
+            for trace, clock in zip(traces, clocks, strict=True)
+        ),
+        t0,
+        tuple(w - clock.offset_ns for w, clock in zip(wall, clocks, strict=True)),
+        tuple(notes),
     )
-    lead = tuple(w - int(offset[d]) for w, d in zip(wall, domain, strict=True))
-    return Alignment(clocks, t0, lead, _notes(traces, domain, sigma))
+
+
+def _domain(trace: RankTrace) -> str:
+    """The host whose wall clock the rank reads; a rank without a host reads its own."""
+    return trace.host or f"rank {trace.rank}"
 
 
 def _ends(traces: Sequence[RankTrace], matched: Matched, wall: Sequence[int]) -> Int64:
     """Ends of collectives that end together, by wall clock: (collectives, traces), -1 absent."""
-    together = np.isin(matched.op, [OP_CODE[op] for op in TOGETHER]) & (matched.key >= 0)
-    keys, row = np.unique(matched.key[together], return_inverse=True)
+    on_device = np.array([trace.on_device for trace in traces])
+    hosts = len({_domain(trace) for trace in traces})
+    together = np.isin(matched.op, [OP_CODE[op] for op in TOGETHER]) & (matched.shared >= 0)
+    together &= on_device[matched.trace] | (hosts > 1)
+    keys, row = np.unique(matched.shared[together], return_inverse=True)
     ends = np.full((len(keys), len(traces)), -1, dtype=np.int64)
     at = matched.end_ns[together] + np.array(wall, dtype=np.int64)[matched.trace[together]]
     np.maximum.at(ends, (row, matched.trace[together]), at)
     return ends
 
 
-def _domains(traces: Sequence[RankTrace], ends: Int64) -> list[int]:
-    """For each trace the first trace whose clock it shares."""
-    first: dict[str, int] = {}
-    domain = []
-    for i, trace in enumerate(traces):
-        shared = first.get(trace.host) if trace.host else None
-        if shared is None or _apart(traces[i], ends[:, shared], ends[:, i]):
-            domain.append(i)
-            first.setdefault(trace.host, i)
-        else:
-            domain.append(shared)
-    return domain
-
-
-def _apart(trace: RankTrace, one: Int64, other: Int64) -> bool:
-    """Only kernels end together closely enough to tell; gloo's worker threads do not."""
-    both = (one >= 0) & (other >= 0)
-    if not trace.on_device or not both.any():
-        return False
-    return bool(abs(np.median(other[both] - one[both])) > SAME_HOST_NS)
-
-
-def _offsets(
-    domain: Sequence[int], ends: Int64
-) -> tuple[dict[int, int], dict[int, int | None], dict[int, int | None]]:
-    """Each domain's offset to the first, from domain to domain, and how well it is known."""
-    distinct = sorted(set(domain))
-    offset: dict[int, int] = {distinct[0]: 0}
-    sigma: dict[int, int | None] = dict.fromkeys(distinct)
-    residual: dict[int, int | None] = dict.fromkeys(distinct)
-    sigma[distinct[0]] = residual[distinct[0]] = 0
-    left = set(distinct[1:])
+def _clocks(ends: Int64, domain: Sequence[str]) -> list[_Known]:
+    """Each trace's clock, joined to a known one by the most collectives, else by its host."""
+    present = (ends >= 0).astype(np.float64)
+    common = (present.T @ present).astype(np.int64)
+    known: dict[int, _Known] = {}
+    count, via = np.zeros(len(domain), dtype=np.int64), np.zeros(len(domain), dtype=np.int64)
+    left, hosts = set(range(len(domain))), set[str]()
     while left:
-        links = [
-            (len(_differences(ends, domain, a, b)), a, b) for a in offset for b in sorted(left)
-        ]
-        count, known, new = max(links, key=lambda link: (link[0], -link[2]))
-        if not count:
-            offset |= dict.fromkeys(left, 0)
-            break
-        apart = _differences(ends, domain, known, new)
-        middle = int(np.floor(np.median(apart)))
-        spread = np.abs(apart - middle)
-        offset[new] = offset[known] + middle
-        residual[new] = int(np.median(spread))
-        sigma[new] = int(1.4826 * np.median(spread) / np.sqrt(count)) + 1
+        new = max(left, key=lambda i: (count[i], domain[i] in hosts, -i))
+        hosts.add(domain[new])
+        known[new] = _joined(ends, domain, known, new, int(via[new]) if count[new] else None)
         left.discard(new)
-    return offset, sigma, residual
+        better = common[new] > count
+        count[better], via[better] = common[new][better], new
+    return [known[i] for i in range(len(domain))]
 
 
-def _differences(ends: Int64, domain: Sequence[int], known: int, new: int) -> Int64:
-    """new's end minus known's of each collective that has members in both."""
-    of = np.array(domain)
-    one = ends[:, of == known].max(axis=1, initial=-1)
-    other = ends[:, of == new].max(axis=1, initial=-1)
-    both = (one >= 0) & (other >= 0)
-    return np.asarray(other[both] - one[both])
+def _joined(
+    ends: Int64, domain: Sequence[str], known: dict[int, _Known], new: int, via: int | None
+) -> _Known:
+    if not known:
+        return _Known(0, 0, 0)
+    if via is None:
+        mates = [known[k] for k in known if domain[k] == domain[new]]
+        return _Known(mates[0].offset_ns) if mates else _Known(0, linked=False)
+    both = (ends[:, via] >= 0) & (ends[:, new] >= 0)
+    apart = ends[both, new] - ends[both, via]
+    middle = _median(apart)
+    residual = _median(np.abs(apart - middle))
+    sigma = int(1.4826 * residual / np.sqrt(len(apart))) + 1
+    return _Known(known[via].offset_ns + middle, sigma, residual)
 
 
-def _notes(
-    traces: Sequence[RankTrace], domain: Sequence[int], sigma: dict[int, int | None]
-) -> tuple[Note, ...]:
-    loose = [traces[d].rank for d in sorted(set(domain)) if sigma[d] is None]
-    return tuple(
-        Note(
-            "clock_unaligned",
-            f"rank {rank} shares no collective with the others: its wall clock is taken as it is",
-            rank,
-        )
-        for rank in loose
-    )
+def _median(values: Int64) -> int:
+    """The median to the nanosecond, which a float of unix times has not."""
+    ordered = np.sort(values)
+    return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2

@@ -56,7 +56,8 @@ def _stat(
     group, op_code, dtype, size = kind
     op = OPS[op_code]
     moved = np.maximum(arrivals.moved_ns[rows] - arrivals.moves_ns[rows], 0)
-    waited = np.maximum(arrivals.moves_ns[rows] - arrivals.start_ns[rows], 0)
+    life = arrivals.end_ns[rows] - arrivals.start_ns[rows]
+    waited = np.clip(arrivals.moves_ns[rows] - arrivals.start_ns[rows], 0, life)
     transfer = int(np.median(moved))
     known = group >= 0 and size > 0 and transfer > 0 and not arrivals.estimated[rows].any()
     algbw = size / (transfer / 1e9) if known else None

@@ -44,11 +44,10 @@ def computing_ops(events: Events) -> Bool:
     ops = events.of(Category.OP)
     communicates = ops & events.name_mask(_starts(events, _COMMUNICATES))
     computes = ops & ~communicates & ~events.name_mask(_starts(events, _WRAPS))
-    for lane in range(len(events.lanes)):
+    training = _training_lanes(events)
+    computes &= training[events.lane]
+    for lane in np.flatnonzero(training).tolist():
         here = events.lane == lane
-        if not _trains(events, here):
-            computes &= ~here
-            continue
         rows = np.flatnonzero(computes & here)
         calls = events.start_ns[communicates & here]
         first = np.searchsorted(calls, events.start_ns[rows], side="left")
@@ -57,12 +56,15 @@ def computing_ops(events: Events) -> Bool:
     return computes
 
 
-def _trains(events: Events, here: Bool) -> bool:
+def _training_lanes(events: Events) -> Bool:
     """A thread that steps the profiler or runs autograd trains; others load data or move bytes."""
-    marks = events.named("ProfilerStep#") | events.named("autograd::engine")
-    anywhere = bool(events.named("ProfilerStep#").any())
-    gloo = bool((here & events.named("gloo:") & ~_messages(events)).any())
-    return bool((here & marks).any()) or (not anywhere and not gloo)
+    steps = events.named("ProfilerStep#")
+    marks = steps | events.named("autograd::engine")
+    if not steps.any():
+        marks = ~(events.named("gloo:") & ~_messages(events))
+        moves_bytes = np.bincount(events.lane[~marks], minlength=len(events.lanes)) > 0
+        return np.asarray(~moves_bytes)
+    return np.asarray(np.bincount(events.lane[marks], minlength=len(events.lanes)) > 0)
 
 
 def _messages(events: Events) -> Bool:

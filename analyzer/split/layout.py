@@ -126,7 +126,7 @@ def _messages(traces: Sequence[RankTrace]) -> tuple[dict[int, bool], dict[int, s
     first: dict[int, bool] = {}
     neighbors: dict[int, set[int]] = defaultdict(set)
     for trace in traces:
-        known = trace.calls.is_message & (trace.calls.peer >= 0)
+        known = trace.calls.is_message & (trace.calls.peer >= 0) & (trace.calls.peer != trace.rank)
         for op, peer in zip(
             trace.calls.op[known].tolist(), trace.calls.peer[known].tolist(), strict=True
         ):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, RankTrace, UInt8
 
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives whose members all bring the same size, and whose kernels end together."""
 MAX_SHIFT = 64
 """By how many calls windows without sequence numbers may begin apart."""
 
@@ -18,8 +20,9 @@ MAX_SHIFT = 64
 class Matched:
     """The calls of all ranks in one table, in the order of (trace, call); columns of one length.
 
-    trace indexes the traces and call that trace's Calls; group indexes groups (-1 unknown). key is
-    one number for all rows of one collective or message, -1 where some member's call is not there.
+    trace indexes the traces and call that trace's Calls; group indexes groups (-1 unknown). shared
+    is one number for all rows of one collective or message, -1 where a rank has it alone; key is
+    the same where every member's call is there, else -1.
     start_ns is the arrival (on gloo, of the call) and end_ns the end, on the rank's own clock.
     """
 
@@ -28,6 +31,7 @@ class Matched:
     group: Int32
     op: UInt8
     key: Int64
+    shared: Int64
     start_ns: Int64
     end_ns: Int64
     message_bytes: Int64
@@ -55,6 +59,7 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         group=np.concatenate(group),
         op=np.concatenate([calls.op for calls in column]),
         key=np.empty(0, dtype=np.int64),
+        shared=np.empty(0, dtype=np.int64),
         start_ns=np.concatenate([_arrival_ns(trace) for trace in traces]),
         end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
@@ -95,23 +100,31 @@ def _with_keys(rows: Matched, traces: Sequence[RankTrace]) -> Matched:
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, identity in identities:
         members[identity].append(row)
-    key = np.full(len(rows), -1, dtype=np.int64)
+    key, shared = (np.full(len(rows), -1, dtype=np.int64) for _ in range(2))
     for number, same in enumerate(members.values()):
-        if _complete(rows, same):
-            key[same] = number
-    return Matched(
-        rows.trace, rows.call, rows.group, rows.op, key,
-        rows.start_ns, rows.end_ns, rows.message_bytes, rows.groups,
-    )  # fmt: skip
+        if _is_one_call(rows, same):
+            shared[same] = number
+            key[same] = number if _is_complete(rows, same) else -1
+    return replace(rows, key=key, shared=shared)
 
 
-def _complete(rows: Matched, same: Sequence[int]) -> bool:
-    """Whether every member's call is there and all agree on what it is."""
+def _is_one_call(rows: Matched, same: Sequence[int]) -> bool:
+    """Whether several ranks agree on what the call is; sizes differ only where ops allow it."""
+    if len(set(rows.trace[same].tolist())) < 2 or len(set(_kind_of_match(rows, same))) > 1:
+        return False
+    sizes = {size for size in rows.message_bytes[same].tolist() if size >= 0}
+    return len(sizes) <= 1 or OPS[rows.op[same[0]]] not in TOGETHER
+
+
+def _kind_of_match(rows: Matched, same: Sequence[int]) -> list[int]:
+    """The op of each row; the two ends of a message are one."""
+    return [min(op, OP_CODE["send"]) for op in rows.op[same].tolist()]
+
+
+def _is_complete(rows: Matched, same: Sequence[int]) -> bool:
     if rows.is_message[same[0]]:
         return len(same) == 2
-    ranks = len(set(rows.trace[same].tolist()))
-    one_op = len(set(rows.op[same].tolist())) == 1
-    return one_op and 1 < ranks == len(rows.groups[rows.group[same[0]]].ranks)
+    return len(set(rows.trace[same].tolist())) == len(rows.groups[rows.group[same[0]]].ranks)
 
 
 def _collective_identities(
@@ -140,7 +153,8 @@ def _by_order(rows: Matched, of_group: Int64, group: int) -> list[tuple[int, Has
     found: list[tuple[int, Hashable]] = []
     for one in by_trace:
         shift = _shift(_kind(rows, one), _kind(rows, longest))
-        found += [(row, ("order", group, n + shift)) for n, row in enumerate(one.tolist())]
+        if shift is not None:
+            found += [(row, ("order", group, n + shift)) for n, row in enumerate(one.tolist())]
     return found
 
 
@@ -148,13 +162,13 @@ def _kind(rows: Matched, chosen: Int64) -> Int64:
     return np.stack((rows.op[chosen].astype(np.int64), rows.message_bytes[chosen]), axis=1)
 
 
-def _shift(one: Int64, other: Int64) -> int:
+def _shift(one: Int64, other: Int64) -> int | None:
     """How far into other the sequence one begins: the smallest shift at which both agree."""
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
         low, high = max(shift, 0), min(shift + len(one), len(other))
         if high > low and np.array_equal(one[low - shift : high - shift], other[low:high]):
             return shift
-    return 0
+    return None
 
 
 def _message_identities(rows: Matched, traces: Sequence[RankTrace]) -> list[tuple[int, Hashable]]:

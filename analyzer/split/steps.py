@@ -13,6 +13,7 @@ from stepsplit.analyzer.buckets import Kind
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
+    Bool,
     Category,
     Events,
     Int64,
@@ -20,7 +21,7 @@ from stepsplit.analyzer.trace import (
     RankTrace,
 )
 
-_STEP = re.compile(r"ProfilerStep#(\d+)$")
+_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,18 @@ def steps_of(trace: RankTrace, work: Work) -> Steps:
     if not marked:
         return _whole(trace)
     windows = _on_device(trace, marked) if trace.on_device else _on_host(marked)
+    kinds = _kinds(trace, marked)
+    windows = [
+        w if w.kind == "partial" else replace(w, kind=k)
+        for w, k in zip(windows, kinds, strict=True)
+    ]
     kept = tuple(w for w in windows if w.end_ns > w.start_ns)
     notes = tuple(
         Note("empty_step", f"step {w.step} has no device event and is left out", trace.rank)
         for w in windows
         if w.end_ns <= w.start_ns
     )
-    return Steps(_with_kinds(kept, trace), notes)
+    return Steps(kept, notes)
 
 
 def _marked(events: Events) -> list[_HostStep]:
@@ -114,35 +120,37 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
     return windows
 
 
-def _on_main_stream(trace: RankTrace, device: Int64) -> np.ndarray:
-    """Which of the device's events run on the stream that computes most."""
+def _on_main_stream(trace: RankTrace, device: Int64) -> Bool:
+    """Which of the device's events are kernels on the stream that computes most."""
     events = trace.events
     computes = events.of(Category.KERNEL)
     computes[trace.calls.event] = False
     busy = np.bincount(
         events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
     )
-    if not computes.any():
+    if not busy.max(initial=0.0):
         return np.ones(len(device), dtype=np.bool_)
-    return np.asarray(events.lane[device] == int(busy.argmax()))
+    kernel = events.category[device] == Category.KERNEL
+    return np.asarray(kernel & (events.lane[device] == int(busy.argmax())))
 
 
-def _with_kinds(windows: Sequence[StepWindow], trace: RankTrace) -> tuple[StepWindow, ...]:
-    """The windows, those that communicate otherwise than most marked as other."""
-    signatures = [_signature(window, trace) for window in windows]
-    usual, count = Counter(signatures).most_common(1)[0] if windows else ((), 0)
-    if 2 * count <= len(windows):
-        return tuple(windows)
-    return tuple(
-        window if window.kind == "partial" or signature == usual else replace(window, kind="other")
-        for window, signature in zip(windows, signatures, strict=True)
-    )
+def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
+    """full for the steps that communicate as most do, other for the rest.
 
-
-def _signature(window: StepWindow, trace: RankTrace) -> tuple[tuple[int, int], ...]:
-    """The window's calls as (op, group), each group's in the order of its calls."""
+    A call belongs to the step in which the host made it: on the device the edges shift.
+    """
     calls = trace.calls
-    start = trace.events.start_ns[calls.event]
-    rows = np.flatnonzero((start >= window.start_ns) & (start < window.end_ns))
-    rows = rows[np.lexsort((calls.issued_ns[rows], calls.group_id[rows]))]
+    when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
+    starts = [step.start_ns for step in marked]
+    step_of = np.searchsorted(starts, when, side="right") - 1
+    signatures = [_signature(trace, np.flatnonzero(step_of == i), when) for i in range(len(marked))]
+    usual, count = Counter(signatures).most_common(1)[0]
+    alike = 2 * count <= len(marked)
+    return ["full" if alike or signature == usual else "other" for signature in signatures]
+
+
+def _signature(trace: RankTrace, rows: Int64, when: Int64) -> tuple[tuple[int, int], ...]:
+    """The calls of the rows as (op, group), each group's in the order in which they were made."""
+    calls = trace.calls
+    rows = rows[np.lexsort((when[rows], calls.group_id[rows]))]
     return tuple(zip(calls.op[rows].tolist(), calls.group_id[rows].tolist(), strict=True))

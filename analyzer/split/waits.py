@@ -9,8 +9,8 @@ import numpy as np
 
 from stepsplit.analyzer.split.align import Alignment
 from stepsplit.analyzer.split.layout import Layout
-from stepsplit.analyzer.split.match import Matched
-from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
+from stepsplit.analyzer.split.match import TOGETHER, Matched
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
 """Places of the communication buckets in buckets.BUCKETS."""
@@ -61,12 +61,17 @@ def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignm
         arrival = _arrival_of_each(matched, start, rows)
         late = rows[int(arrival.argmax())]
         moves[rows], last[rows] = arrival.max(), ranks[matched.trace[late]]
-        if matched.is_message[rows[0]]:
-            moved[rows] = end[rows].min()
-    _hurry(matched, moves, moved)
-    estimated = matched.key < 0
+    eager = _left_early(matched, moves, end)
+    moves[eager] = start[eager]
+    _hurry(matched, moves, moved, eager)
     _estimate(matched, traces, start, end, moves)
-    return Arrivals(start, end, np.maximum(moves, start), moved, last, estimated)
+    return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
+
+
+def _left_early(matched: Matched, moves: Int64, end: Int64) -> Bool:
+    """Which calls ended before the last arrived: roots and small eager sends did not wait."""
+    together = np.isin(matched.op, [OP_CODE[op] for op in TOGETHER])
+    return np.asarray(~together & (matched.key >= 0) & (end <= moves))
 
 
 def _together(matched: Matched) -> list[Int64]:
@@ -85,13 +90,19 @@ def _arrival_of_each(matched: Matched, start: Int64, rows: Int64) -> Int64:
     return np.array([first[trace] for trace in matched.trace[rows].tolist()], dtype=np.int64)
 
 
-def _hurry(matched: Matched, moves: Int64, moved: Int64) -> None:
-    """Messages move for the low percentile of their link and size; the rest is waiting."""
-    rows = np.flatnonzero(matched.is_message & (matched.key >= 0))
-    took = np.maximum(moved[rows] - moves[rows], 0)
-    pairs = _links(matched, rows)
-    for link in np.unique(pairs):
-        same = pairs == link
+def _hurry(matched: Matched, moves: Int64, moved: Int64, eager: Bool) -> None:
+    """Messages move for the low percentile of their link and size; the rest is waiting.
+
+    Messages of which an end left early tell nothing of the link and are left as they are.
+    """
+    left_early = np.isin(matched.key, matched.key[eager])
+    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & ~left_early)
+    earlier_end = np.full(int(matched.key.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(earlier_end, matched.key[rows], moved[rows])
+    took = np.maximum(earlier_end[matched.key[rows]] - moves[rows], 0)
+    links = _links(matched, rows)
+    for link in np.unique(links):
+        same = links == link
         low = int(np.percentile(took[same], LOW_PERCENTILE, method="lower"))
         moved[rows[same]] = moves[rows[same]] + np.minimum(took[same], low)
 
@@ -113,15 +124,16 @@ def _links(matched: Matched, rows: Int64) -> Int64:
 def _estimate(
     matched: Matched, traces: Sequence[RankTrace], start: Int64, end: Int64, moves: Int64
 ) -> None:
-    """A call without counterparts moves data as long as the rank's fastest like it took."""
-    rows = np.flatnonzero(matched.key < 0)
-    like = np.stack((
-        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
-    ), axis=1)  # fmt: skip
-    _, kind = np.unique(like, axis=0, return_inverse=True)
-    took = end[rows] - start[rows]
+    """A call without counterparts moves data as long as the rank's fastest of its size took.
+
+    Of a call of unknown size, and of a copy between devices, nobody can say that it waited.
+    """
+    copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
+    rows = np.flatnonzero((matched.key < 0) & (matched.message_bytes >= 0) & ~copies)
+    columns = (matched.trace, matched.group, matched.op, matched.message_bytes)
+    _, kind = np.unique(np.stack([c[rows] for c in columns], axis=1), axis=0, return_inverse=True)
     fastest = np.full(int(kind.max(initial=-1)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(fastest, kind, took)
+    np.minimum.at(fastest, kind, (end - start)[rows])
     moves[rows] = end[rows] - fastest[kind]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from dash import html
 
@@ -12,6 +13,8 @@ from stepsplit.analyzer.units import gigabytes_per_second, milliseconds, size
 from stepsplit.dashboard.web.parts import Cell, section, table
 
 ROWS = 100
+MOST_BLAMED = 10
+MOST_COLLECTIVES = 24
 
 
 def findings(report: Report) -> list[html.Section]:
@@ -65,11 +68,11 @@ _EXPOSED = ("comm", "skew", "bubble")
 
 def blame(report: Report) -> list[html.Section]:
     """Who caused waiting."""
-    steps = len({row.step for row in full_steps(report.steps)})
+    steps = len({row.step for row in report.steps})
     if not report.blame or not steps:
         return []
-    rows = [_blame_row(row, steps) for row in report.blame[:ROWS]]
-    note = "waiting that a rank caused to all ranks, a step"
+    rows = [_blame_row(row, steps) for row in report.blame[:MOST_BLAMED]]
+    note = "waiting that a rank caused to all ranks, a step" + _left_out(report.blame, MOST_BLAMED)
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused a step")
     return [section("Blame", note, table(heads, rows))]
 
@@ -90,14 +93,17 @@ def collectives(report: Report) -> list[html.Section]:
     if not report.collectives:
         return []
     groups = {group.id: group for group in report.groups}
-    largest = sorted(report.collectives, key=_total_ns, reverse=True)[:ROWS]
+    largest = sorted(report.collectives, key=_total_ns, reverse=True)[:MOST_COLLECTIVES]
     rows = [_collective_row(row, groups.get(row.group)) for row in largest]
-    left = len(report.collectives) - len(largest)
-    note = "medians; busbw over the transfer alone" + (
-        f"; {left:,} smaller left out" if left else ""
-    )
+    note = "medians; busbw over the transfer alone"
+    note += _left_out(report.collectives, MOST_COLLECTIVES)
     heads = ("axis", "group", "op", "size", "calls", "transfer", "wait", "busbw")
     return [section("Collectives and messages", note, table(heads, rows))]
+
+
+def _left_out(rows: Sequence[object], shown: int) -> str:
+    left = len(rows) - shown
+    return f"; {left:,} smaller are in report.json" if left > 0 else ""
 
 
 def _total_ns(row: CollectiveRow) -> int:

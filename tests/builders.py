@@ -58,6 +58,7 @@ class GpuTrace:
     def all_reduce(
         self, start: float, end: float, *, group: str = "0", nelems: int = 1000, **more: Any
     ) -> Self:
+        """An all-reduce of so many floats; more are arguments of the kernel, or launched."""
         return self._nccl("AllReduce", "allreduce", start, end, group, nelems, **more)
 
     def message(self, op: str, peer: int, start: float, end: float, *, group: str = "0") -> Self:

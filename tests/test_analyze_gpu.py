@@ -160,3 +160,58 @@ def test_steps_are_the_same_by_their_collectives_never_by_number(tmp_path: Path)
     report = analyze(late.write(tmp_path), replace(early, events=renamed).write(tmp_path))
     assert sorted(splits(report)) == [(0, 1), (1, 1)]
     assert [row.code for row in report.warnings if row.rank == 1] == ["steps_renumbered"]
+
+
+def test_an_eager_send_leaves_before_the_receive_and_waited_for_nobody(tmp_path: Path) -> None:
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100)
+    first.kernel("F0", 0, 10).message("send", 1, 10, 20, group="3").kernel("F1", 20, 100)
+    last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100).kernel("F0", 0, 60)
+    last.message("recv", 0, 60, 70, group="3").kernel("F1", 70, 100)
+    report = analyze(first.write(tmp_path), last.write(tmp_path))
+    assert splits(report) == {(0, 1): us(compute=90, p2p=10), (1, 1): us(compute=90, p2p=10)}
+    assert {row.wait_ns_median for row in report.collectives} == {0}
+
+
+def test_a_copy_between_devices_is_communication_that_never_waits(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 100)
+    for start, end in ((0, 10), (20, 70)):
+        trace.kernel("Memcpy PtoP (Device -> Device)", start, end, category="gpu_memcpy", stream=9)
+    trace.kernel("gemm", 70, 100)
+    assert splits(analyze(trace.write(tmp_path))) == {
+        (0, 1): us(compute=30, collective=60, idle=10)
+    }
+
+
+def test_hosts_that_share_nothing_with_the_first_are_still_aligned_with_each_other(
+    tmp_path: Path,
+) -> None:
+    """Two data-parallel pairs; the clock of rank 3 is 50 ms ahead."""
+    groups = [("a", "", [0, 1]), ("b", "", [2, 3])]
+    for rank, ahead_ns in ((0, 0), (1, 0), (2, 0), (3, 50_000_000)):
+        trace = GpuTrace(rank, 4, f"host{rank}", BASE_NS + ahead_ns, groups).step(1, 0, 100)
+        trace.kernel("gemm", 0, 50).all_reduce(50, 70, group="ab"[rank // 2])
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    report = analyze(tmp_path)
+    assert set(splits(report).values()) == {us(compute=80, collective=20)}
+    assert [row.rank for row in report.warnings if row.code == "clock_unaligned"] == [2]
+
+
+def test_a_copy_does_not_end_a_step(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 20).step(2, 20, 40).kernel("gemm", 0, 30, launched=1)
+    trace.kernel("Memcpy HtoD", 30, 60, launched=10, category="gpu_memcpy")
+    trace.kernel("gemm", 60, 90, launched=21)
+    assert splits(analyze(trace.write(tmp_path))) == {
+        (0, 1): us(compute=30),
+        (0, 2): us(compute=30, copy=30),
+    }
+
+
+def test_a_call_belongs_to_the_step_that_made_it_wherever_it_runs(tmp_path: Path) -> None:
+    """In step 2 the all-reduce starts after the window's end: no other kind of step for that."""
+    trace = GpuTrace(0, 2, groups=PAIR)
+    for number in range(4):
+        at, late = 100 * number, 20 if number == 2 else 0
+        trace.step(number, at, at + 100).kernel("gemm", at, at + 90, launched=at)
+        start = at + 85 + late
+        trace.all_reduce(start, start + 3, launched=at + 5)
+    assert {row.kind for row in analyze(trace.write(tmp_path)).steps} == {"full"}

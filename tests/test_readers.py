@@ -147,3 +147,47 @@ def test_sizes_follow_nccl_tests() -> None:
         1,
         -1,
     ]
+
+
+def test_what_merely_lies_beside_a_trace_is_skipped_and_said(tmp_path: Path) -> None:
+    GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    (tmp_path / "notes.json").write_text("[1, 2, 3]")
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "metrics.json").write_text('{"loss": 3}')
+    report = analyze(tmp_path)
+    assert [row.compute_ns for row in report.steps] == [5_000]
+    assert [row.message.split(":")[0] for row in report.warnings if row.code == "file_skipped"] == [
+        "empty.json",
+        "notes.json",
+    ]
+
+
+def test_a_torn_file_that_is_named_as_a_rank_ends_the_analysis(tmp_path: Path) -> None:
+    GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    (tmp_path / "rank1_trace.json").write_bytes(half(body()))
+    with pytest.raises(DataError, match=r"rank1_trace\.json"):
+        analyze(tmp_path)
+
+
+def test_files_of_an_older_larger_run_are_left_out_and_said(tmp_path: Path) -> None:
+    for rank in range(3):
+        GpuTrace(rank, 3).step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    run = {"schema": "stepsplit.run/1", "name": "r", "world_size": 2, "backend": "nccl"}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    report = analyze(tmp_path)
+    assert report.run.ranks == (0, 1)
+    assert [row.rank for row in report.warnings if row.code == "stale_rank"] == [2]
+
+
+@pytest.mark.parametrize("odd", ['"ts": 1e300', '"ts": 99999999999999999999'])
+def test_numbers_beyond_64_bits_are_one_line(tmp_path: Path, odd: str) -> None:
+    file = tmp_path / "rank0_trace.json"
+    file.write_text(body().decode().replace('"ts": 0', odd, 1))
+    with pytest.raises(DataError, match="rank0_trace"):
+        analyze(file)
+
+
+def test_an_event_without_a_time_is_no_event(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
+    trace.events.append({"ph": "X", "cat": "kernel", "name": "lost", "args": {"stream": 7}})
+    assert [row.compute_ns for row in analyze(trace.write(tmp_path)).steps] == [5_000]

@@ -63,7 +63,9 @@ def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignm
         moves[rows], last[rows] = arrival.max(), ranks[matched.trace[late]]
     eager = _left_early(matched, moves, end)
     moves[eager] = start[eager]
-    _hurry(matched, moves, moved, eager)
+    left_early = np.isin(matched.key, matched.key[eager])
+    moved[left_early] = end[left_early]
+    _hurry(matched, moves, moved, left_early)
     _estimate(matched, traces, start, end, moves)
     return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
 
@@ -90,12 +92,11 @@ def _arrival_of_each(matched: Matched, start: Int64, rows: Int64) -> Int64:
     return np.array([first[trace] for trace in matched.trace[rows].tolist()], dtype=np.int64)
 
 
-def _hurry(matched: Matched, moves: Int64, moved: Int64, eager: Bool) -> None:
+def _hurry(matched: Matched, moves: Int64, moved: Int64, left_early: Bool) -> None:
     """Messages move for the low percentile of their link and size; the rest is waiting.
 
     Messages of which an end left early tell nothing of the link and are left as they are.
     """
-    left_early = np.isin(matched.key, matched.key[eager])
     rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & ~left_early)
     earlier_end = np.full(int(matched.key.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(earlier_end, matched.key[rows], moved[rows])

@@ -87,12 +87,12 @@ def test_run_json_knows_the_job(data_parallel: Recording) -> None:
     assert spec.training is not None and spec.training.global_batch == 32
 
 
-def test_the_trace_holds_the_active_steps_and_the_flight_record_their_collectives(
+def test_the_trace_holds_the_last_steps_and_the_flight_record_their_collectives(
     data_parallel: Recording,
 ) -> None:
     for rank in (0, 1):
         steps = data_parallel.names(rank, "ProfilerStep#")
-        assert steps == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+        assert steps == ["ProfilerStep#9", "ProfilerStep#10", "ProfilerStep#11"]
         assert data_parallel.names(rank, "gloo:all_reduce")
         assert any(e["profiling_name"] == "gloo:all_reduce" for e in data_parallel.flight(rank))
 

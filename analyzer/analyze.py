@@ -42,7 +42,7 @@ def _tables(found: RunSplit) -> Tables:
 
 def _segments(found: RunSplit, origin: int) -> Segments:
     bands = [rank.attribution.band for rank in found.ranks]
-    steps = [np.array([w.step for w in rank.windows], dtype=np.int32) for rank in found.ranks]
+    steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in found.ranks]
     starts = [b.start_ns + r.lead_ns - origin for b, r in zip(bands, found.ranks, strict=True)]
     ranks = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int32)
     return Segments(

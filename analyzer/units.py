@@ -11,12 +11,6 @@ def milliseconds(ns: int | float) -> str:
     return f"{ms:,.{_decimals(ms)}f} ms"
 
 
-def signed_milliseconds(ns: int | float) -> str:
-    """A difference in time, its sign always written."""
-    ms = ns / 1e6
-    return f"{ms:+,.{_decimals(ms)}f} ms"
-
-
 def percent(ratio: float) -> str:
     """0.1234 -> "12.3 %"."""
     return f"{100 * ratio:.1f} %"

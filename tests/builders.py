@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-MAIN, AUTOGRAD = 100, 101
+MAIN = 100
 COMPUTE_STREAM, COMM_STREAM = 7, 20
 BASE_NS = 1_790_000_000_000_000_000
 Event = dict[str, Any]
@@ -61,9 +61,12 @@ class GpuTrace:
         """An all-reduce of so many floats; more are arguments of the kernel, or launched."""
         return self._nccl("AllReduce", "allreduce", start, end, group, nelems, **more)
 
-    def message(self, op: str, peer: int, start: float, end: float, *, group: str = "0") -> Self:
+    def message(
+        self, op: str, peer: int, start: float, end: float, *, group: str = "0", **more: Any
+    ) -> Self:
+        """A send to, or a receive from, the peer."""
         side = {"send": "Dst Rank", "recv": "Src Rank"}[op]
-        return self._nccl("SendRecv", op, start, end, group, 1000, **{side: peer})
+        return self._nccl("SendRecv", op, start, end, group, 1000, **{side: peer}, **more)
 
     def _nccl(
         self, kind: str, op: str, start: float, end: float, group: str, nelems: int, **more: Any

@@ -215,3 +215,18 @@ def test_a_call_belongs_to_the_step_that_made_it_wherever_it_runs(tmp_path: Path
         start = at + 85 + late
         trace.all_reduce(start, start + 3, launched=at + 5)
     assert {row.kind for row in analyze(trace.write(tmp_path)).steps} == {"full"}
+
+
+def test_the_grid_on_gpus_is_where_the_annotated_kernels_ran(tmp_path: Path) -> None:
+    """The host is 50 us ahead of the device: its ranges are not the grid."""
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100).annotation("PP:0F0", 0, 5)
+    first.kernel("F0", 50, 70, launched=1).gpu_annotation("PP:0F0", 50, 70)
+    first.message("recv", 1, 72, 110, group="3", launched=6)
+    first.kernel("B0", 110, 130, launched=7).gpu_annotation("PP:0B0", 72, 130)
+    last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100)
+    last.kernel("F0", 70, 90, launched=1).gpu_annotation("PP:1F0", 70, 90)
+    last.kernel("B0", 90, 108, launched=2).gpu_annotation("PP:1B0", 90, 108)
+    last.message("send", 0, 108, 110, group="3", launched=3)
+    found = analyze(first.write(tmp_path), last.write(tmp_path)).pipeline
+    assert found is not None
+    assert [stage.bubble_ns for stage in found.stages] == [40_000, 42_000]

@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.findings import findings_of
 from stepsplit.analyzer.report.report import (
@@ -39,7 +39,7 @@ UNKNOWN_HOST = "unknown"
 def build_report(recording: Recording, found: RunSplit) -> Report:
     """The report of a split recording; times count from the start of its earliest step."""
     origin = origin_ns(found)
-    steps = tuple(row for rank in found.ranks for row in _steps(rank, origin))
+    steps = tuple(_step(step, origin) for rank in found.ranks for step in rank.steps)
     blamed = _blame(found.blame)
     pipeline = _pipeline(found)
     return Report(
@@ -60,8 +60,7 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
 
 def origin_ns(found: RunSplit) -> int:
     """The start of the earliest step, on the split's common clock."""
-    starts = (rank.windows[0].start_ns + rank.lead_ns for rank in found.ranks if rank.windows)
-    return min(starts, default=0)
+    return min((rank.steps[0].start_ns for rank in found.ranks if rank.steps), default=0)
 
 
 def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
@@ -97,17 +96,16 @@ def _groups(found: RunSplit) -> tuple[GroupRow, ...]:
     )
 
 
-def _steps(rank: RankSplit, origin: int) -> Iterable[StepRow]:
-    for window, split, estimated in zip(rank.windows, rank.splits, rank.estimated, strict=True):
-        yield StepRow(
-            rank=rank.trace.rank,
-            step=window.step,
-            kind=window.kind,
-            start_ns=window.start_ns + rank.lead_ns - origin,
-            step_ns=split.step_ns,
-            estimated=estimated,
-            **asdict(split),
-        )
+def _step(step: StepSplit, origin: int) -> StepRow:
+    return StepRow(
+        rank=step.rank,
+        step=step.step,
+        kind=step.kind,
+        start_ns=step.start_ns - origin,
+        step_ns=step.split.step_ns,
+        estimated=step.estimated,
+        **asdict(step.split),
+    )
 
 
 def _exposed(rank: RankSplit) -> Iterable[ExposedRow]:
@@ -116,7 +114,7 @@ def _exposed(rank: RankSplit) -> Iterable[ExposedRow]:
         lambda: [0] * (BUBBLE - COLLECTIVE + 1)
     )
     length = (exposed.end_ns - exposed.start_ns).tolist()
-    steps = [rank.windows[i].step for i in exposed.window.tolist()]
+    steps = [rank.steps[i].step for i in exposed.window.tolist()]
     for row, (step, bucket) in enumerate(zip(steps, exposed.bucket.tolist(), strict=True)):
         sums[step, rank.axis[row] or "", rank.phase[row]][bucket - COLLECTIVE] += length[row]
     for (step, axis, phase), parts in sorted(sums.items()):
@@ -156,7 +154,7 @@ def _blame(blamed: Sequence[Blame]) -> tuple[BlameRow, ...]:
 
 def _pipeline(found: RunSplit) -> Pipeline | None:
     """Medians over the full steps, of the mean over the pipelines and stages of each step."""
-    kinds = {(r.trace.rank, w.step): w.kind for r in found.ranks for w in r.windows}
+    kinds = {(step.rank, step.step): step.kind for rank in found.ranks for step in rank.steps}
     holes = [hole for hole in found.holes if kinds.get((hole.rank, hole.step)) == "full"]
     if not holes or found.schedule is None:
         return None

@@ -14,7 +14,7 @@ from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 
-COMPUTE, COPY, IDLE = 0, 5, 6
+COMPUTE, IDLE = 0, 6
 _MOVING, _FUSED = 6, 7
 _CLASSES = 8
 _BUCKET_OF = np.array(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS, Split, StepSplit
 from stepsplit.analyzer.split.align import Alignment, align
 from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
 from stepsplit.analyzer.split.bandwidth import CollectiveStat, collective_stats
@@ -36,16 +36,14 @@ IdealBubble = Callable[[str, int, int, int], float | None]
 
 @dataclass(frozen=True, slots=True)
 class RankSplit:
-    """One rank: its windows with their splits, and what they are made of, on its own clock.
+    """One rank: its steps on the common clock, and what they are made of, on its own.
 
-    lead_ns + own = common clock. estimated and grids have one entry a window, axis and phase one a
-    row of the attribution's exposed pieces.
+    lead_ns + own = common clock. steps and grids have one entry a window of the attribution, axis
+    and phase one a row of its exposed pieces.
     """
 
     trace: RankTrace
-    windows: tuple[StepWindow, ...]
-    splits: tuple[Split, ...]
-    estimated: tuple[bool, ...]
+    steps: tuple[StepSplit, ...]
     attribution: Attribution
     grids: tuple[StepGrid, ...]
     axis: tuple[str | None, ...]
@@ -124,18 +122,28 @@ def _rank(
     }
     return RankSplit(
         trace=trace,
-        windows=steps.windows,
-        splits=tuple(
-            replace(split, bubble_covered_ns=covered_ns(grid.busy, _cut(found.band, i), lead_ns))
-            for i, (split, grid) in enumerate(zip(found.splits, grids, strict=True))
+        steps=tuple(
+            StepSplit(
+                trace.rank,
+                window.step,
+                window.kind,
+                window.start_ns + lead_ns,
+                _with_covered(found, i, grids[i], lead_ns),
+                i in estimated,
+            )
+            for i, window in enumerate(steps.windows)
         ),
-        estimated=tuple(i in estimated for i in range(len(steps.windows))),
         attribution=found,
         grids=tuple(grids),
         axis=tuple(axis_of[g] if g >= 0 else None for g in group_id),
         phase=tuple(phase[call] for call in found.exposed.call.tolist()),
         lead_ns=lead_ns,
     )
+
+
+def _with_covered(found: Attribution, window: int, grid: StepGrid, lead_ns: int) -> Split:
+    covered = covered_ns(grid.busy, _cut(found.band, window), lead_ns)
+    return replace(found.splits[window], bubble_covered_ns=covered)
 
 
 def _grid(
@@ -173,14 +181,14 @@ def _ideal_ns(
 
 
 def _time(rank: RankSplit) -> RankTime:
-    numbers = [window.step for window in rank.windows]
+    numbers = [step.step for step in rank.steps]
     band, exposed = rank.attribution.band, rank.attribution.exposed
     return rank_time(rank.trace.rank, numbers, band, exposed, rank.axis, rank.lead_ns)
 
 
 def _check(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
     """Every instant of skew and bubble is blamed once."""
-    splits = [split for rank in ranks for split in rank.splits]
+    splits = [step.split for rank in ranks for step in rank.steps]
     for bucket, caused in (
         (SKEW, [b.skew_ns for b in blamed]),
         (BUBBLE, [b.bubble_ns for b in blamed]),

@@ -83,7 +83,8 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def _device() -> str:
-    if not torch.cuda.is_available():
+    # A job that trains on its CPU beside a GPU never wakes it.
+    if not torch.cuda.is_initialized():
         return "cpu"
     index = torch.cuda.current_device()
     return f"cuda:{index} {torch.cuda.get_device_name(index)}"

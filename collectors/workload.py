@@ -165,9 +165,9 @@ def _compute_for(seconds: float, device: Any) -> None:
 
 
 def _join_job() -> Any:
-    """Joins the process group of the environment: NCCL where GPUs are, else gloo."""
+    """Joins the process group of the environment: NCCL where each rank has a GPU, else gloo."""
     torch.set_num_threads(1)
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         distributed.init_process_group("nccl", device_id=device)

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from report_builders import analysis
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.wire import from_json
+from stepsplit.analyzer.report.wire import from_json, read_report
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.app import create_app
 from stepsplit.dashboard.web.run_page import run_page
@@ -20,6 +20,7 @@ from stepsplit.dashboard.web.security import content_policy
 from stepsplit.dashboard.web.serve import free_port, serve
 
 RUNS = "/api/v1/runs"
+SAMPLE = Path(__file__).parent.parent / "sample_traces" / "pp2_m2"
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
     answer = client.get(f"{RUNS}/{run_id}/report.json")
     assert from_json(answer.data) == analysis().report
     answer.close()
+
+
+def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
+    """The real analyzer behind the real routes: all files of a recording, its report.json too."""
+    client = create_app(store).server.test_client()
+    run_id = _create(client)
+    for file in sorted(SAMPLE.iterdir()):
+        url = f"{RUNS}/{run_id}/files/pp2_m2/{file.name}"
+        assert client.put(url, data=file.read_bytes()).status_code == 201
+    client.post(f"{RUNS}/{run_id}/finish")
+
+    assert _settled(client, run_id) == ("done", None)
+    assert store.report(run_id) == read_report(SAMPLE)
+    assert store.tables(run_id) is not None
 
 
 @pytest.mark.parametrize(

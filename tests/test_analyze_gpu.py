@@ -230,3 +230,34 @@ def test_the_grid_on_gpus_is_where_the_annotated_kernels_ran(tmp_path: Path) -> 
     found = analyze(first.write(tmp_path), last.write(tmp_path)).pipeline
     assert found is not None
     assert [stage.bubble_ns for stage in found.stages] == [40_000, 42_000]
+
+
+def test_kernels_without_arguments_are_the_worlds_where_all_ranks_ran_the_same(
+    tmp_path: Path,
+) -> None:
+    for rank, computed in ((0, 50), (1, 10)):
+        trace = GpuTrace(rank, 2).step(1, 0, 100).kernel("gemm", 0, computed)
+        trace.kernel("ncclKernel_AllReduce_RING_LL_Sum_float", computed, 70, stream=COMM_STREAM)
+        trace.kernel("ncclKernel_SendRecv_RING_SIMPLE", 75, 85, stream=COMM_STREAM)
+        trace.kernel("gemm", 85, 100).write(tmp_path)
+    report = analyze(tmp_path)
+    assert splits(report) == {
+        (0, 1): us(compute=65, collective=30, idle=5),
+        (1, 1): us(compute=25, skew=40, collective=30, idle=5),
+    }
+    assert "groups_inferred" in {row.code for row in report.warnings}
+
+
+def test_kernels_without_arguments_that_cannot_be_one_collective_stay_apart(
+    tmp_path: Path,
+) -> None:
+    """On rank 1 the first kernel ends long before rank 0 begins its own."""
+    for rank, at in ((0, 1_000), (1, 0)):
+        trace = GpuTrace(rank, 2).step(1, 0, 4_000).kernel("gemm", 3_000, 4_000)
+        trace.kernel("ncclKernel_AllReduce_RING_LL_Sum_float", at, at + 50, stream=COMM_STREAM)
+        for start in (2_000, 2_500):
+            trace.kernel("ncclKernel_AllReduce_RING_LL_Sum_float", start, start + 50)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert {"unmatched"} <= {row.code for row in report.warnings}
+    assert {row.skew_ns for row in report.steps} == {0}

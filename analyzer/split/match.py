@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.split.unnamed import world_of_unnamed
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, RankTrace, UInt8
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
@@ -92,7 +93,21 @@ def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list
             local.append(numbers[key])
         lookup = np.array([*local, -1], dtype=np.int32)
         columns.append(lookup[trace.calls.group_id])
-    return tuple(groups), columns
+    return _with_unnamed(traces, groups, columns)
+
+
+def _with_unnamed(
+    traces: Sequence[RankTrace], groups: list[Group], columns: list[Int32]
+) -> tuple[tuple[Group, ...], list[Int32]]:
+    """The same, with calls of no named group given to the world where they are its collectives."""
+    world = world_of_unnamed(traces)
+    if world is None:
+        return tuple(groups), columns
+    given = [
+        np.where((column < 0) & (trace.calls.peer < 0), len(groups), column).astype(np.int32)
+        for trace, column in zip(traces, columns, strict=True)
+    ]
+    return (*groups, world), given
 
 
 def _with_keys(rows: Matched, traces: Sequence[RankTrace]) -> Matched:

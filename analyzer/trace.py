@@ -27,6 +27,7 @@ OPS = (
     "barrier",
     "send",
     "recv",
+    "send_recv",
 )
 OP_CODE = {op: code for code, op in enumerate(OPS)}
 

@@ -261,3 +261,20 @@ def test_kernels_without_arguments_that_cannot_be_one_collective_stay_apart(
     report = analyze(tmp_path)
     assert {"unmatched"} <= {row.code for row in report.warnings}
     assert {row.skew_ns for row in report.steps} == {0}
+
+
+def test_a_batch_of_messages_without_arguments_is_the_pipelines(tmp_path: Path) -> None:
+    """Its size is unknown, but a pipeline's messages are alike: the fastest tells the transfer."""
+    groups = [*STAGES, ("4", "mesh_tp", [0, 2])]
+    trace = GpuTrace(0, 4, groups=groups).step(1, 0, 100)
+    trace.kernel("gemm", 0, 10).all_reduce(10, 20, group="4").kernel("gemm", 20, 30)
+    trace.kernel("ncclDevKernel_SendRecv", 30, 60, stream=COMM_STREAM).kernel("gemm", 60, 80)
+    trace.kernel("ncclDevKernel_SendRecv", 80, 90, stream=COMM_STREAM).kernel("gemm", 90, 100)
+    (tmp_path / "run.json").write_text(
+        '{"schema": "stepsplit.run/1", "name": "r", "world_size": 4, "backend": "nccl",'
+        ' "mesh": [{"axis": "tp", "size": 2}, {"axis": "pp", "size": 2}]}'
+    )
+    trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert splits(report) == {(0, 1): us(compute=50, collective=10, p2p=20, bubble=20)}
+    assert report.steps[0].estimated

@@ -80,3 +80,15 @@ def test_run_json_without_its_mesh_changes_only_a_warning(tmp_path: Path) -> Non
     assert {row.code for row in without.warnings} - {row.code for row in with_mesh.warnings} == {
         "mesh_inferred"
     }
+
+
+def test_two_ranks_that_swap_data_are_a_ring_and_no_pipeline(tmp_path: Path) -> None:
+    world = [("0", "default_pg", [0, 1])]
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, world).step(2, 0, 100).op("aten::mm", 0, 10 + 30 * rank)
+        at = 10 + 30 * rank
+        trace.message("send", 1 - rank, at, 60).message("recv", 1 - rank, at + 1.5, 62)
+        trace.op("aten::mm", 62, 100).write(tmp_path)
+    report = analyze(tmp_path)
+    assert {row.bubble_ns for row in report.steps} == {0}
+    assert report.steps[0].skew_ns > 0

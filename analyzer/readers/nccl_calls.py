@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,10 +61,14 @@ class DeviceCalls:
 
 
 def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
-    """A call for each kernel that communicates; groups seen only in arguments are added."""
+    """A call for each kernel that communicates; groups seen only in arguments are added.
+
+    Where other kernels name their collective, a SendRecv that does not is a batch of messages.
+    """
     groups = {(group.name, group.ranks): i for i, group in enumerate(known)}
     described = list(known)
     issued = rows.events.launch_ns()
+    named = any(args is not None and args.collective is not None for args in rows.args)
     calls = []
     for event in np.flatnonzero(rows.events.of(Category.KERNEL, Category.MEMCPY)).tolist():
         args = rows.args[event] or Args()
@@ -72,7 +76,9 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
         if args.collective is None and not COMMUNICATES.search(name):
             continue
         group_id = _group_id(args, groups, described)
-        calls.append(_call(event, name, args, group_id, int(issued[event])))
+        call = _call(event, name, args, group_id, int(issued[event]))
+        batch = named and args.collective is None and "SendRecv" in name
+        calls.append(replace(call, op="send_recv") if batch else call)
     return DeviceCalls(to_calls(calls), tuple(described))
 
 

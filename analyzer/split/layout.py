@@ -108,7 +108,7 @@ def _mesh_of_names(groups: Iterable[Group], world_size: int) -> Mesh | None:
 def _layout_of_messages(traces: Sequence[RankTrace], world_size: int) -> Layout:
     """Ranks that pass messages along a chain are stages; the first to send is the first."""
     first_is_send, neighbors = _messages(traces)
-    chains = _chains(neighbors)
+    chains = [chain for chain in _chains(neighbors) if not _exchange(chain, first_is_send)]
     pipelines = [chain if first_is_send.get(chain[0], True) else chain[::-1] for chain in chains]
     if pipelines:
         note = Note(
@@ -134,6 +134,11 @@ def _messages(traces: Sequence[RankTrace]) -> tuple[dict[int, bool], dict[int, s
             neighbors[trace.rank].add(peer)
             neighbors[peer].add(trace.rank)
     return first, neighbors
+
+
+def _exchange(chain: Sequence[int], first_is_send: Mapping[int, bool]) -> bool:
+    """Two ranks that both begin with a send swap data, as a ring does; stages take turns."""
+    return len(chain) == 2 and all(first_is_send.get(rank, False) for rank in chain)
 
 
 def _chains(neighbors: Mapping[int, set[int]]) -> list[list[int]]:

@@ -32,7 +32,7 @@ def phases_of(
     for i in range(len(calls)):
         op, group_id = OPS[calls.op[i]], int(calls.group_id[i])
         axis = axis_of[group_id] if group_id >= 0 else None
-        if op in ("send", "recv"):
+        if op in ("send", "recv", "send_recv"):
             found.append(_direction(op, trace.rank, int(calls.peer[i]), layout))
         elif optimizer[i]:
             found.append("optimizer")

@@ -127,10 +127,12 @@ def _estimate(
 ) -> None:
     """A call without counterparts moves data as long as the rank's fastest of its size took.
 
-    Of a call of unknown size, and of a copy between devices, nobody can say that it waited.
+    The messages of a pipeline are of one size even where it is not known. Of another call of
+    unknown size, and of a copy between devices, nobody can say that it waited.
     """
     copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
-    rows = np.flatnonzero((matched.key < 0) & (matched.message_bytes >= 0) & ~copies)
+    alike = matched.is_message | (matched.message_bytes >= 0)
+    rows = np.flatnonzero((matched.key < 0) & alike & ~copies)
     columns = (matched.trace, matched.group, matched.op, matched.message_bytes)
     _, kind = np.unique(np.stack([c[rows] for c in columns], axis=1), axis=0, return_inverse=True)
     fastest = np.full(int(kind.max(initial=-1)) + 1, np.iinfo(np.int64).max)
@@ -173,9 +175,12 @@ def _waited_for(trace: RankTrace, last: Int32) -> Int32:
 
 
 def _wait_bucket(trace: RankTrace, last: Int32, layout: Layout) -> UInt8:
-    """Waiting for another pipeline stage is bubble, for one's own stage skew."""
+    """Waiting for another pipeline stage is bubble, for one's own stage skew.
+
+    A message whose peer nobody knows is the pipeline's where there is one.
+    """
     mine = layout.stage(trace.rank)
-    other = np.array(
-        [mine if rank < 0 else layout.stage(rank) for rank in last.tolist()], dtype=np.int64
-    )
-    return np.where(other != mine, BUBBLE, SKEW).astype(np.uint8)
+    other = [mine if rank < 0 else layout.stage(rank) for rank in last.tolist()]
+    unknown = trace.calls.is_message & (last < 0) & (trace.rank in layout.stage_of)
+    bubble = (np.array(other, dtype=np.int64) != mine) | unknown
+    return np.where(bubble, BUBBLE, SKEW).astype(np.uint8)

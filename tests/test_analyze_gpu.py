@@ -278,3 +278,45 @@ def test_a_batch_of_messages_without_arguments_is_the_pipelines(tmp_path: Path) 
     report = analyze(tmp_path)
     assert splits(report) == {(0, 1): us(compute=50, collective=10, p2p=20, bubble=20)}
     assert report.steps[0].estimated
+
+
+def repeated(rank: int, host: str, steps: range) -> GpuTrace:
+    """The same 100 us step again and again, without sequence numbers; rank 0 is 20 us late."""
+    trace = GpuTrace(rank, 2, host, groups=PAIR)
+    for number in steps:
+        at, arrives = 100 * number, 100 * number + (50 if rank == 0 else 30)
+        trace.step(number, at, at + 100).kernel("gemm", at, arrives)
+        trace.all_reduce(arrives, at + 70).kernel("gemm", at + 70, at + 100)
+    return trace
+
+
+def test_a_shared_clock_tells_which_of_many_like_calls_are_the_same(tmp_path: Path) -> None:
+    """Rank 1 lacks step 0: its first all-reduce is the second of rank 0."""
+    repeated(0, "host0", range(5)).write(tmp_path)
+    repeated(1, "host0", range(1, 5)).write(tmp_path)
+    report = analyze(tmp_path)
+    late = us(compute=80, collective=20)
+    assert [splits(report)[0, step] for step in range(1, 5)] == [late] * 4
+    early = us(compute=60, skew=20, collective=20)
+    assert [splits(report)[1, step] for step in range(1, 5)] == [early] * 4
+    assert not {row.code for row in report.warnings} & {"order_ambiguous", "steps_renumbered"}
+
+
+def test_without_a_shared_clock_like_calls_are_ambiguous_and_that_is_said(tmp_path: Path) -> None:
+    repeated(0, "host0", range(5)).write(tmp_path)
+    repeated(1, "host1", range(1, 5)).write(tmp_path)
+    assert "order_ambiguous" in {row.code for row in analyze(tmp_path).warnings}
+
+
+def test_a_window_that_lacks_a_message_pairs_the_others_by_a_shared_clock(tmp_path: Path) -> None:
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 300)
+    last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 300)
+    for n in range(3):
+        at = 100 * n
+        first.kernel("F", at, at + 40).message("send", 1, at + 40, at + 50, group="3")
+        if n:
+            last.message("recv", 0, at + 5, at + 50, group="3")
+        last.kernel("F", at + 50, at + 100)
+    first.kernel("F", 290, 300)
+    report = analyze(first.write(tmp_path), last.write(tmp_path))
+    assert splits(report)[1, 1] == us(compute=150, p2p=20, bubble=70, idle=60)

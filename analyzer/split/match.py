@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.split.identity import call_rows, identities
+from stepsplit.analyzer.split.unnamed import NAME as UNNAMED
 from stepsplit.analyzer.split.unnamed import world_of_unnamed
-from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, RankTrace, UInt8
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, Note, RankTrace, UInt8
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose members all bring the same size, and whose kernels end together."""
-MAX_SHIFT = 64
-"""By how many calls windows without sequence numbers may begin apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Matched:
     end_ns: Int64
     message_bytes: Int64
     groups: tuple[Group, ...]
+    notes: tuple[Note, ...]
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -65,6 +66,7 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
         groups=groups,
+        notes=_notes(groups),
     )
     return _with_keys(rows, traces)
 
@@ -111,16 +113,23 @@ def _with_unnamed(
 
 
 def _with_keys(rows: Matched, traces: Sequence[RankTrace]) -> Matched:
-    identities = _collective_identities(rows, traces) + _message_identities(rows, traces)
+    calls = call_rows(traces, rows.trace, rows.group, rows.start_ns, rows.end_ns)
+    collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
+    found = identities(calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0)))
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for row, identity in identities:
-        members[identity].append(row)
+    for row, name in found.named:
+        members[name].append(row)
     key, shared = (np.full(len(rows), -1, dtype=np.int64) for _ in range(2))
     for number, same in enumerate(members.values()):
         if _is_one_call(rows, same):
             shared[same] = number
             key[same] = number if _is_complete(rows, same) else -1
-    return replace(rows, key=key, shared=shared)
+    return replace(rows, key=key, shared=shared, notes=(*rows.notes, *found.notes))
+
+
+def _notes(groups: Sequence[Group]) -> tuple[Note, ...]:
+    text = "collectives of no named group are taken for those of all ranks, which ran the same ones"
+    return (Note("groups_inferred", text),) if any(g.name == UNNAMED for g in groups) else ()
 
 
 def _is_one_call(rows: Matched, same: Sequence[int]) -> bool:
@@ -140,62 +149,3 @@ def _is_complete(rows: Matched, same: Sequence[int]) -> bool:
     if rows.is_message[same[0]]:
         return len(same) == 2
     return len(set(rows.trace[same].tolist())) == len(rows.groups[rows.group[same[0]]].ranks)
-
-
-def _collective_identities(
-    rows: Matched, traces: Sequence[RankTrace]
-) -> list[tuple[int, Hashable]]:
-    seq = np.concatenate([trace.calls.seq for trace in traces])
-    known = ~rows.is_message & (rows.group >= 0)
-    numbered = np.flatnonzero(known & (seq >= 0))
-    found: list[tuple[int, Hashable]] = [
-        (row, ("seq", group, number))
-        for row, group, number in zip(
-            numbered.tolist(), rows.group[numbered].tolist(), seq[numbered].tolist(), strict=True
-        )
-    ]
-    plain = np.flatnonzero(known & (seq < 0))
-    for group in np.unique(rows.group[plain]).tolist():
-        found += _by_order(rows, plain[rows.group[plain] == group], group)
-    return found
-
-
-def _by_order(rows: Matched, of_group: Int64, group: int) -> list[tuple[int, Hashable]]:
-    """The n-th call is the n-th, once windows that begin apart are shifted together."""
-    by_trace = [of_group[rows.trace[of_group] == t] for t in np.unique(rows.trace[of_group])]
-    by_trace = [r[np.argsort(rows.start_ns[r], kind="stable")] for r in by_trace]
-    longest = max(by_trace, key=len)
-    found: list[tuple[int, Hashable]] = []
-    for one in by_trace:
-        shift = _shift(_kind(rows, one), _kind(rows, longest))
-        if shift is not None:
-            found += [(row, ("order", group, n + shift)) for n, row in enumerate(one.tolist())]
-    return found
-
-
-def _kind(rows: Matched, chosen: Int64) -> Int64:
-    return np.stack((rows.op[chosen].astype(np.int64), rows.message_bytes[chosen]), axis=1)
-
-
-def _shift(one: Int64, other: Int64) -> int | None:
-    """How far into other the sequence one begins: the smallest shift at which both agree."""
-    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-        low, high = max(shift, 0), min(shift + len(one), len(other))
-        if high > low and np.array_equal(one[low - shift : high - shift], other[low:high]):
-            return shift
-    return None
-
-
-def _message_identities(rows: Matched, traces: Sequence[RankTrace]) -> list[tuple[int, Hashable]]:
-    """A receive matches the n-th send of the same source, destination and group."""
-    peer = np.concatenate([trace.calls.peer for trace in traces])
-    order = np.lexsort((rows.start_ns, rows.trace))
-    counts: dict[Hashable, int] = defaultdict(int)
-    found: list[tuple[int, Hashable]] = []
-    for row in order[rows.is_message[order] & (peer[order] >= 0)].tolist():
-        mine, theirs, op = traces[rows.trace[row]].rank, int(peer[row]), OPS[rows.op[row]]
-        channel = (mine, theirs) if op == "send" else (theirs, mine)
-        place = ("message", int(rows.group[row]), *channel)
-        found.append((row, (*place, counts[(op, *place)])))
-        counts[(op, *place)] += 1
-    return found

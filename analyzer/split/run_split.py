@@ -26,7 +26,6 @@ from stepsplit.analyzer.split.pipeline import (
 )
 from stepsplit.analyzer.split.same_steps import agreed
 from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
-from stepsplit.analyzer.split.unnamed import NAME
 from stepsplit.analyzer.split.waits import BUBBLE, SKEW, Arrivals, arrivals_of, pieces_of
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
@@ -210,12 +209,6 @@ def _notes(
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
     ]
-    unnamed = [
-        Note("groups_inferred", "collectives of no named group are taken for those of all ranks, "
-             "which ran the same ones in the same order")
-        for group in matched.groups
-        if group.name == NAME
-    ]  # fmt: skip
     unmatched = [
         Note("unmatched", f"{count} of {total} collectives and messages have no counterpart in the "
              "recording: their wait is estimated", trace.rank)
@@ -223,4 +216,4 @@ def _notes(
         if (total := len(trace.calls))
         and (count := int((matched.key[matched.of_trace(i)] < 0).sum()))
     ]  # fmt: skip
-    return (*layout.notes, *alignment.notes, *of_ranks, *unnamed, *unmatched)
+    return (*layout.notes, *alignment.notes, *of_ranks, *matched.notes, *unmatched)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from builders import CpuTrace
 
-from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer import Report, analyze, examine
 from stepsplit.analyzer.buckets import Split
 
 PAIR = [("0", "default_pg", [0, 1])]
@@ -137,3 +137,11 @@ def test_phases_follow_where_the_host_made_the_call(tmp_path: Path) -> None:
     assert {(row.axis, row.phase) for row in report.exposed} == {
         ("tp", "forward"), ("tp", "backward"), ("dp_replicate", "grad_sync"), ("tp", "optimizer"),
     }  # fmt: skip
+
+
+def test_where_torch_marks_a_schedule_too_a_microbatch_is_one_box(tmp_path: Path) -> None:
+    trace = CpuTrace(0, 1).step(2, 0, 100).op("aten::mm", 10, 40)
+    trace.annotation("PP:0F0", 0, 40).annotation("stepsplit::F stage=0 mb=0", 10, 40)
+    trace.write(tmp_path)
+    boxes = examine([tmp_path]).tables.boxes
+    assert (boxes.start_ns.tolist(), boxes.dur_ns.tolist()) == ([10_000], [30_000])

@@ -320,3 +320,26 @@ def test_a_window_that_lacks_a_message_pairs_the_others_by_a_shared_clock(tmp_pa
     first.kernel("F", 290, 300)
     report = analyze(first.write(tmp_path), last.write(tmp_path))
     assert splits(report)[1, 1] == us(compute=150, p2p=20, bubble=70, idle=60)
+
+
+def test_a_group_is_its_ranks_whatever_each_rank_calls_it(tmp_path: Path) -> None:
+    for rank, computed, name in ((0, 50, "left"), (1, 10, "right")):
+        trace = GpuTrace(rank, 2, groups=[(name, "", [0, 1])]).step(1, 0, 100)
+        trace.kernel("gemm", 0, computed).all_reduce(computed, 70, group=name)
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    assert splits(analyze(tmp_path))[1, 1] == us(compute=40, skew=40, collective=20)
+
+
+def test_a_replayed_graph_repeats_its_sequence_numbers_and_each_replay_is_a_call(
+    tmp_path: Path,
+) -> None:
+    for rank, late in ((0, 0), (1, 10)):
+        trace = GpuTrace(rank, 2, groups=PAIR)
+        for number in range(3):
+            at = 100 * number
+            trace.step(number, at, at + 100).kernel("gemm", at, at + 20 + late)
+            trace.all_reduce(at + 20 + late, at + 40, Seq=7).kernel("gemm", at + 40, at + 60)
+            trace.all_reduce(at + 60, at + 70, Seq=8).kernel("gemm", at + 70, at + 100)
+        trace.write(tmp_path)
+    early = us(compute=70, skew=10, collective=20)
+    assert [splits(analyze(tmp_path))[0, step] for step in range(3)] == [early] * 3

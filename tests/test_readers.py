@@ -78,6 +78,7 @@ def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:
         lambda trace: trace["traceEvents"],
         lambda trace: trace | {"distributedInfo": None},
         lambda trace: trace | {"distributedInfo": {"rank": "zero"}, "deviceProperties": 3},
+        lambda trace: trace | {"distributedInfo": {"rank": 0, "pg_config": [{"ranks": "all"}]}},
         lambda trace: trace | {"traceEvents": [{"ph": "M", "name": "x", "args": {}}, {"ph": "i"},
                                                *trace["traceEvents"]]},
     ],

@@ -68,19 +68,19 @@ class KinetoFile(Struct):
 
     @property
     def distributed(self) -> DistributedInfo:
-        """Which rank of what, as far as the file says it in the known form."""
-        try:
-            return msgspec.json.decode(self.distributedInfo, type=DistributedInfo)
-        except msgspec.DecodeError:
-            return DistributedInfo()
+        """Which rank of what, each part as far as the file says it in the known form."""
+        parts = _decoded(self.distributedInfo, dict[str, Raw]) or {}
+        info = DistributedInfo()
+        for part in msgspec.structs.fields(DistributedInfo):
+            value = _decoded(parts.get(part.name, EMPTY_ARGS), part.type)
+            if value is not None:
+                setattr(info, part.name, value)
+        return info
 
     @property
     def devices(self) -> list[DeviceProperties]:
         """The accelerators of the host."""
-        try:
-            return msgspec.json.decode(self.deviceProperties, type=list[DeviceProperties])
-        except msgspec.DecodeError:
-            return []
+        return _decoded(self.deviceProperties, list[DeviceProperties]) or []
 
 
 class _Times(Struct):
@@ -130,6 +130,14 @@ def decimal_times(text: bytes) -> list[DecimalTimes]:
     if text.lstrip()[:1] == b"[":
         return msgspec.json.decode(text, type=list[DecimalTimes])
     return msgspec.json.decode(text, type=_Times).traceEvents
+
+
+def _decoded(text: Raw, kind: Any) -> Any:
+    """The value of that kind, None where the text is another."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError:
+        return None
 
 
 def args_of(event: TraceEvent) -> Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -71,12 +71,7 @@ def call_rows(
 
 def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
     """The names of the collectives and messages among the rows, each given by its row numbers."""
-    numbered = collective[rows.seq[collective] >= 0]
-    columns = zip(rows.group[numbered].tolist(), rows.seq[numbered].tolist(), strict=True)
-    named: Named = [
-        (row, ("seq", group, seq))
-        for row, (group, seq) in zip(numbered.tolist(), columns, strict=True)
-    ]
+    named = _numbered(rows, collective[rows.seq[collective] >= 0])
     ambiguous = 0
     plain = collective[rows.seq[collective] < 0]
     for group in np.unique(rows.group[plain]).tolist():
@@ -88,6 +83,19 @@ def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
     )
     note = Note("order_ambiguous", text + "matched as if all windows began on the same one")
     return Identities(named, (note,) if ambiguous else ())
+
+
+def _numbered(rows: CallRows, numbered: Int64) -> Named:
+    """Calls by sequence number; one that comes again after others (a graph's replay) is a new one."""
+    named: Named = []
+    latest: dict[tuple[int, int], int] = {}
+    again: Counter[tuple[int, int, int]] = Counter()
+    for row in numbered[np.lexsort((rows.start_ns[numbered], rows.trace[numbered]))].tolist():
+        trace, group, seq = int(rows.trace[row]), int(rows.group[row]), int(rows.seq[row])
+        again[trace, group, seq] += latest.get((trace, group)) != seq
+        latest[trace, group] = seq
+        named.append((row, ("seq", group, seq, again[trace, group, seq])))
+    return named
 
 
 def _by_order(rows: CallRows, of_group: Int64, group: int) -> tuple[Named, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,14 +81,18 @@ def _arrival_ns(trace: RankTrace) -> Int64:
 
 
 def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:
-    """All groups, and each trace's calls' index into them. A group is its name and its ranks."""
+    """All groups, and each trace's calls' index into them.
+
+    A group is its ranks; where a rank is in several of the same ranks, its name too.
+    """
+    several = {ranks for trace in traces for ranks in _repeated(trace.groups)}
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     groups: list[Group] = []
     columns = []
     for trace in traces:
         local = []
         for group in trace.groups:
-            key = (group.name, group.ranks)
+            key = (group.name if group.ranks in several else "", group.ranks)
             if key not in numbers:
                 numbers[key] = len(groups)
                 groups.append(group)
@@ -96,6 +100,11 @@ def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list
         lookup = np.array([*local, -1], dtype=np.int32)
         columns.append(lookup[trace.calls.group_id])
     return _with_unnamed(traces, groups, columns)
+
+
+def _repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    counts = Counter(group.ranks for group in groups)
+    return [ranks for ranks, count in counts.items() if count > 1]
 
 
 def _with_unnamed(

@@ -11,7 +11,7 @@ import numpy as np
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW
-from stepsplit.analyzer.trace import Category, RankTrace
+from stepsplit.analyzer.trace import Category, Events, RankTrace
 
 BOX = re.compile(
     r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d+)(?=[FBIW]\d))(?P<letter>[FBIW])"
@@ -53,24 +53,31 @@ class StageHoles:
 
 
 def boxes_of(trace: RankTrace) -> tuple[Box, ...]:
-    """The boxes that annotations mark, on the device where it shows them, in order of time."""
+    """The boxes that annotations mark, on the device where it shows them, in order of time.
+
+    Some of torch's schedules mark them too; where the collector did, its marks alone count.
+    """
     category = Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION
     events = trace.events
+    ours = events.of(category) & events.named("stepsplit::")
     matches = [BOX.match(name) for name in events.names]
     rows = events.of(category) & events.name_mask(tuple(m is not None for m in matches))
-    found = []
-    for row in np.flatnonzero(rows).tolist():
-        match = matches[events.name_id[row]]
-        assert match is not None
-        start = int(events.start_ns[row])
-        found.append(Box(
-            stage=int(match["stage"] or match["pp"]),
-            microbatch=int(match["mb"] or match["pp_mb"]),
-            phase=PHASE_OF_LETTER[match["letter"]],
-            start_ns=start,
-            end_ns=start + int(events.dur_ns[row]),
-        ))  # fmt: skip
-    return tuple(found)
+    chosen = rows & ours if (rows & ours).any() else rows
+    return tuple(
+        _box(events, row, matches[events.name_id[row]]) for row in np.flatnonzero(chosen).tolist()
+    )
+
+
+def _box(events: Events, row: int, match: re.Match[str] | None) -> Box:
+    assert match is not None
+    start = int(events.start_ns[row])
+    return Box(
+        stage=int(match["stage"] or match["pp"]),
+        microbatch=int(match["mb"] or match["pp_mb"]),
+        phase=PHASE_OF_LETTER[match["letter"]],
+        start_ns=start,
+        end_ns=start + int(events.dur_ns[row]),
+    )
 
 
 def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band, lead_ns: int) -> StepGrid:

@@ -168,7 +168,7 @@ def _schedule(
     chunks = len({box.stage for box in grid.boxes})
     microbatches = len({box.microbatch for box in grid.boxes})
     stated = spec.training.schedule if spec and spec.training else None
-    name = (stated or schedule_of(grid.boxes, chunks)).lower()
+    name = schedule_of(grid.boxes, chunks) if chunks > 1 or not stated else stated.lower()
     return Schedule(name, microbatches, ideal_bubble(name, len(line), microbatches, chunks))
 
 

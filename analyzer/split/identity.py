@@ -86,7 +86,7 @@ def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
 
 
 def _numbered(rows: CallRows, numbered: Int64) -> Named:
-    """Calls by sequence number; one that comes again after others (a graph's replay) is a new one."""
+    """Calls by sequence number; one that comes again after others, as in a replay, is new."""
     named: Named = []
     latest: dict[tuple[int, int], int] = {}
     again: Counter[tuple[int, int, int]] = Counter()

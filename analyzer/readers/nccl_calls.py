@@ -65,8 +65,7 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
 
     Where other kernels name their collective, a SendRecv that does not is a batch of messages.
     """
-    groups = {(group.name, group.ranks): i for i, group in enumerate(known)}
-    described = list(known)
+    book = _GroupBook(known)
     issued = rows.events.launch_ns()
     named = any(args is not None and args.collective is not None for args in rows.args)
     calls = []
@@ -75,11 +74,30 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
         name = rows.entries[event].name
         if args.collective is None and not COMMUNICATES.search(name):
             continue
-        group_id = _group_id(args, groups, described)
-        call = _call(event, name, args, group_id, int(issued[event]))
+        call = _call(event, name, args, book.number(args), int(issued[event]))
         batch = named and args.collective is None and "SendRecv" in name
         calls.append(replace(call, op="send_recv") if batch else call)
-    return DeviceCalls(to_calls(calls), tuple(described))
+    return DeviceCalls(to_calls(calls), tuple(book.groups))
+
+
+class _GroupBook:
+    """The groups of a trace, numbered; it grows by those that only arguments name."""
+
+    def __init__(self, known: Sequence[Group]) -> None:
+        self.groups = list(known)
+        self._numbers = {(group.name, group.ranks): i for i, group in enumerate(known)}
+
+    def number(self, args: Args) -> int:
+        """The number of the group that the arguments name, -1 where they do not say enough."""
+        ranks = _ranks(args.group_ranks)
+        if not ranks:
+            named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
+            return named[0] if len(named) == 1 else -1
+        key = (args.group_name, ranks)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.groups)
+            self.groups.append(Group(args.group_name, ranks, args.group_description))
+        return self._numbers[key]
 
 
 def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> Call:
@@ -102,19 +120,6 @@ def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> C
 def _bytes(nelems: int, dtype: str) -> int:
     width = element_bytes(dtype)
     return nelems * width if nelems >= 0 and width > 0 else -1
-
-
-def _group_id(args: Args, groups: dict[tuple[str, tuple[int, ...]], int], all_: list[Group]) -> int:
-    """The number of the group that the arguments name; a new one where they list its ranks."""
-    ranks = _ranks(args.group_ranks)
-    if ranks:
-        key = (args.group_name, ranks)
-        if key not in groups:
-            groups[key] = len(all_)
-            all_.append(Group(args.group_name, ranks, args.group_description))
-        return groups[key]
-    named = [i for (name, _), i in groups.items() if name == args.group_name]
-    return named[0] if len(named) == 1 else -1
 
 
 def _ranks(text: str) -> tuple[int, ...]:

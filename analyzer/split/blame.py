@@ -81,9 +81,7 @@ def blame(
     by_rank = {one.rank: one for one in ranks}
     found: dict[tuple[int | None, str, str | None, int], list[int]] = defaultdict(lambda: [0, 0])
     for one in ranks:
-        for (cause_rank, cause, axis, step, bucket), ns in _of_rank(
-            one, by_rank, schedule_ns
-        ).items():
+        for (cause_rank, cause, axis, step, bucket), ns in _of_rank(one, by_rank, schedule_ns):
             found[cause_rank, cause, axis, step][bucket == BUBBLE] += ns
     return tuple(Blame(*key, skew, bubble) for key, (skew, bubble) in found.items())
 
@@ -93,7 +91,7 @@ _Key = tuple[int | None, str, str | None, int, int]
 
 def _of_rank(
     one: RankTime, by_rank: Mapping[int, RankTime], schedule_ns: Mapping[tuple[int, int], int]
-) -> dict[_Key, int]:
+) -> list[tuple[_Key, int]]:
     found: dict[_Key, int] = defaultdict(int)
     waits = one.waits
     for i in range(len(waits.start_ns)):
@@ -102,9 +100,11 @@ def _of_rank(
         causes = _causes(int(waits.owner[i]), start, end, by_rank, (one.rank,))
         for (rank, cause), ns in causes.items():
             found[rank, cause, one.axis[i], step, bucket] += ns
-    for step in sorted({key[3] for key in found}):
-        _give_to_schedule(found, step, schedule_ns.get((one.rank, step), 0))
-    return found
+    shares: list[tuple[_Key, int]] = []
+    for step in {key[3] for key in found}:
+        of_step = {key: ns for key, ns in found.items() if key[3] == step}
+        shares += _with_schedule(of_step, schedule_ns.get((one.rank, step), 0))
+    return shares
 
 
 def _causes(
@@ -153,14 +153,12 @@ def _passed_on(
     return found
 
 
-def _give_to_schedule(found: dict[_Key, int], step: int, ideal_ns: int) -> None:
-    """Moves the schedule's share of a step's bubble from those blamed to nobody, in proportion."""
-    bubbles = {key: ns for key, ns in found.items() if key[3] == step and key[4] == BUBBLE}
-    total = sum(bubbles.values())
+def _with_schedule(of_step: Mapping[_Key, int], ideal_ns: int) -> list[tuple[_Key, int]]:
+    """A step's causes, with the schedule's share of the bubble taken from all in proportion."""
+    total = sum(ns for key, ns in of_step.items() if key[4] == BUBBLE)
     share = min(ideal_ns, total)
-    if not share:
-        return
-    for key, ns in bubbles.items():
-        moved = ns * share // total
-        found[key] -= moved
-        found[None, "schedule", key[2], step, BUBBLE] += moved
+    found: list[tuple[_Key, int]] = []
+    for key, ns in of_step.items():
+        moved = ns * share // total if key[4] == BUBBLE and total else 0
+        found += [(key, ns - moved), ((None, "schedule", *key[2:]), moved)]
+    return found

@@ -54,20 +54,27 @@ def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignm
     """When data moved in each call, and who came last."""
     lead = np.array(alignment.lead_ns, dtype=np.int64)[matched.trace]
     start, end = matched.start_ns + lead, matched.end_ns + lead
+    arrived, last = _last_arrivals(traces, matched, start)
+    eager = _left_early(matched, arrived, end)
+    left_early = np.isin(matched.key, matched.key[eager])
+    moves = np.where(eager, start, arrived)
+    moved = np.where(left_early, end, _moved(matched, moves, end, ~left_early))
+    unknown = _fastest_like(traces, matched, end - start)
+    moves = np.where(unknown < 0, moves, end - unknown)
+    return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
+
+
+def _last_arrivals(
+    traces: Sequence[RankTrace], matched: Matched, start: Int64
+) -> tuple[Int64, Int32]:
+    """When the last member of each call arrived, and its rank; a call alone is its own last."""
     ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
-    moves, moved = start.copy(), end.copy()
-    last = np.full(len(matched), -1, dtype=np.int32)
+    arrived, last = start.copy(), np.full(len(matched), -1, dtype=np.int32)
     for rows in _together(matched):
         arrival = _arrival_of_each(matched, start, rows)
-        late = rows[int(arrival.argmax())]
-        moves[rows], last[rows] = arrival.max(), ranks[matched.trace[late]]
-    eager = _left_early(matched, moves, end)
-    moves[eager] = start[eager]
-    left_early = np.isin(matched.key, matched.key[eager])
-    moved[left_early] = end[left_early]
-    _hurry(matched, moves, moved, left_early)
-    _estimate(matched, traces, start, end, moves)
-    return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
+        arrived[rows] = arrival.max()
+        last[rows] = ranks[matched.trace[rows[int(arrival.argmax())]]]
+    return arrived, last
 
 
 def _left_early(matched: Matched, moves: Int64, end: Int64) -> Bool:
@@ -92,20 +99,23 @@ def _arrival_of_each(matched: Matched, start: Int64, rows: Int64) -> Int64:
     return np.array([first[trace] for trace in matched.trace[rows].tolist()], dtype=np.int64)
 
 
-def _hurry(matched: Matched, moves: Int64, moved: Int64, left_early: Bool) -> None:
-    """Messages move for the low percentile of their link and size; the rest is waiting.
+def _moved(matched: Matched, moves: Int64, end: Int64, telling: Bool) -> Int64:
+    """When the data of each call had moved: a collective's at its end, a message's earlier.
 
-    Messages of which an end left early tell nothing of the link and are left as they are.
+    A message moves for the low percentile of those of its link and size, at most to the earlier of
+    its ends; only telling ones, of which no end left before the other came, count and are cut.
     """
-    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & ~left_early)
+    moved = end.copy()
+    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & telling)
     earlier_end = np.full(int(matched.key.max(initial=-1)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(earlier_end, matched.key[rows], moved[rows])
+    np.minimum.at(earlier_end, matched.key[rows], end[rows])
     took = np.maximum(earlier_end[matched.key[rows]] - moves[rows], 0)
     links = _links(matched, rows)
     for link in np.unique(links):
         same = links == link
         low = int(np.percentile(took[same], LOW_PERCENTILE, method="lower"))
         moved[rows[same]] = moves[rows[same]] + np.minimum(took[same], low)
+    return moved
 
 
 def _links(matched: Matched, rows: Int64) -> Int64:
@@ -115,20 +125,18 @@ def _links(matched: Matched, rows: Int64) -> Int64:
     for k, trace, op in zip(
         key.tolist(), matched.trace[rows].tolist(), matched.op[rows].tolist(), strict=True
     ):
-        ends[k][op % 2] = trace
+        ends[k][op == OP_CODE["recv"]] = trace
     size = matched.message_bytes[rows].tolist()
     labels = [(*ends[k], s) for k, s in zip(key.tolist(), size, strict=True)]
     numbers = {label: i for i, label in enumerate(dict.fromkeys(labels))}
     return np.array([numbers[label] for label in labels], dtype=np.int64)
 
 
-def _estimate(
-    matched: Matched, traces: Sequence[RankTrace], start: Int64, end: Int64, moves: Int64
-) -> None:
-    """A call without counterparts moves data as long as the rank's fastest of its size took.
+def _fastest_like(traces: Sequence[RankTrace], matched: Matched, took: Int64) -> Int64:
+    """For calls without counterparts, how long the rank's fastest of their size took; else -1.
 
     The messages of a pipeline are of one size even where it is not known. Of another call of
-    unknown size, and of a copy between devices, nobody can say that it waited.
+    unknown size, and of a copy between devices, nobody can say that it waited: -1.
     """
     copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
     alike = matched.is_message | (matched.message_bytes >= 0)
@@ -136,8 +144,10 @@ def _estimate(
     columns = (matched.trace, matched.group, matched.op, matched.message_bytes)
     _, kind = np.unique(np.stack([c[rows] for c in columns], axis=1), axis=0, return_inverse=True)
     fastest = np.full(int(kind.max(initial=-1)) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(fastest, kind, (end - start)[rows])
-    moves[rows] = end[rows] - fastest[kind]
+    np.minimum.at(fastest, kind, took[rows])
+    found = np.full(len(matched), -1, dtype=np.int64)
+    found[rows] = fastest[kind]
+    return found
 
 
 def pieces_of(

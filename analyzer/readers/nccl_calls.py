@@ -66,16 +66,18 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
     Where other kernels name their collective, a SendRecv that does not is a batch of messages.
     """
     book = _GroupBook(known)
-    issued = rows.events.launch_ns()
-    named = any(args is not None and args.collective is not None for args in rows.args)
+    events = rows.events
+    issued = events.launch_ns()
+    named = np.array(
+        [a is not None and a.collective is not None for a in rows.args], dtype=np.bool_
+    )
+    by_name = events.name_mask(tuple(COMMUNICATES.search(n) is not None for n in events.names))
+    communicates = events.of(Category.KERNEL, Category.MEMCPY) & (named | by_name)
     calls = []
-    for event in np.flatnonzero(rows.events.of(Category.KERNEL, Category.MEMCPY)).tolist():
-        args = rows.args[event] or Args()
-        name = rows.entries[event].name
-        if args.collective is None and not COMMUNICATES.search(name):
-            continue
+    for event in np.flatnonzero(communicates).tolist():
+        args, name = rows.args[event] or Args(), rows.entries[event].name
         call = _call(event, name, args, book.number(args), int(issued[event]))
-        batch = named and args.collective is None and "SendRecv" in name
+        batch = not named[event] and named.any() and "SendRecv" in name
         calls.append(replace(call, op="send_recv") if batch else call)
     return DeviceCalls(to_calls(calls), tuple(book.groups))
 

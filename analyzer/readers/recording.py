@@ -18,7 +18,7 @@ from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec, from_json
 
 RUN_NAME = "run.json"
-_RANK = re.compile(r"rank[-_ ]?(\d+)", re.I)
+_RANK = re.compile(r"(?:rank[-_ ]?|\bworker|_worker)(\d{1,7})", re.I)
 _FLIGHT = re.compile(r"rank[-_ ]?(\d+)[-_.]flight\.json(\.gz)?$", re.I)
 _SUFFIXES = (".json", ".json.gz")
 MOST_RANKS = 10_000_000

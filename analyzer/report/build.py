@@ -70,7 +70,9 @@ def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
     for trace in traces:
         stated = where[trace.rank].host if trace.rank in where else ""
         hosts[trace.host or stated or UNKNOWN_HOST].append(trace.rank)
-    device = traces[0].device or (where[traces[0].rank].device if traces[0].rank in where else "")
+    first = traces[0]
+    seen = "gpu" if first.on_device else "cpu"
+    device = first.device or (where[first.rank].device if first.rank in where else seen)
     backend = traces[0].backend or (spec.backend if spec else "")
     return Run(
         name=recording.name,
@@ -78,7 +80,7 @@ def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
         ranks=tuple(trace.rank for trace in traces),
         hosts=tuple(Host(host, tuple(ranks)) for host, ranks in hosts.items()),
         backend=backend or None,
-        device=device or None,
+        device=device,
         mesh=None if mesh is None else tuple(map(AxisSize, mesh.axes, mesh.sizes)),
         mesh_source=found.layout.source,
         torch=spec.version("torch") if spec else None,

@@ -36,7 +36,7 @@ class Run(Struct, frozen=True):
     ranks: tuple[int, ...]
     hosts: tuple[Host, ...]
     backend: str | None
-    device: str | None
+    device: str
     mesh: tuple[AxisSize, ...] | None
     mesh_source: str | None
     torch: str | None

@@ -106,7 +106,7 @@ def _by_order(rows: CallRows, of_group: Int64, group: int) -> tuple[Named, int]:
     named: Named = []
     ambiguous = 0
     for one in by_trace:
-        shifts = _shifts(_kind(rows, one), _kind(rows, longest))
+        shifts = [0] if one is longest else _shifts(_kind(rows, one), _kind(rows, longest))
         together = rows.share_a_clock(one, longest)
         if shifts:
             shift = (

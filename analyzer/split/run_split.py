@@ -209,11 +209,17 @@ def _notes(
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
     ]
+    of_traces = [matched.key[matched.of_trace(i)] for i in range(len(traces))]
     unmatched = [
-        Note("unmatched", f"{count} of {total} collectives and messages have no counterpart in the "
-             "recording: their wait is estimated", trace.rank)
-        for i, trace in enumerate(traces)
-        if (total := len(trace.calls))
-        and (count := int((matched.key[matched.of_trace(i)] < 0).sum()))
-    ]  # fmt: skip
+        _unmatched(trace.rank, int((keys < 0).sum()), len(keys))
+        for trace, keys in zip(traces, of_traces, strict=True)
+        if (keys < 0).any()
+    ]
     return (*layout.notes, *alignment.notes, *of_ranks, *matched.notes, *unmatched)
+
+
+def _unmatched(rank: int, count: int, total: int) -> Note:
+    lack = f"{count} of {total} collectives and messages have no counterpart in the recording"
+    return Note(
+        "unmatched", f"{lack}: their wait is an estimate, none where sizes are unknown", rank
+    )

@@ -53,8 +53,7 @@ def screen(report: Report) -> RenderableType:
 def _heading(run: Run) -> Text:
     mesh = " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown"
     hosts = f"{len(run.hosts)} host" + ("s" if len(run.hosts) > 1 else "")
-    device = run.device or "CPU"
-    known = [f"run {run.name}", f"{run.world_size} x {device} ({hosts})", mesh]
+    known = [f"run {run.name}", f"{run.world_size} x {run.device} ({hosts})", mesh]
     known += [run.backend or "", f"torch {run.torch}" if run.torch else ""]
     known += [
         f"NCCL {run.nccl}" if run.nccl else "",

@@ -57,7 +57,9 @@ def _annotate_stages(undo: ExitStack) -> None:
 def _chunk(original: Callable[..., Any], letter: str, parameter: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def annotated(stage: Any, *args: Any, **kwargs: Any) -> Any:
-        chunk = args[0] if args else kwargs[parameter]
+        chunk = args[0] if args else kwargs.get(parameter)
+        if chunk is None:
+            return original(stage, *args, **kwargs)
         with record_function(f"stepsplit::{letter} stage={stage.stage_index} mb={chunk}"):
             return original(stage, *args, **kwargs)
 

@@ -1,25 +1,25 @@
 """How a collector fails: with one line of warning, and without breaking the training."""
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What torch's profiler, its store and the file system raise. Nothing of the user's runs in here.
-_FAILURES = (
-    OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError,
-)  # fmt: skip
-
 
 @contextmanager
 def guarded(rank: int, lost: str) -> Iterator[None]:
-    """A block whose failure costs only what it would have recorded: `lost` names that."""
+    """A block of ours whose failure costs only what it would have recorded: `lost` names that."""
     try:
         yield
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
         reason = (str(error) or type(error).__name__).splitlines()[0]
         warn_lost(rank, f"{lost}: {reason}")
 
 
 def warn_lost(rank: int, what: str) -> None:
-    """Says on one line which rank lost what."""
-    warnings.warn(f"stepsplit, rank {rank}: lost {what}", RuntimeWarning, stacklevel=3)
+    """Says on one line which rank lost what; also where warnings are errors."""
+    text = f"stepsplit, rank {rank}: lost {what}"
+    try:
+        warnings.warn_explicit(text, RuntimeWarning, "stepsplit", 0)
+    except RuntimeWarning:
+        sys.stderr.write(f"{text}\n")

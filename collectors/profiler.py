@@ -1,6 +1,7 @@
 """The one-line recorder: torch.profiler and the Flight Recorder over some steps of a job."""
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from stepsplit.collectors import presence
 from stepsplit.collectors.annotate import annotations
-from stepsplit.collectors.flight import write_flight
+from stepsplit.collectors.flight import flight_path, write_flight
 from stepsplit.collectors.guard import guarded, warn_lost
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training, write_run_json
 
@@ -42,7 +43,9 @@ def profile_run(
 
     Begin after init_process_group. mesh: a Mesh, {axis: size} outermost first, or the
     DeviceMesh of all ranks. Every rank records itself, without a collective; whatever fails is lost
-    with a warning and breaks no training.
+    with a warning and breaks no training. A rank's older files in the folder are removed. At the
+    end rank 0 waits up to 10 s for ranks that did not tell where they are. torch has one profiler
+    a process: start no other in between.
     """
     settings: dict[str, Any] = {
         "schedule": torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
@@ -72,6 +75,7 @@ class ProfiledRun:
         self._training = training
         self._settings = settings
         self._recorded = False
+        self._started_unix_ns = 0
         self._ranks_written = 0
         self._rank, self._world_size, self._backend = 0, 1, "none"
         self._told: presence.Presence | None = None
@@ -106,10 +110,16 @@ class ProfiledRun:
         if unfinished and not self._recorded and error is None:
             warn_lost(self._rank, "its trace: the run ended before the first active step")
         with guarded(self._rank, "run.json"):
-            self._write_run(_LATE_RANKS_S)
+            self._write_run(_LATE_RANKS_S if error is None else 0.0)
 
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        # An older recording of this rank must not pass for this one.
+        for path in (trace_path(self._folder, self._rank), flight_path(self._folder, self._rank)):
+            path.unlink(missing_ok=True)
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another torch.profiler is running, and there can be only one")
+        self._started_unix_ns = time.time_ns()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -132,7 +142,7 @@ class ProfiledRun:
         with guarded(self._rank, "its trace"):
             write_trace(profiler, self._folder, self._rank)
         with guarded(self._rank, "its Flight Recorder dump"):
-            write_flight(self._folder, self._rank)
+            write_flight(self._folder, self._rank, self._started_unix_ns)
         # A first run.json beside the traces, in case the job is killed before the end.
         with guarded(self._rank, "run.json"):
             self._write_run(0.0)
@@ -160,9 +170,14 @@ class ProfiledRun:
         )
 
 
+def trace_path(folder: Path, rank: int) -> Path:
+    """Where a rank's trace goes."""
+    return folder / f"rank{rank}_trace.json.gz"
+
+
 def write_trace(profiler: Any, folder: Path, rank: int) -> Path:
     """The rank's Chrome trace, whole or not at all."""
-    path = folder / f"rank{rank}_trace.json.gz"
+    path = trace_path(folder, rank)
     draft = folder / f".{os.getpid()}.{path.name}"
     try:
         profiler.export_chrome_trace(str(draft))

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.run_spec import SHORTHAND, Mesh
 
 # Outermost first: neighbors in the innermost axis talk most.
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     recipe = Recipe(**{f.name: getattr(values, f.name) for f in fields(Recipe)})
     try:
         mesh = parse_parallel(values.parallel)
-        _check(recipe, mesh)
+        check(recipe, mesh)
     except ValueError as error:
         parser.error(str(error))
     return Command(values.out, mesh, recipe)
@@ -76,7 +75,7 @@ def parse_parallel(text: str) -> Mesh:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
-        axis = _SHORTHAND.get(axis, axis)
+        axis = SHORTHAND.get(axis, axis)
         if axis not in _ORDER or not size.isdecimal() or int(size) < 1:
             raise ValueError(
                 f"{part.strip()!r} is no axis and size: write tp=2,pp=2,dp=2 or fsdp=4"
@@ -98,7 +97,7 @@ def without_singles(mesh: Mesh) -> Mesh:
     return Mesh.of(sizes or {"dp_replicate": 1})
 
 
-def _check(recipe: Recipe, mesh: Mesh) -> None:
+def check(recipe: Recipe, mesh: Mesh) -> None:
     """Raises ValueError, one line, where the mesh cannot hold the model."""
     stages, shards = mesh.size("pp"), mesh.size("tp")
     if recipe.layers % stages:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 SCHEMA = "stepsplit.run/1"
 _T = TypeVar("_T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_SHORTHAND = {"dp": "dp_replicate"}
+SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Mesh:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Self:
-        """The mesh of {axis: size}, outermost first; "dp" is short for dp_replicate."""
-        return cls(tuple(_SHORTHAND.get(axis, axis) for axis in sizes), tuple(sizes.values()))
+        """The mesh of {axis: size}, outermost first; "dp" and "fsdp" are short."""
+        return cls(tuple(SHORTHAND.get(axis, axis) for axis in sizes), tuple(sizes.values()))
 
     @property
     def world_size(self) -> int:
@@ -182,11 +182,14 @@ def write_whole(path: Path, content: bytes) -> Path:
     """Writes the file so that a reader sees all of it or none: write, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import tempfile
 import traceback
@@ -41,6 +42,9 @@ def stepsplit(context: click.Context) -> None:
 
 def main() -> None:
     """Runs the command line; ends the process with the exit status that DESIGN.md fixes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -59,6 +63,8 @@ def run(arguments: list[str]) -> int:
         return _told(str(error))
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        return _told(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except Exception as error:  # noqa: BLE001 - the last resort: one line, and where the rest is
         return _internal(error)
 

@@ -145,3 +145,55 @@ def test_where_torch_marks_a_schedule_too_a_microbatch_is_one_box(tmp_path: Path
     trace.write(tmp_path)
     boxes = examine([tmp_path]).tables.boxes
     assert (boxes.start_ns.tolist(), boxes.dur_ns.tolist()) == ([10_000], [30_000])
+
+
+def test_a_wait_ends_where_its_thread_goes_on_though_the_worker_lags(tmp_path: Path) -> None:
+    """The worker's range ends 200 us after compute has resumed: the wait of 1 ms was real."""
+    early = CpuTrace(0, 2, PAIR).step(2, 0, 3_000).op("aten::mm", 0, 500)
+    early.all_reduce(500, 510, 1_700, group="0", seq=1, tid=WORKER_A)
+    early.op("aten::mm", 1_500, 3_000)
+    late = CpuTrace(1, 2, PAIR).step(2, 0, 3_000).op("aten::mm", 0, 1_400)
+    late.all_reduce(1_400, 1_410, 1_500, group="0", seq=1, tid=WORKER_A)
+    late.op("aten::mm", 1_500, 3_000)
+    report = recorded(tmp_path, early, late)
+    assert splits(report)[0, 2] == us(
+        compute=2_000, skew=900, collective=99.5, idle=0.5, overlapped=0
+    )
+
+
+def test_what_ends_well_under_compute_was_hidden_on_gloo_too(tmp_path: Path) -> None:
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 5_000).op("aten::mm", 0, 1_000)
+    trace.all_reduce(1_000, 1_010, 4_000, group="0", seq=1, tid=WORKER_A)
+    trace.op("aten::mm", 2_000, 5_000)
+    found = splits(recorded(tmp_path, trace))[0, 2]
+    assert (found.compute_ns, found.idle_ns) == (4_000_000, 1_000_000)
+
+
+def test_a_recorder_that_dropped_its_oldest_still_names_the_latest(tmp_path: Path) -> None:
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 10)
+    for n, at in enumerate((10, 30, 50)):
+        trace.all_reduce(at, at + 2, at + 10, group="0", seq=n, tid=WORKER_A)
+    del trace.flight[0]
+    report = recorded(tmp_path, trace)
+    assert [row.count for row in report.collectives if row.group >= 0] == [2]
+    assert "flight_incomplete" in {row.code for row in report.warnings}
+
+
+def test_gradients_over_all_data_parallel_axes_are_grad_sync(tmp_path: Path) -> None:
+    groups = [("0", "default_pg", [0, 1, 2, 3]), ("1", "mesh_dp_replicate", [0, 2]),
+              ("2", "mesh_dp_shard", [0, 1])]  # fmt: skip
+    trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 0, 5)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 10, 60)
+    trace.all_reduce(30, 31, 40, group="0", seq=1, tid=WORKER_A)
+    assert {(r.axis, r.phase) for r in recorded(tmp_path, trace).exposed} == {(None, "grad_sync")}
+
+
+def test_a_schedule_with_weight_gradients_of_their_own_is_zero_bubble(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, STAGES).step(2, 0, 100)
+        for letter, at in (("F", 0), ("B", 20), ("W", 40)):
+            trace.annotation(f"stepsplit::{letter} stage={rank} mb=0", at, at + 20)
+        trace.op("aten::mm", 0, 60).write(tmp_path)
+    found = analyze(tmp_path).pipeline
+    assert found is not None
+    assert (found.schedule, found.ideal_bubble_fraction) == ("zerobubble", None)

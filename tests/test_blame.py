@@ -55,8 +55,17 @@ def test_the_schedules_own_bubble_is_nobodys_fault(tmp_path: Path) -> None:
     assert causes(report) == [(None, "schedule", sum(row.bubble_ns for row in report.steps))]
 
 
-def test_without_the_late_ranks_trace_nobody_is_known_to_blame(tmp_path: Path) -> None:
+def test_the_one_rank_that_is_not_there_is_missing(tmp_path: Path) -> None:
     pair = [("0", "", [0, 1])]
     trace = GpuTrace(0, 2, groups=pair).step(1, 0, 100)
+    trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
+    report = analyze(trace.write(tmp_path))
+    assert causes(report) == [(1, "missing", 20_000)]
+    assert "ranks_missing" in {row.code for row in report.warnings}
+
+
+def test_of_several_missing_ranks_nobody_is_known_to_blame(tmp_path: Path) -> None:
+    trio = [("0", "", [0, 1, 2])]
+    trace = GpuTrace(0, 3, groups=trio).step(1, 0, 100)
     trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
     assert causes(analyze(trace.write(tmp_path))) == [(None, "unknown", 20_000)]

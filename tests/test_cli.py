@@ -54,6 +54,9 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
         (["analyse"], ["analyse"]),
         (["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"]),
         (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0"]),
+        (["dashboard", "--port", "99999"], ["99999"]),
+        (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
+        (["demo", "--parallel", "tp=2000"], ["tp=2000"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -91,11 +94,26 @@ def test_a_place_that_cannot_be_written_is_said(
     assert "choose a place that can be written" in capsys.readouterr().err
 
 
+def test_a_report_that_cannot_be_written_leaves_nothing_half(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tables").write_text("in the way")
+    assert cli.run(["analyze", str(trace), "--out", str(out)]) == 2
+    assert cli.run(["analyze", str(trace), "--json", str(out)]) == 2
+    assert capsys.readouterr().err.count("choose a place that can be written") == 2
+    assert sorted(path.name for path in tmp_path.rglob("*") if "rank0" not in path.name) == [
+        "out",
+        "tables",
+    ]
+
+
 HELP = {
     (): ["analyze", "dashboard", "demo", "--version", "--help"],
     ("analyze",): ["--json FILE", "--out DIR", "--help"],
-    ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port INTEGER", "--help"],
-    ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port INTEGER", "--help"],
+    ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
+    ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
 }
 
 

@@ -62,6 +62,17 @@ def test_a_folder_without_a_trace_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"nodes": []}')
     with pytest.raises(DataError, match="no trace in it"):
         analyze(tmp_path)
+    (tmp_path / "torn.json").write_bytes(half(body()))
+    with pytest.raises(DataError, match=r"no trace in it; torn\.json: not a whole trace"):
+        analyze(tmp_path)
+
+
+def test_a_file_named_twice_is_one_file_and_its_recording_lies_beside_it(tmp_path: Path) -> None:
+    file = GpuTrace(0, 2).step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
+    run = {"schema": "stepsplit.run/1", "name": "exp1", "world_size": 2, "backend": "nccl"}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert analyze(file, tmp_path, file) == analyze(tmp_path)
+    assert analyze(file).run.name == "exp1"
 
 
 def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:

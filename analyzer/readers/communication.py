@@ -45,6 +45,16 @@ _ELEMENT_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+_TORCH_NAMES = {
+    "float": "float32",
+    "half": "float16",
+    "double": "float64",
+    "int": "int32",
+    "long": "int64",
+    "short": "int16",
+    "char": "int8",
+    "byte": "uint8",
+}
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 
@@ -56,6 +66,11 @@ def op_named(name: str) -> str:
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype as torch or NCCL spells it; -1 for an unknown one."""
     return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype.lower(), -1)
+
+
+def dtype_named(dtype: str) -> str:
+    """torch's name of a dtype that NCCL or the Flight Recorder spells in C."""
+    return _TORCH_NAMES.get(dtype.lower(), dtype.lower())
 
 
 def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from stepsplit.analyzer.readers.columns import Sorted
-from stepsplit.analyzer.readers.communication import message_bytes, op_named
+from stepsplit.analyzer.readers.communication import dtype_named, message_bytes, op_named
 from stepsplit.analyzer.readers.flight import FlightEntry
 from stepsplit.analyzer.readers.gloo_lanes import Range, Request, assign
 from stepsplit.analyzer.readers.nccl_calls import Call, DeviceCalls, to_calls
@@ -50,7 +50,18 @@ def _collectives(
                     "explains them: they are split as for a single rank")  # fmt: skip
         return [Call(r.event, op_named(r.name)) for r in ranges], (note,)
     numbers = {group.name: i for i, group in enumerate(groups)}
-    return [_collective(r, *entries[pairs[r.event]], rows, numbers, groups) for r in ranges], ()
+    found = [r for r in ranges if r.event in pairs]
+    calls = [_collective(r, *entries[pairs[r.event]], rows, numbers, groups) for r in found]
+    calls += [Call(r.event, op_named(r.name)) for r in ranges if r.event not in pairs]
+    return calls, (_dropped(len(ranges) - len(found)),) if len(found) < len(ranges) else ()
+
+
+def _dropped(count: int) -> Note:
+    return Note(
+        "flight_incomplete",
+        f"the Flight Recorder has dropped the oldest {count} collectives: they are split as for a "
+        "single rank; record with a higher TORCH_FR_BUFFER_SIZE",
+    )
 
 
 def _ranges(rows: Sorted) -> list[Range]:
@@ -114,7 +125,7 @@ def _collective(
         issued_ns=entry.created_unix_ns - rows.t0_unix_ns,
         group_id=group_id,
         seq=entry.seq,
-        dtype=entry.dtype.lower(),
+        dtype=dtype_named(entry.dtype),
         input_bytes=entry.input_bytes,
         message_bytes=message_bytes(op, entry.input_bytes, entry.output_bytes, group_size),
     )

@@ -43,7 +43,8 @@ def assign(
     """{event of a range: index of its request}; None where no assignment explains the ranges.
 
     lanes are the threads' ranges in order of thread number, groups the requests of each group in
-    order of creation.
+    order of creation. The oldest ranges of a group may lack their requests: a recorder that keeps
+    the latest alone has dropped them.
     """
     cost = _cost_of(lanes, groups)
 
@@ -76,8 +77,9 @@ def _merged(lanes: Sequence[Sequence[Range]]) -> list[Range]:
 
 def _misfit_ns(ranges: Sequence[Range], requests: Sequence[Request]) -> float:
     """By how much the ranges start at other times than two workers would have started them."""
-    if len(ranges) != len(requests):
+    if len(ranges) < len(requests) or (ranges and not requests):
         return math.inf
+    ranges = ranges[len(ranges) - len(requests) :]
     last_end = earlier_end = -math.inf
     misfit = 0.0
     for found, request in zip(ranges, requests, strict=True):
@@ -95,6 +97,7 @@ def _pairs(
     lane = 0
     for count, requests in zip(taken, groups, strict=True):
         ranges = _merged(lanes[lane : lane + count])
-        pairs |= {r.event: q.index for r, q in zip(ranges, requests, strict=True)}
+        recorded = ranges[len(ranges) - len(requests) :]
+        pairs |= {r.event: q.index for r, q in zip(recorded, requests, strict=True)}
         lane += count
     return pairs

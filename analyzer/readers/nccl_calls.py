@@ -11,6 +11,7 @@ import numpy as np
 from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import (
     COMMUNICATES,
+    dtype_named,
     element_bytes,
     message_bytes,
     op_named,
@@ -112,7 +113,7 @@ def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> C
         issued_ns=issued_ns,
         group_id=group_id,
         seq=args.seq,
-        dtype=args.dtype.lower(),
+        dtype=dtype_named(args.dtype),
         peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
         input_bytes=input_bytes,
         message_bytes=message_bytes(op, input_bytes, output_bytes, args.group_size),

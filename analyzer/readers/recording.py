@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,13 +42,16 @@ def read_recording(paths: Sequence[Path]) -> Recording:
     """
     if not paths:
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
-    files = [file for path in paths for file in _files(path)]
+    files = list({file.resolve(): file for path in paths for file in _files(path)}.values())
     flights = {int(m[1]): file for file in files if (m := _FLIGHT.search(file.name))}
     others = {*flights.values(), *(file for file in files if file.name == RUN_NAME)}
     spec = _spec(files)
     found, skipped = _traces([file for file in files if file not in others], paths, flights)
     if not found:
-        raise DataError(paths[0], "no trace in it", "name the folder of rank*_trace.json.gz")
+        why = f"; {skipped[0].message}" if skipped else ""
+        raise DataError(
+            paths[0], f"no trace in it{why}", "name torch.profiler traces or their folder"
+        )
     traces, guessed = _ranked(found)
     name = spec.name if spec else _folder_name(paths[0])
     return Recording(name, spec, *_of_this_run(traces, spec, (*skipped, *guessed)))
@@ -71,12 +75,25 @@ def _of_this_run(
 
 
 def _files(path: Path) -> list[Path]:
+    """The JSON files of a folder; or a file, with what its recording says of it beside it."""
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.is_file() and p.name.endswith(_SUFFIXES))
-        return sorted(p for p in inside if not p.name.startswith("."))
+        return sorted(_inside(path))
     if not path.exists():
         raise DataError(path, "no such file or folder", "check the path")
-    return [path]
+    try:
+        beside = [p for p in path.parent.iterdir() if p.name == RUN_NAME or _FLIGHT.search(p.name)]
+    except OSError:
+        beside = []
+    return [path, *sorted(beside)]
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(error.filename, error.strerror or "unreadable", "make it readable")
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        visible = (name for name in names if not name.startswith("."))
+        yield from (Path(where, name) for name in visible if name.endswith(_SUFFIXES))
 
 
 def _spec(files: Iterable[Path]) -> RunSpec | None:

@@ -74,12 +74,13 @@ def _of_idle(steps: Sequence[StepRow]) -> list[Finding]:
     if idle is None:
         return []
     rows = full_steps(steps)
+    mean_ns = sum(row.idle_ns for row in rows) // len(rows)
     message = (
         f"nothing runs for {units.percent(idle.share)} of the time: host-bound, data loading or "
         f"synchronization; most on rank {idle.worst_rank}"
     )
     numbers = tuple(sorted({row.step for row in rows}))
     return [
-        Finding("host_bound", "idle", idle.median_ns, idle.median_ns, None, (idle.worst_rank,),
+        Finding("host_bound", "idle", mean_ns, mean_ns, None, (idle.worst_rank,),
                 numbers, (), message)
     ]  # fmt: skip

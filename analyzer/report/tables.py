@@ -66,8 +66,11 @@ def write_tables(folder: Path, tables: Tables) -> None:
         path = folder / f"{type(table).__name__.lower()}.parquet"
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         columns = {field.name: getattr(table, field.name) for field in fields(table)}
-        pq.write_table(pa.table(columns), draft, compression="zstd")
-        draft.replace(path)
+        try:
+            pq.write_table(pa.table(columns), draft, compression="zstd")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def read_tables(folder: Path) -> Tables:

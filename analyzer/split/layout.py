@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.trace import OP_CODE, Group, Note, RankTrace
-from stepsplit.collectors.run_spec import AXES, Mesh, RunSpec
+from stepsplit.collectors.run_spec import AXES, SHORTHAND, Mesh, RunSpec
 
 _DESCRIBED = re.compile(r"^mesh_(\w+)$")
 _MEGATRON = {
@@ -17,7 +17,6 @@ _MEGATRON = {
     "CONTEXT_PARALLEL_GROUP": "cp",
     "DATA_PARALLEL_GROUP": "dp",
 }
-_SHORT = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,15 @@ class Layout:
     def stage(self, rank: int) -> int:
         """The rank's pp coordinate, 0 where there is no pipeline."""
         return self.stage_of.get(rank, 0)
+
+    def axes_of(self, group: Group) -> frozenset[str]:
+        """The axes along which the group's ranks differ; none where the mesh is not known."""
+        if self.mesh is None:
+            described = described_axis(group)
+            return frozenset({described} if described else ())
+        axes = self.mesh.axes
+        spread = {a: {self.mesh.coordinate(rank, a) for rank in group.ranks} for a in axes}
+        return frozenset(axis for axis in axes if len(spread[axis]) > 1)
 
     def axis_of(self, group: Group) -> str | None:
         """The axis along which the group lies; None for a group along several or of one rank."""
@@ -74,7 +82,7 @@ def described_axis(group: Group) -> str | None:
     """The axis that a group's description names, as DeviceMesh and Megatron describe groups."""
     match = _DESCRIBED.match(group.description)
     named = match[1] if match else _MEGATRON.get(group.description)
-    axis = _SHORT.get(named, named) if named else None
+    axis = SHORTHAND.get(named, named) if named else None
     return axis if axis in AXES else None
 
 
@@ -137,8 +145,8 @@ def _messages(traces: Sequence[RankTrace]) -> tuple[dict[int, bool], dict[int, s
 
 
 def _exchange(chain: Sequence[int], first_is_send: Mapping[int, bool]) -> bool:
-    """Two ranks that both begin with a send swap data, as a ring does; stages take turns."""
-    return len(chain) == 2 and all(first_is_send.get(rank, False) for rank in chain)
+    """Two ranks that begin alike swap data, as a ring does; of two stages one sends first."""
+    return len(chain) == 2 and len({first_is_send.get(rank) for rank in chain}) == 1
 
 
 def _chains(neighbors: Mapping[int, set[int]]) -> list[list[int]]:

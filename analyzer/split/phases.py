@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,47 +14,65 @@ from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OPS, Bool, Category, Events, Int64, RankTrace
 
 
-def phases_of(
-    trace: RankTrace, windows: Sequence[StepWindow], axis_of: Sequence[str | None], layout: Layout
-) -> list[str]:
+def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: Layout) -> list[str]:
     """One of forward, backward, grad_sync, optimizer, other for each call of the rank.
 
-    axis_of gives the axis of each of the trace's groups. A call belongs where the host made it.
+    A call belongs where the host made it; a message of a pipeline by its direction.
     """
     calls, events = trace.calls, trace.events
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
-    optimizer = _inside(_spans(events, events.named("Optimizer.step#")), when)
-    backward = _inside(
-        _spans(events, events.named("autograd::engine") | _boxes(events, "backward")), when
+    marks = _Marks(
+        optimizer=_inside(_spans(events, events.named("Optimizer.step#")), when),
+        backward=_inside(
+            _spans(events, events.named("autograd::engine") | _boxes(events, "backward")), when
+        ),
+        forward=_inside(_spans(events, _boxes(events, "forward")), when),
+        early=_before_backward(events, windows, when),
     )
-    forward = _inside(_spans(events, _boxes(events, "forward")), when)
-    early = _before_backward(events, windows, when)
-    found = []
-    for i in range(len(calls)):
-        op, group_id = OPS[calls.op[i]], int(calls.group_id[i])
-        axis = axis_of[group_id] if group_id >= 0 else None
-        if op in ("send", "recv", "send_recv"):
-            found.append(_direction(op, trace.rank, int(calls.peer[i]), layout))
-        elif optimizer[i]:
-            found.append("optimizer")
-        elif (
-            (axis or "").startswith("dp")
-            and op in ("all_reduce", "reduce_scatter")
-            and not forward[i]
-        ):
-            found.append("grad_sync")
-        elif backward[i]:
-            found.append("backward")
-        else:
-            found.append("forward" if forward[i] or early[i] else "other")
-    return found
+    syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
+    return [
+        _direction(trace, i, layout) or _phase(trace, i, marks, syncs) for i in range(len(calls))
+    ]
 
 
-def _direction(op: str, rank: int, peer: int, layout: Layout) -> str:
-    """Activations go to later stages, gradients to earlier ones."""
-    ahead = layout.stage(peer) - layout.stage(rank) if peer >= 0 else 0
-    if not ahead:
-        return "other"
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """For each call, whether it was made in such a part of the step; early: before any backward."""
+
+    optimizer: Bool
+    backward: Bool
+    forward: Bool
+    early: Bool
+
+
+def _phase(trace: RankTrace, row: int, marks: _Marks, syncs: Sequence[frozenset[str]]) -> str:
+    group_id = int(trace.calls.group_id[row])
+    if marks.optimizer[row]:
+        return "optimizer"
+    if not marks.forward[row] and group_id >= 0 and OPS[trace.calls.op[row]] in syncs[group_id]:
+        return "grad_sync"
+    if marks.backward[row]:
+        return "backward"
+    return "forward" if marks.forward[row] or marks.early[row] else "other"
+
+
+def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
+    """The ops by which a group of these axes brings gradients together.
+
+    Data and context parallel ranks hold the same weights. On cp alone reduce_scatter belongs to
+    attention.
+    """
+    if not axes or not axes <= {"dp_replicate", "dp_shard", "cp"}:
+        return frozenset()
+    return frozenset({"all_reduce"} if axes == {"cp"} else {"all_reduce", "reduce_scatter"})
+
+
+def _direction(trace: RankTrace, row: int, layout: Layout) -> str | None:
+    """Activations go to later stages, gradients to earlier; None for no message of a pipeline."""
+    op, peer = OPS[trace.calls.op[row]], int(trace.calls.peer[row])
+    ahead = layout.stage(peer) - layout.stage(trace.rank) if peer >= 0 else 0
+    if op not in ("send", "recv") or not ahead:
+        return None
     return "forward" if (ahead > 0) == (op == "send") else "backward"
 
 

@@ -122,11 +122,23 @@ def _holes(ranks: Sequence[int], step: int, parts: Sequence[StepGrid]) -> list[S
     ]
 
 
+def schedule_named(stated: str) -> str:
+    """The schedule's name as the model knows it, of what a person or torch's class calls it."""
+    name = stated.lower().replace("_", "").replace("-", "").removeprefix("schedule")
+    return "interleaved" if name in ("interleaved", "interleaved1f1b", "loopedbfs") else name
+
+
 def schedule_of(last_stage: Sequence[Box], chunks: int) -> str:
-    """The schedule by the last stage: does the first backward follow the first forward?"""
+    """The schedule by the boxes of the last stage.
+
+    Weight gradients of their own tell zero bubble; else the first backward follows the first
+    forward at once (1F1B) or comes after all of them (GPipe).
+    """
+    ordered = sorted(last_stage, key=lambda box: box.start_ns)
+    if any(box.phase == "weight" for box in ordered):
+        return "zerobubble"
     if chunks > 1:
         return "interleaved"
-    ordered = sorted(last_stage, key=lambda box: box.start_ns)
     first = next((i for i, box in enumerate(ordered) if box.phase == "backward"), 0)
     return "1f1b" if first == 1 else "gpipe"
 

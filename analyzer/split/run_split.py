@@ -22,11 +22,19 @@ from stepsplit.analyzer.split.pipeline import (
     covered_ns,
     grid_of,
     holes_of,
+    schedule_named,
     schedule_of,
 )
 from stepsplit.analyzer.split.same_steps import agreed
 from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
-from stepsplit.analyzer.split.waits import BUBBLE, SKEW, Arrivals, arrivals_of, pieces_of
+from stepsplit.analyzer.split.waits import (
+    BUBBLE,
+    SKEW,
+    Arrivals,
+    arrivals_of,
+    pieces_of,
+    without_lag,
+)
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
 
@@ -110,11 +118,13 @@ def _rank(
     layout: Layout,
 ) -> RankSplit:
     pieces = pieces_of(index, trace, matched, arrivals, lead_ns, layout)
+    if not trace.on_device:
+        pieces = without_lag(pieces, work.compute)
     found = attribute(steps.windows, work, pieces)
     boxes = boxes_of(trace)
     grids = [_grid(trace, i, w, boxes, found.band, lead_ns) for i, w in enumerate(steps.windows)]
     axis_of = [layout.axis_of(group) for group in trace.groups]
-    phase = phases_of(trace, steps.windows, axis_of, layout)
+    phase = phases_of(trace, steps.windows, layout)
     group_id = trace.calls.group_id[found.exposed.call].tolist()
     guessed = arrivals.estimated[matched.of_trace(index)][found.exposed.call]
     estimated = {
@@ -168,7 +178,7 @@ def _schedule(
     chunks = len({box.stage for box in grid.boxes})
     microbatches = len({box.microbatch for box in grid.boxes})
     stated = spec.training.schedule if spec and spec.training else None
-    name = schedule_of(grid.boxes, chunks) if chunks > 1 or not stated else stated.lower()
+    name = schedule_named(stated) if stated else schedule_of(grid.boxes, chunks)
     return Schedule(name, microbatches, ideal_bubble(name, len(line), microbatches, chunks))
 
 
@@ -209,13 +219,16 @@ def _notes(
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
     ]
+    present, world_size = {t.rank for t in traces}, max(t.world_size for t in traces)
+    missing = [rank for rank in range(world_size) if rank not in present]
     of_traces = [matched.key[matched.of_trace(i)] for i in range(len(traces))]
     unmatched = [
         _unmatched(trace.rank, int((keys < 0).sum()), len(keys))
         for trace, keys in zip(traces, of_traces, strict=True)
         if (keys < 0).any()
     ]
-    return (*layout.notes, *alignment.notes, *of_ranks, *matched.notes, *unmatched)
+    absent = [_absent(missing, world_size)] if missing else []
+    return (*absent, *layout.notes, *alignment.notes, *of_ranks, *matched.notes, *unmatched)
 
 
 def _unmatched(rank: int, count: int, total: int) -> Note:
@@ -223,3 +236,9 @@ def _unmatched(rank: int, count: int, total: int) -> Note:
     return Note(
         "unmatched", f"{lack}: their wait is an estimate, none where sizes are unknown", rank
     )
+
+
+def _absent(missing: Sequence[int], world_size: int) -> Note:
+    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    text = f"{len(missing)} of {world_size} ranks are not in the recording: {some}"
+    return Note("ranks_missing", text)

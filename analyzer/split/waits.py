@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stepsplit.analyzer.split.align import Alignment
+from stepsplit.analyzer.split.intervals import Intervals
 from stepsplit.analyzer.split.layout import Layout
 from stepsplit.analyzer.split.match import TOGETHER, Matched
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
 """Places of the communication buckets in buckets.BUCKETS."""
+LAG_NS, LONG_NS, TIMES = 5_000_000, 500_000, 4
+"""How long after its waiter has resumed a gloo worker may still be busy with a call; a gap of
+compute is such a wait if it is long, and many times longer than the lag."""
 LOW_PERCENTILE = 10
 """Of the times that messages of one link and size took, the one that a free link needs."""
 
@@ -69,12 +73,20 @@ def _last_arrivals(
 ) -> tuple[Int64, Int32]:
     """When the last member of each call arrived, and its rank; a call alone is its own last."""
     ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
-    arrived, last = start.copy(), np.full(len(matched), -1, dtype=np.int32)
+    arrived, last = start.copy(), _absent(matched, ranks)
     for rows in _together(matched):
         arrival = _arrival_of_each(matched, start, rows)
         arrived[rows] = arrival.max()
         last[rows] = ranks[matched.trace[rows[int(arrival.argmax())]]]
     return arrived, last
+
+
+def _absent(matched: Matched, present: Int32) -> Int32:
+    """The rank that each unmatched call lacks, -1 where it lacks none or several."""
+    lacking = [set(group.ranks) - set(present.tolist()) for group in matched.groups]
+    only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
+    of_group = np.array([*only, -1], dtype=np.int32)[matched.group]
+    return np.where(matched.key < 0, of_group, -1).astype(np.int32)
 
 
 def _left_early(matched: Matched, moves: Int64, end: Int64) -> Bool:
@@ -175,6 +187,31 @@ def pieces_of(
         end_ns=np.concatenate([part[2] for part in parts]),
         life_end_ns=np.tile(end, 3),
         owner=np.concatenate([part[3] for part in parts]),
+    )
+
+
+def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
+    """The pieces of a gloo run, ended where their waiter went on.
+
+    A worker's range ends up to LAG_NS after the thread that waited has resumed. So a call ends with
+    the longest gap of compute that closes within that time before it, if it is long enough.
+    """
+    end = pieces.life_end_ns
+    gap_start, gap_end = compute.end_ns[:-1], compute.start_ns[1:]
+    first = np.searchsorted(gap_end, end - LAG_NS, side="left").tolist()
+    after = np.searchsorted(gap_end, end, side="left").tolist()
+    resumed = end.copy()
+    for row, (low, high) in enumerate(zip(first, after, strict=True)):
+        if high > low:
+            longest = low + int((gap_end[low:high] - gap_start[low:high]).argmax())
+            lag = int(end[row] - gap_end[longest])
+            if gap_end[longest] - gap_start[longest] > max(LONG_NS, TIMES * lag):
+                resumed[row] = gap_end[longest]
+    return replace(
+        pieces,
+        start_ns=np.minimum(pieces.start_ns, resumed),
+        end_ns=np.minimum(pieces.end_ns, resumed),
+        life_end_ns=resumed,
     )
 
 

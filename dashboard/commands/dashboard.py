@@ -36,7 +36,12 @@ ARTIFACTS = HOME / "artifacts"
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", default=8050, show_default=True, help="Port to listen on; 0 for a free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=8050,
+    show_default=True,
+    help="Port to listen on; 0 for a free one.",
 )
 def command(url: str, artifacts: Path, host: str, port: int) -> None:
     """Serve the pages: runs, uploads, and where each step of a run went."""
@@ -52,6 +57,4 @@ def open_store(url: str = STORE_URL, artifacts: Path = ARTIFACTS) -> Store:
     """The store of the runs, made where it is missing."""
     from stepsplit.dashboard.store.store import Store
 
-    if url == STORE_URL:
-        HOME.mkdir(exist_ok=True)
     return Store.open(url, artifacts)

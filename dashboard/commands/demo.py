@@ -9,10 +9,10 @@ import click
 from rich.console import Console
 
 from stepsplit.analyzer import Analysis, StepsplitError, UsageError, examine, units
+from stepsplit.analyzer.report.files import save
 from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
-from stepsplit.collectors.recipe import parallel_text, parse_parallel
+from stepsplit.collectors.recipe import Recipe, check, parallel_text, parse_parallel
 from stepsplit.collectors.run_spec import Mesh
-from stepsplit.dashboard.commands.analyze import save
 from stepsplit.dashboard.commands.extras import need
 from stepsplit.dashboard.reporters.terminal import screen
 
@@ -35,7 +35,14 @@ _MEMINFO = Path("/proc/meminfo")
     help="Where the recording goes; runs/demo by default, then runs/demo-2 and so on.",
 )
 @click.option("--no-serve", is_flag=True, help="Stop after the terminal's answer.")
-@click.option("--port", default=0, show_default="a free one", help="Port of the dashboard.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=0,
+    show_default="a free one",
+    help="Port of the dashboard.",
+)
 def command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     """Train a small GPT on this machine, record it, split its steps, and show where they went."""
     need("torch", "collect")
@@ -44,7 +51,7 @@ def command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     folder = out or _fresh(Path("runs/demo"))
     _train(_mesh(parallel), folder)
     analysis = examine([folder])
-    save(analysis, folder)
+    save(folder, analysis.report, analysis.tables)
     click.echo(f"recorded in {folder}\n")
     Console(highlight=False).print(screen(analysis.report))
     if not no_serve:
@@ -55,6 +62,7 @@ def _mesh(parallel: str) -> Mesh:
     """The layout asked for, or what of it this machine's memory holds."""
     try:
         wanted = parse_parallel(parallel)
+        check(Recipe(), wanted)
     except ValueError as error:
         raise UsageError(f"--parallel: {error}") from None
     available = _available_bytes()
@@ -69,7 +77,9 @@ def _mesh(parallel: str) -> Mesh:
 
 def _train(mesh: Mesh, folder: Path) -> None:
     ranks = mesh.world_size
-    click.echo(f"training a small GPT on {parallel_text(mesh)}: {ranks} processes, about a minute")
+    click.echo(
+        f"training a small GPT on {parallel_text(mesh)}: {ranks} processes, about half a minute"
+    )
     try:
         result = launch_workload(mesh, folder)
     except LaunchError as error:

@@ -18,7 +18,6 @@ from stepsplit.analyzer.report.report import (
     Pipeline,
     Report,
     Run,
-    StepRow,
     WarningRow,
 )
 
@@ -40,7 +39,7 @@ def screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_heading(report.run), _used(report)]
     parts += [_warning(row) for row in report.warnings]
-    parts += [Text(), _split(report), _memo(report.steps)]
+    parts += [Text(), _split(report), _memo(report)]
     if report.pipeline is not None:
         parts += [Text(), _stages(report.pipeline)]
     if report.collectives:
@@ -127,14 +126,15 @@ def _on_axis(report: Report, bucket: str, axis: str | None) -> str:
     return units.milliseconds(total / len(full)) if total else ""
 
 
-def _memo(steps: Sequence[StepRow]) -> Text:
-    rows = full_steps(steps)
+def _memo(report: Report) -> Text:
+    rows = full_steps(report.steps)
     if not rows:
         return Text("no step in the recording")
     overlapped = median(row.overlapped_ns for row in rows)
     covered = median(row.bubble_covered_ns for row in rows)
     estimated = sum(row.estimated for row in rows)
-    memo = f"of it: {units.milliseconds(overlapped)} of compute hides transfers"
+    axes = "medians; by axis, means. " if _axes(report) else "medians. "
+    memo = f"{axes}{units.milliseconds(overlapped)} of the compute hides transfers"
     if covered:
         memo += f", {units.milliseconds(covered)} of communication lies in holes of the schedule"
     if estimated:
@@ -158,8 +158,11 @@ def _stages(pipeline: Pipeline) -> Group:
 def _collectives(report: Report) -> Table:
     axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
     table = _table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
-    for row in _merged(report.collectives, axis)[:MOST_COLLECTIVES]:
+    rows = _merged(report.collectives, axis)
+    for row in rows[:MOST_COLLECTIVES]:
         table.add_row(*row)
+    if len(rows) > MOST_COLLECTIVES:
+        table.caption = f"and {len(rows) - MOST_COLLECTIVES} kinds more in report.json"
     return table
 
 

@@ -53,6 +53,8 @@ class Worker:
         for run in reversed(self._store.runs()):
             if run.state == "running":
                 self._store.fail(run.id, "the server stopped during the analysis; upload it again")
+            elif run.state == "uploading":
+                self._store.fail(run.id, "the server stopped during the upload; upload it again")
             elif run.state == "queued":
                 self.submit(run.id)
 

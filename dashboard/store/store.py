@@ -14,6 +14,7 @@ from sqlalchemy.engine import Engine
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.files import save
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import artifacts
@@ -52,7 +53,11 @@ class Store:
     @classmethod
     def open(cls, url: str, artifact_folder: Path) -> Self:
         """The store at the SQLAlchemy URL, made where it is missing. Raises UsageError."""
-        artifact_folder.mkdir(parents=True, exist_ok=True)
+        try:
+            artifact_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"{artifact_folder}: {error.strerror}"
+            raise UsageError(f"{where}; name another --artifacts") from None
         return cls(open_engine(url), artifact_folder)
 
     def reopen(self) -> None:
@@ -107,7 +112,7 @@ class Store:
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
         """Writes the results of a run beside its uploads."""
-        artifacts.save(self.folder(run_id), report, tables)
+        save(self.folder(run_id), report, tables)
 
     def import_report(self, name: str, report: Report, tables: Tables) -> str:
         """The id of a new run that is analyzed already."""

@@ -48,7 +48,7 @@ def create_app(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's hint forgets what its manual says
         title="stepsplit",
-        update_title="stepsplit",
+        update_title=None,  # type: ignore[arg-type]  # the same as title makes it "undefined"
         assets_folder=str(Path(__file__).parent / "assets"),
         index_string=_INDEX,
         serve_locally=True,

@@ -72,7 +72,9 @@ def blame(report: Report) -> list[html.Section]:
     if not report.blame or not steps:
         return []
     rows = [_blame_row(row, steps) for row in report.blame[:MOST_BLAMED]]
-    note = "waiting that a rank caused to all ranks, a step" + _left_out(report.blame, MOST_BLAMED)
+    note = "waiting caused a step, summed over the ranks that waited" + _left_out(
+        report.blame, MOST_BLAMED
+    )
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused a step")
     return [section("Blame", note, table(heads, rows))]
 
@@ -126,7 +128,7 @@ def _collective_row(row: CollectiveRow, group: GroupRow | None) -> list[Cell]:
 
 def _members(row: CollectiveRow, group: GroupRow | None) -> str:
     if group is None:
-        return f"group {row.group}"
+        return "unknown"
     ranks = ", ".join(str(rank) for rank in group.ranks[:8])
     more = f" and {len(group.ranks) - 8:,} more" if len(group.ranks) > 8 else ""
     return f"{group.description or row.group}: {ranks}{more}"

@@ -23,7 +23,7 @@ def upload_zone() -> html.Section:
         [
             html.Div("Drop a recording here", className="drop-title"),
             html.Div(
-                "the folder of a run, its rank trace files, or an archive of them",
+                "the folder of a run, or its rank trace files",
                 className="drop-hint",
             ),
             html.Div(
@@ -44,7 +44,7 @@ def upload_zone() -> html.Section:
 def runs_page(runs: Sequence[RunRow]) -> html.Div:
     """All runs, newest first."""
     if not runs:
-        hint = "No runs yet. Record one with stepsplit record, or see one with stepsplit demo."
+        hint = "No runs yet. Drop a recording above, or see one made with stepsplit demo."
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
     rows = [_row(run) for run in runs[:LISTED]]
     head = html.Div([html.H1("Runs"), legend()], className="heading")

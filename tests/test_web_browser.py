@@ -71,6 +71,7 @@ def test_a_runs_page_draws_its_figures(server: str, browser, tmp_path: Path) -> 
     page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
 
     page.goto(f"{server}/run/{run_id}?step=5")
+    page.wait_for_function("document.title === 'stepsplit'")
     for figure in ("by-rank", "by-step", "timeline", "pipeline"):
         page.wait_for_selector(f"#{figure} {BARS}")
     before = page.locator(f"#timeline {BARS}").count()

@@ -59,18 +59,29 @@ class GpuTrace:
         self, start: float, end: float, *, group: str = "0", nelems: int = 1000, **more: Any
     ) -> Self:
         """An all-reduce of so many floats; more are arguments of the kernel, or launched."""
-        return self._nccl("AllReduce", "allreduce", start, end, group, nelems, **more)
+        return self.collective(
+            "AllReduce", "allreduce", start, end, group=group, nelems=nelems, **more
+        )
 
     def message(
         self, op: str, peer: int, start: float, end: float, *, group: str = "0", **more: Any
     ) -> Self:
         """A send to, or a receive from, the peer."""
         side = {"send": "Dst Rank", "recv": "Src Rank"}[op]
-        return self._nccl("SendRecv", op, start, end, group, 1000, **{side: peer}, **more)
+        return self.collective("SendRecv", op, start, end, group=group, **{side: peer}, **more)
 
-    def _nccl(
-        self, kind: str, op: str, start: float, end: float, group: str, nelems: int, **more: Any
+    def collective(
+        self,
+        kind: str,
+        op: str,
+        start: float,
+        end: float,
+        *,
+        group: str = "0",
+        nelems: int = 1000,
+        **more: Any,
     ) -> Self:
+        """An NCCL kernel of that kind, with the arguments that torch gives it."""
         ranks = next(list(ranks) for name, _, ranks in self.groups if name == group)
         args = {
             "Collective name": op,

@@ -343,3 +343,14 @@ def test_a_replayed_graph_repeats_its_sequence_numbers_and_each_replay_is_a_call
         trace.write(tmp_path)
     early = us(compute=70, skew=10, collective=20)
     assert [splits(analyze(tmp_path))[0, step] for step in range(3)] == [early] * 3
+
+
+def test_a_size_that_the_root_alone_knows_is_the_collectives(tmp_path: Path) -> None:
+    for rank, known in ((0, {}), (1, {"In msg nelems": -1, "Out msg nelems": -1, "dtype": ""})):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, 50)
+        trace.collective("Scatter", "scatter", 50, 70, **known)
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    rows = analyze(tmp_path).collectives
+    assert [(r.op, r.dtype, r.message_bytes, r.count) for r in rows] == [
+        ("scatter", "float32", 4000, 1)
+    ]

@@ -42,12 +42,24 @@ def collective_stats(
 ) -> tuple[CollectiveStat, ...]:
     """One row a kind of call, the most transfer time first."""
     dtypes = [trace.calls.dtypes[d] for trace in traces for d in trace.calls.dtype.tolist()]
+    known = _known_by_any(matched, dtypes)
     kinds: dict[tuple[int, int, str, int], list[int]] = defaultdict(list)
     for row, dtype in enumerate(dtypes):
-        size = int(matched.message_bytes[row])
+        key, own = int(matched.key[row]), (dtype, int(matched.message_bytes[row]))
+        dtype, size = known.get(key, own) if not matched.is_message[row] else own
         kinds[int(matched.group[row]), int(matched.op[row]), dtype, size].append(row)
     stats = [_stat(kind, np.array(rows), matched, arrivals) for kind, rows in kinds.items()]
     return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
+
+
+def _known_by_any(matched: Matched, dtypes: Sequence[str]) -> dict[int, tuple[str, int]]:
+    """Each matched collective's dtype and size, of the member that knows most: a root may alone."""
+    known: dict[int, tuple[str, int]] = {}
+    sizes = matched.message_bytes.tolist()
+    for key, dtype, size in zip(matched.key.tolist(), dtypes, sizes, strict=True):
+        if key >= 0 and size >= known.get(key, ("", -1))[1]:
+            known[key] = (dtype or known.get(key, ("", -1))[0], size)
+    return known
 
 
 def _stat(

@@ -132,9 +132,16 @@ def _shifts(one: Int64, other: Int64) -> list[int]:
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
         low, high = max(shift, 0), min(shift + len(one), len(other))
         enough = 2 * (high - low) >= min(len(one), len(other)) and high > low
-        if enough and np.array_equal(one[low - shift : high - shift], other[low:high]):
+        if enough and _agree(one[low - shift : high - shift], other[low:high]):
             found.append(shift)
     return found
+
+
+def _agree(one: Int64, other: Int64) -> bool:
+    """Whether the (op, size) of all calls are the same; a size that one does not know fits any."""
+    unknown = (one[:, 1] < 0) | (other[:, 1] < 0)
+    same = (one[:, 0] == other[:, 0]) & ((one[:, 1] == other[:, 1]) | unknown)
+    return bool(same.all())
 
 
 def _apart_ns(rows: CallRows, one: Int64, other: Int64, shift: int) -> int:

@@ -40,6 +40,11 @@ from stepsplit.collectors.run_spec import RunSpec
 
 IdealBubble = Callable[[str, int, int, int], float | None]
 """(schedule, stages, microbatches, chunks) -> the bubble fraction of equal stages."""
+_NO_GRID = Note(
+    "no_grid",
+    "forwards and backwards are not marked: no pipeline grid; profile_run and torch's interleaved "
+    "schedules mark them",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ def split_run(
     blamed = blame([_time(rank) for rank in ranks], _ideal_ns(holes, schedule))
     _check(ranks, blamed)
     notes = _notes(traces, steps, layout, alignment, matched)
+    if layout.pipelines and not any(grid.boxes for grid in grids.values()):
+        notes += (_NO_GRID,)
     stats = collective_stats(traces, matched, arrivals)
     return RunSplit(tuple(ranks), layout, alignment, matched, stats, schedule, holes, blamed, notes)
 

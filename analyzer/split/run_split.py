@@ -97,10 +97,9 @@ def split_run(
     matched = match(traces)
     steps = agreed([steps_of(t, w) for t, w in zip(traces, work, strict=True)], matched)
     alignment = align(traces, matched)
-    arrivals = arrivals_of(traces, matched, alignment)
+    together = _Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
     ranks = [
-        _rank(i, trace, work[i], steps[i], matched, arrivals, alignment.lead_ns[i], layout)
-        for i, trace in enumerate(traces)
+        _rank(i, *one, together) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     holes = holes_of(layout.pipelines, grids)
@@ -110,51 +109,67 @@ def split_run(
     notes = _notes(traces, steps, layout, alignment, matched)
     if layout.pipelines and not any(grid.boxes for grid in grids.values()):
         notes += (_NO_GRID,)
-    stats = collective_stats(traces, matched, arrivals)
+    stats = collective_stats(traces, matched, together.arrivals)
     return RunSplit(tuple(ranks), layout, alignment, matched, stats, schedule, holes, blamed, notes)
 
 
-def _rank(
-    index: int,
-    trace: RankTrace,
-    work: Work,
-    steps: Steps,
-    matched: Matched,
-    arrivals: Arrivals,
-    lead_ns: int,
-    layout: Layout,
-) -> RankSplit:
-    pieces = pieces_of(index, trace, matched, arrivals, lead_ns, layout)
-    if not trace.on_device:
-        pieces = without_lag(pieces, work.compute)
-    found = attribute(steps.windows, work, pieces)
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What only all ranks together tell."""
+
+    matched: Matched
+    arrivals: Arrivals
+    alignment: Alignment
+    layout: Layout
+
+
+def _rank(index: int, trace: RankTrace, work: Work, steps: Steps, together: _Together) -> RankSplit:
+    lead_ns, layout = together.alignment.lead_ns[index], together.layout
+    found = _attributed(index, trace, work, steps, together)
     boxes = boxes_of(trace)
     grids = [_grid(trace, i, w, boxes, found.band, lead_ns) for i, w in enumerate(steps.windows)]
-    axis_of = [layout.axis_of(group) for group in trace.groups]
-    phase = phases_of(trace, steps.windows, layout)
-    group_id = trace.calls.group_id[found.exposed.call].tolist()
-    guessed = arrivals.estimated[matched.of_trace(index)][found.exposed.call]
-    estimated = {
-        w for w, g in zip(found.exposed.window.tolist(), guessed.tolist(), strict=True) if g
-    }
+    axes = [layout.axis_of(group) for group in trace.groups]
+    phases = phases_of(trace, steps.windows, layout)
+    calls = found.exposed.call.tolist()
+    groups = trace.calls.group_id[found.exposed.call].tolist()
     return RankSplit(
         trace=trace,
-        steps=tuple(
-            StepSplit(
-                trace.rank,
-                window.step,
-                window.kind,
-                window.start_ns + lead_ns,
-                _with_covered(found, i, grids[i], lead_ns),
-                i in estimated,
-            )
-            for i, window in enumerate(steps.windows)
-        ),
+        steps=_step_splits(index, steps, found, grids, together),
         attribution=found,
         grids=tuple(grids),
-        axis=tuple(axis_of[g] if g >= 0 else None for g in group_id),
-        phase=tuple(phase[call] for call in found.exposed.call.tolist()),
+        axis=tuple(axes[group] if group >= 0 else None for group in groups),
+        phase=tuple(phases[call] for call in calls),
         lead_ns=lead_ns,
+    )
+
+
+def _attributed(
+    index: int, trace: RankTrace, work: Work, steps: Steps, together: _Together
+) -> Attribution:
+    lead_ns = together.alignment.lead_ns[index]
+    pieces = pieces_of(index, trace, together.matched, together.arrivals, lead_ns, together.layout)
+    if not trace.on_device:
+        pieces = without_lag(pieces, work.compute)
+    return attribute(steps.windows, work, pieces)
+
+
+def _step_splits(
+    index: int, steps: Steps, found: Attribution, grids: Sequence[StepGrid], together: _Together
+) -> tuple[StepSplit, ...]:
+    """The rank's steps on the common clock; a step that a guessed call held up is estimated."""
+    lead_ns = together.alignment.lead_ns[index]
+    guessed = together.arrivals.estimated[together.matched.of_trace(index)][found.exposed.call]
+    estimated = set(found.exposed.window[guessed].tolist())
+    return tuple(
+        StepSplit(
+            rank=grid.rank,
+            step=window.step,
+            kind=window.kind,
+            start_ns=window.start_ns + lead_ns,
+            split=_with_covered(found, i, grid, lead_ns),
+            estimated=i in estimated,
+        )
+        for i, (window, grid) in enumerate(zip(steps.windows, grids, strict=True))
     )
 
 

@@ -20,10 +20,10 @@ class Recipe:
     steps: int = field(default=20, metadata={"help": "training steps in all"})
     active: int = field(default=5, metadata={"help": "steps recorded"})
     microbatches: int = field(default=4, metadata={"help": "microbatches a step"})
-    micro_batch: int = field(default=8, metadata={"help": "sequences a microbatch"})
+    micro_batch: int = field(default=4, metadata={"help": "sequences a microbatch"})
     seq_len: int = field(default=64, metadata={"help": "characters a sequence"})
     layers: int = field(default=2, metadata={"help": "transformer layers"})
-    hidden: int = field(default=256, metadata={"help": "width of the model"})
+    hidden: int = field(default=512, metadata={"help": "width of the model"})
     heads: int = field(default=8, metadata={"help": "attention heads"})
     schedule: str = field(
         default="1f1b", metadata={"help": "pipeline schedule", "choices": ("1f1b", "gpipe")}

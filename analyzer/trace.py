@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -175,3 +176,9 @@ class RankTrace:
     def on_device(self) -> bool:
         """Whether an accelerator recorded anything; else the host is what worked."""
         return bool(self.events.of(*DEVICE_CATEGORIES).any())
+
+
+def wall_lead_ns(traces: Sequence[RankTrace]) -> Int64:
+    """How much later than the earliest each trace begins, by the ranks' own wall clocks."""
+    t0 = min(trace.t0_unix_ns for trace in traces)
+    return np.array([trace.t0_unix_ns - t0 for trace in traces], dtype=np.int64)

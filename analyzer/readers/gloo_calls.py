@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
+from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
 from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import dtype_named, message_bytes, op_named
 from stepsplit.analyzer.readers.flight import FlightEntry
 from stepsplit.analyzer.readers.gloo_lanes import Range, Request, assign
-from stepsplit.analyzer.readers.nccl_calls import Call, DeviceCalls, to_calls
 from stepsplit.analyzer.trace import Category, Group, Note
 
 MESSAGES = ("gloo:send", "gloo:recv")
@@ -30,11 +30,11 @@ _ANNOTATED = re.compile(
 
 def calls_of_gloo(
     rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
-) -> tuple[DeviceCalls, tuple[Note, ...]]:
+) -> tuple[FoundCalls, tuple[Note, ...]]:
     """A call for each gloo range, in the order of the events, and what could not be told."""
     collectives, notes = _collectives(rows, flight, groups)
     calls = sorted(collectives + _messages(rows, groups), key=lambda call: call.event)
-    return DeviceCalls(to_calls(calls), tuple(groups)), notes
+    return FoundCalls(to_calls(calls), tuple(groups)), notes
 
 
 def _collectives(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
 from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import (
     COMMUNICATES,
@@ -17,51 +18,10 @@ from stepsplit.analyzer.readers.communication import (
     op_named,
 )
 from stepsplit.analyzer.readers.kineto import Args
-from stepsplit.analyzer.trace import OP_CODE, Calls, Category, Group
+from stepsplit.analyzer.trace import Category, Group
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One row of Calls before it is a column; the meanings are the columns'."""
-
-    event: int
-    op: str
-    issued_ns: int = -1
-    group_id: int = -1
-    seq: int = -1
-    dtype: str = ""
-    peer: int = -1
-    input_bytes: int = -1
-    message_bytes: int = -1
-
-
-def to_calls(rows: Sequence[Call]) -> Calls:
-    """The rows as columns."""
-    dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
-    code = {dtype: i for i, dtype in enumerate(dtypes)}
-    return Calls(
-        event=np.array([row.event for row in rows], dtype=np.int64),
-        issued_ns=np.array([row.issued_ns for row in rows], dtype=np.int64),
-        group_id=np.array([row.group_id for row in rows], dtype=np.int32),
-        seq=np.array([row.seq for row in rows], dtype=np.int64),
-        op=np.array([OP_CODE[row.op] for row in rows], dtype=np.uint8),
-        dtype=np.array([code[row.dtype] for row in rows], dtype=np.int32),
-        peer=np.array([row.peer for row in rows], dtype=np.int32),
-        input_bytes=np.array([row.input_bytes for row in rows], dtype=np.int64),
-        message_bytes=np.array([row.message_bytes for row in rows], dtype=np.int64),
-        dtypes=dtypes,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCalls:
-    """The calls of a device, and the groups that they are on."""
-
-    calls: Calls
-    groups: tuple[Group, ...]
-
-
-def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
+def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
     """A call for each kernel that communicates; groups seen only in arguments are added.
 
     Where other kernels name their collective, a SendRecv that does not is a batch of messages.
@@ -80,7 +40,7 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> DeviceCalls:
         call = _call(event, name, args, book.number(args), int(issued[event]))
         batch = not named[event] and named.any() and "SendRecv" in name
         calls.append(replace(call, op="send_recv") if batch else call)
-    return DeviceCalls(to_calls(calls), tuple(book.groups))
+    return FoundCalls(to_calls(calls), tuple(book.groups))
 
 
 class _GroupBook:

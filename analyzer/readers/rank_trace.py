@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.calls import FoundCalls
 from stepsplit.analyzer.readers.columns import Sorted, to_events
 from stepsplit.analyzer.readers.files import RECORD_AGAIN
 from stepsplit.analyzer.readers.flight import FlightEntry
 from stepsplit.analyzer.readers.gloo_calls import calls_of_gloo
 from stepsplit.analyzer.readers.kineto import DistributedInfo, KinetoFile
-from stepsplit.analyzer.readers.nccl_calls import DeviceCalls, calls_of_device
+from stepsplit.analyzer.readers.nccl_calls import calls_of_device
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Group, Note, RankTrace
 
 
@@ -48,7 +49,7 @@ def _groups(info: DistributedInfo) -> tuple[Group, ...]:
 
 def _calls(
     rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
-) -> tuple[DeviceCalls, tuple[Note, ...]]:
+) -> tuple[FoundCalls, tuple[Note, ...]]:
     if rows.events.of(*DEVICE_CATEGORIES).any():
         return calls_of_device(rows, groups), ()
     return calls_of_gloo(rows, flight, groups)

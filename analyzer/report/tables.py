@@ -7,14 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-UInt8 = npt.NDArray[np.uint8]
+from stepsplit.analyzer.trace import Int32, Int64, UInt8
+
 PHASES = ("forward", "backward", "weight")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.split.match import TOGETHER, Matched
-from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, wall_lead_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def align(traces: Sequence[RankTrace], matched: Matched) -> Alignment:
     there, and without a common collective, the ranks of a host share its wall clock. What nothing
     joins keeps its own, with a note.
     """
-    t0 = min(trace.t0_unix_ns for trace in traces)
-    wall = [trace.t0_unix_ns - t0 for trace in traces]
+    wall = wall_lead_ns(traces)
     clocks = _clocks(_ends(traces, matched, wall), [_domain(trace) for trace in traces])
     notes = [
         Note(
@@ -68,8 +67,8 @@ def align(traces: Sequence[RankTrace], matched: Matched) -> Alignment:
             Clock(trace.rank, trace.host, clock.offset_ns, clock.sigma_ns, clock.residual_ns)
             for trace, clock in zip(traces, clocks, strict=True)
         ),
-        t0,
-        tuple(w - clock.offset_ns for w, clock in zip(wall, clocks, strict=True)),
+        min(trace.t0_unix_ns for trace in traces),
+        tuple(int(w) - clock.offset_ns for w, clock in zip(wall, clocks, strict=True)),
         tuple(notes),
     )
 
@@ -79,7 +78,7 @@ def _domain(trace: RankTrace) -> str:
     return trace.host or f"rank {trace.rank}"
 
 
-def _ends(traces: Sequence[RankTrace], matched: Matched, wall: Sequence[int]) -> Int64:
+def _ends(traces: Sequence[RankTrace], matched: Matched, wall: Int64) -> Int64:
     """Ends of collectives that end together, by wall clock: (collectives, traces), -1 absent."""
     on_device = np.array([trace.on_device for trace in traces])
     hosts = len({_domain(trace) for trace in traces})
@@ -87,7 +86,7 @@ def _ends(traces: Sequence[RankTrace], matched: Matched, wall: Sequence[int]) ->
     together &= on_device[matched.trace] | (hosts > 1)
     keys, row = np.unique(matched.shared[together], return_inverse=True)
     ends = np.full((len(keys), len(traces)), -1, dtype=np.int64)
-    at = matched.end_ns[together] + np.array(wall, dtype=np.int64)[matched.trace[together]]
+    at = matched.end_ns[together] + wall[matched.trace[together]]
     np.maximum.at(ends, (row, matched.trace[together]), at)
     return ends
 

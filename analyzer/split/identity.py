@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.trace import OPS, Int32, Int64, Note, RankTrace, UInt8
+from stepsplit.analyzer.trace import OPS, Int32, Int64, Note, RankTrace, UInt8, wall_lead_ns
 
 MAX_SHIFT = 64
 """By how many calls windows without sequence numbers may begin apart."""
@@ -52,8 +52,7 @@ def call_rows(
     traces: Sequence[RankTrace], trace: Int32, group: Int32, start_ns: Int64, end_ns: Int64
 ) -> CallRows:
     """The columns that identities need, from those of the whole table."""
-    t0 = min(one.t0_unix_ns for one in traces)
-    lead = np.array([one.t0_unix_ns - t0 for one in traces], dtype=np.int64)[trace]
+    lead = wall_lead_ns(traces)[trace]
     calls = [one.calls for one in traces]
     return CallRows(
         trace=trace,

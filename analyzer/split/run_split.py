@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepsplit.analyzer.buckets import BUCKETS, Split, StepSplit
+from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.split.align import Alignment, align
 from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
 from stepsplit.analyzer.split.bandwidth import CollectiveStat, collective_stats
@@ -95,7 +95,7 @@ def split_run(
     layout = layout_of(spec, traces)
     work = [work_of(trace) for trace in traces]
     matched = match(traces)
-    steps = agreed([steps_of(t, w) for t, w in zip(traces, work, strict=True)], matched)
+    steps = agreed([steps_of(trace) for trace in traces], matched)
     alignment = align(traces, matched)
     together = _Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
     ranks = [
@@ -127,14 +127,18 @@ def _rank(index: int, trace: RankTrace, work: Work, steps: Steps, together: _Tog
     lead_ns, layout = together.alignment.lead_ns[index], together.layout
     found = _attributed(index, trace, work, steps, together)
     boxes = boxes_of(trace)
-    grids = [_grid(trace, i, w, boxes, found.band, lead_ns) for i, w in enumerate(steps.windows)]
+    bands = [_cut(found.band, i) for i in range(len(steps.windows))]
+    grids = [
+        _grid(trace.rank, window, boxes, band, lead_ns)
+        for window, band in zip(steps.windows, bands, strict=True)
+    ]
     axes = [layout.axis_of(group) for group in trace.groups]
     phases = phases_of(trace, steps.windows, layout)
     calls = found.exposed.call.tolist()
     groups = trace.calls.group_id[found.exposed.call].tolist()
     return RankSplit(
         trace=trace,
-        steps=_step_splits(index, steps, found, grids, together),
+        steps=_step_splits(index, steps, found, grids, bands, together),
         attribution=found,
         grids=tuple(grids),
         axis=tuple(axes[group] if group >= 0 else None for group in groups),
@@ -154,35 +158,36 @@ def _attributed(
 
 
 def _step_splits(
-    index: int, steps: Steps, found: Attribution, grids: Sequence[StepGrid], together: _Together
+    index: int,
+    steps: Steps,
+    found: Attribution,
+    grids: Sequence[StepGrid],
+    bands: Sequence[Band],
+    together: _Together,
 ) -> tuple[StepSplit, ...]:
     """The rank's steps on the common clock; a step that a guessed call held up is estimated."""
     lead_ns = together.alignment.lead_ns[index]
     guessed = together.arrivals.estimated[together.matched.of_trace(index)][found.exposed.call]
     estimated = set(found.exposed.window[guessed].tolist())
+    covered = [covered_ns(g.busy, band, lead_ns) for g, band in zip(grids, bands, strict=True)]
     return tuple(
         StepSplit(
-            rank=grid.rank,
+            rank=grids[i].rank,
             step=window.step,
             kind=window.kind,
             start_ns=window.start_ns + lead_ns,
-            split=_with_covered(found, i, grid, lead_ns),
+            split=replace(found.splits[i], bubble_covered_ns=covered[i]),
             estimated=i in estimated,
         )
-        for i, (window, grid) in enumerate(zip(steps.windows, grids, strict=True))
+        for i, window in enumerate(steps.windows)
     )
 
 
-def _with_covered(found: Attribution, window: int, grid: StepGrid, lead_ns: int) -> Split:
-    covered = covered_ns(grid.busy, _cut(found.band, window), lead_ns)
-    return replace(found.splits[window], bubble_covered_ns=covered)
-
-
 def _grid(
-    trace: RankTrace, index: int, window: StepWindow, boxes: Sequence[Box], band: Band, lead_ns: int
+    rank: int, window: StepWindow, boxes: Sequence[Box], band: Band, lead_ns: int
 ) -> StepGrid:
     inside = [box for box in boxes if window.start_ns <= box.start_ns < window.end_ns]
-    return grid_of(trace.rank, window.step, inside, _cut(band, index), lead_ns)
+    return grid_of(rank, window.step, inside, band, lead_ns)
 
 
 def _cut(band: Band, window: int) -> Band:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepsplit.analyzer.buckets import Kind
-from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -49,7 +48,7 @@ class _HostStep:
     end_ns: int
 
 
-def steps_of(trace: RankTrace, work: Work) -> Steps:
+def steps_of(trace: RankTrace) -> Steps:
     """The windows of the rank's steps; the whole trace as one step where none is marked."""
     marked = _marked(trace.events)
     if not marked:

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.buckets import BUCKETS
-
-Int64 = npt.NDArray[np.int64]
+from stepsplit.analyzer.trace import Int64
 
 
 @dataclass(frozen=True, slots=True)

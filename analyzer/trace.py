@@ -178,6 +178,26 @@ class RankTrace:
         return bool(self.events.of(*DEVICE_CATEGORIES).any())
 
 
+@dataclass(frozen=True, slots=True)
+class RankCalls:
+    """What one rank called, by a log that knows calls but no events.
+
+    calls.event is -1 throughout; calls.issued_ns counts from t0_unix_ns and is -1 where the log
+    states no time. dur_ns has a row a call, -1 unknown. rank and world_size are -1 and host is ""
+    where the log does not say; source is the file as people see it.
+    """
+
+    source: str
+    rank: int
+    world_size: int
+    host: str
+    t0_unix_ns: int
+    calls: Calls
+    dur_ns: Int64
+    groups: tuple[Group, ...]
+    notes: tuple[Note, ...] = ()
+
+
 def wall_lead_ns(traces: Sequence[RankTrace]) -> Int64:
     """How much later than the earliest each trace begins, by the ranks' own wall clocks."""
     t0 = min(trace.t0_unix_ns for trace in traces)

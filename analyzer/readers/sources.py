@@ -1,0 +1,156 @@
+"""Where a file is: on disk, in a zip archive, or behind a URL. Readers see a local path."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from stepsplit.analyzer.errors import DataError, UsageError
+
+
+class Source(Protocol):
+    """A file of a recording, wherever it is; may be sent to another process."""
+
+    @property
+    def where(self) -> str:
+        """What people see: the path, the archive and its member, or the URL."""
+
+    @property
+    def inner(self) -> PurePosixPath:
+        """Its path as the run wrote it: names of files and folders may tell the rank."""
+
+    @property
+    def stamp(self) -> str:
+        """Differs when the content does: place, size and time of the last change."""
+
+    @contextmanager
+    def local(self) -> Iterator[Path]:
+        """The file on disk for as long as it is read. Raises DataError where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """A file on disk; shown replaces its path where it was unpacked from an archive."""
+
+    path: Path
+    shown: str = ""
+
+    @property
+    def where(self) -> str:
+        return self.shown or str(self.path)
+
+    @property
+    def inner(self) -> PurePosixPath:
+        return PurePosixPath(self.where)
+
+    @property
+    def stamp(self) -> str:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise DataError(self.where, error.strerror or "unreadable", "check the path") from None
+        return f"{self.path.resolve()}|{found.st_size}|{found.st_mtime_ns}"
+
+    @contextmanager
+    def local(self) -> Iterator[Path]:
+        yield self.path
+
+
+@dataclass(frozen=True, slots=True)
+class ZipMember:
+    """A file in a zip archive, unpacked while it is read."""
+
+    archive: Path
+    member: str
+    shown: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.shown or self.archive}/{self.member}"
+
+    @property
+    def inner(self) -> PurePosixPath:
+        return PurePosixPath(self.where)
+
+    @property
+    def stamp(self) -> str:
+        return f"{DiskFile(self.archive, self.where).stamp}|{self.member}"
+
+    @contextmanager
+    def local(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+            target = Path(folder, "member")
+            try:
+                with (
+                    zipfile.ZipFile(self.archive) as archive,
+                    archive.open(self.member) as packed,
+                    target.open("wb") as unpacked,
+                ):
+                    shutil.copyfileobj(packed, unpacked, 1 << 20)
+            except (OSError, zipfile.BadZipFile, EOFError, RuntimeError) as error:
+                raise DataError(self.where, f"torn archive ({error})", "pack it again") from None
+            yield target
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file behind a URL that fsspec knows, fetched while it is read."""
+
+    url: str
+
+    @property
+    def where(self) -> str:
+        return self.url
+
+    @property
+    def inner(self) -> PurePosixPath:
+        return PurePosixPath(self.url)
+
+    @property
+    def stamp(self) -> str:
+        filesystem, path = _fsspec().core.url_to_fs(self.url)
+        return f"{self.url}|{filesystem.ukey(path)}"
+
+    @contextmanager
+    def local(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+            target = Path(folder, "fetched")
+            filesystem, path = _fsspec().core.url_to_fs(self.url)
+            try:
+                filesystem.get_file(path, str(target))
+            except OSError as error:
+                problem = error.strerror or str(error) or "unreadable"
+                raise DataError(self.url, problem, "check the URL and your access") from None
+            yield target
+
+
+def is_url(text: str) -> bool:
+    """Whether the text names something behind a protocol of fsspec's."""
+    return "://" in text
+
+
+def files_at(url: str) -> list[Source]:
+    """The files at and below the URL, in the order of their names."""
+    filesystem, path = _fsspec().core.url_to_fs(url)
+    try:
+        found = [path] if filesystem.isfile(path) else sorted(filesystem.find(path))
+    except (OSError, ValueError) as error:
+        raise DataError(url, str(error) or "unreadable", "check the URL and your access") from None
+    if not found:
+        raise DataError(url, "no such file or folder", "check the URL")
+    return [RemoteFile(filesystem.unstrip_protocol(one)) for one in found]
+
+
+def _fsspec() -> Any:
+    try:
+        import fsspec  # the extra [cloud]
+        import fsspec.core
+    except ImportError:
+        raise UsageError("URLs need fsspec; pip install 'stepsplit[cloud]'") from None
+    return fsspec

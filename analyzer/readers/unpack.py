@@ -29,7 +29,7 @@ FREE_BYTES = 256 << 20
 MOST_RATIO = 100
 _TORN: tuple[type[Exception], ...] = (
     EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, pa.ArrowException,
-    zlib.error if igzip_lib is None else igzip_lib.error,
+    zlib.error if igzip_lib is None else igzip_lib.IsalError,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -27,7 +27,7 @@ PACKED_BLOCK_BYTES = 1 << 16
 FREE_BYTES = 256 << 20
 """Up to this size nobody asks how well a file was packed."""
 MOST_RATIO = 100
-_TORN: tuple[type[Exception], ...] = (
+_TORN: tuple[Any, ...] = (
     EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, pa.ArrowException,
     zlib.error if igzip_lib is None else igzip_lib.IsalError,
 )  # fmt: skip

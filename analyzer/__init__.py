@@ -1,7 +1,33 @@
-"""Files in, Report out. Needs neither torch nor a display."""
+"""Files in, Report out. Needs neither torch nor a display.
 
-from stepsplit.analyzer.analyze import Analysis, analyze, examine
-from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
-from stepsplit.analyzer.report.report import Report
+The names below are imported when they are first used, so that a worker process or a model's
+prediction loads only what it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.analysis import Analysis, analyze, examine
+    from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+    from stepsplit.analyzer.report.report import Report
 
 __all__ = ["Analysis", "DataError", "Report", "StepsplitError", "UsageError", "analyze", "examine"]
+
+_HOME = {
+    "Analysis": "analysis",
+    "DataError": "errors",
+    "Report": "report.report",
+    "StepsplitError": "errors",
+    "UsageError": "errors",
+    "analyze": "analysis",
+    "examine": "analysis",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

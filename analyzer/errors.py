@@ -7,6 +7,9 @@ StepsplitError                  catch this one
 
 from __future__ import annotations
 
+RECORD_AGAIN = "record it again or leave it out"
+"""How a file that is beyond use is mended."""
+
 
 class StepsplitError(Exception):
     """An error with one line for the person: what, in which file or rank, and how to mend it."""
@@ -23,3 +26,7 @@ class DataError(StepsplitError):
         self.where, self.problem, self.mend, self.rank = str(where), problem, mend, rank
         of_rank = "" if rank is None else f" (rank {rank})"
         super().__init__(f"{self.where}{of_rank}: {problem}; {mend}")
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
+        """Errors come back whole from worker processes."""
+        return DataError, (self.where, self.problem, self.mend, self.rank)

@@ -84,6 +84,10 @@ class Events:
     def end_ns(self) -> Int64:
         return self.start_ns + self.dur_ns
 
+    def name_of(self, row: int) -> str:
+        """The event's name."""
+        return self.names[int(self.name_id[row])]
+
     def named(self, prefix: str) -> Bool:
         """Which events have a name that begins so."""
         return self.name_mask(tuple(name.startswith(prefix) for name in self.names))

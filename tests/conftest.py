@@ -7,3 +7,9 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the samples' reports")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes what the user has cached."""
+    monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsplit.analyzer.analyze import Analysis
+from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import (
     AxisSize,

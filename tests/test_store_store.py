@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_builders import analysis
 
-from stepsplit.analyzer.analyze import Analysis
+from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.dashboard.store.ingest import Worker, ingest
 from stepsplit.dashboard.store.store import Store

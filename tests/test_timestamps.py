@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.readers.timestamps import exact_ns, exact_ns_of_decimals
+from stepsplit.analyzer.readers.timestamps import exact_ns, exact_ns_of_decimal
 
 
 @given(st.lists(st.integers(0, 2**43 * 1000 - 1), min_size=1))
@@ -27,4 +28,10 @@ def test_integers_are_microseconds() -> None:
 
 def test_what_a_float_cannot_hold_is_read_again_as_decimals() -> None:
     assert exact_ns([1_721_000_000_000_001.123]) is None
-    assert exact_ns_of_decimals([Decimal("1721000000000001.123")]) == [1_721_000_000_000_001_123]
+    assert exact_ns_of_decimal(Decimal("1721000000000001.123")) == 1_721_000_000_000_001_123
+
+
+@pytest.mark.parametrize("stated", [[2**62], [1e300], [2**80], [float("inf")]])
+def test_times_that_outgrow_64_bits_are_told(stated: list[int | float]) -> None:
+    assert exact_ns(stated) is None
+    assert exact_ns_of_decimal(Decimal(stated[0])) is None

@@ -25,35 +25,45 @@ _OP_OF = (
     ("scatter", re.compile(r"scatter", re.I)),
 )
 
-_ELEMENT_BYTES = {
-    "float": 4,
-    "float32": 4,
-    "half": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "double": 8,
-    "float64": 8,
-    "int": 4,
-    "int32": 4,
-    "long": 8,
-    "int64": 8,
-    "short": 2,
-    "int16": 2,
-    "char": 1,
-    "int8": 1,
-    "byte": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 _TORCH_NAMES = {
     "float": "float32",
     "half": "float16",
     "double": "float64",
     "int": "int32",
     "long": "int64",
+    "long int": "int64",
     "short": "int16",
+    "short int": "int16",
     "char": "int8",
+    "signed char": "int8",
     "byte": "uint8",
+    "unsigned char": "uint8",
+    "c10::half": "float16",
+    "c10::bfloat16": "bfloat16",
+    "complexhalf": "complex32",
+    "complexfloat": "complex64",
+    "complexdouble": "complex128",
+}
+_ELEMENT_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "qint8": 1,
+    "quint8": 1,
+    "qint32": 4,
 }
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
@@ -65,7 +75,7 @@ def op_named(name: str) -> str:
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype as torch or NCCL spells it; -1 for an unknown one."""
-    return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype.lower(), -1)
+    return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype_named(dtype), -1)
 
 
 def dtype_named(dtype: str) -> str:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
-from msgspec import Struct, field
 
 from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
-from stepsplit.analyzer.readers.columns import Sorted
 from stepsplit.analyzer.readers.communication import dtype_named, message_bytes, op_named
 from stepsplit.analyzer.readers.flight import FlightEntry
 from stepsplit.analyzer.readers.gloo_lanes import Range, Request, assign
+from stepsplit.analyzer.readers.rows import Sorted
 from stepsplit.analyzer.trace import Category, Group, Note
 
 MESSAGES = ("gloo:send", "gloo:recv")
@@ -69,7 +67,7 @@ def _ranges(rows: Sorted) -> list[Range]:
     mask = events.of(Category.ANNOTATION) & events.named("gloo:")
     found = []
     for event in np.flatnonzero(mask).tolist():
-        name = rows.entries[event].name
+        name = rows.events.name_of(event)
         start = int(events.start_ns[event])
         if not name.startswith(MESSAGES):
             found.append(Range(event, name, start, start + int(events.dur_ns[event])))
@@ -88,7 +86,7 @@ def _recorded(rows: Sorted, flight: Sequence[FlightEntry]) -> list[tuple[FlightE
         at = entry.created_unix_ns - rows.t0_unix_ns
         last = int(np.searchsorted(events.start_ns[ops], at, side="right")) - 1
         if last >= 0 and at <= events.end_ns[ops[last]]:
-            found.append((entry, rows.entries[ops[last]].name))
+            found.append((entry, rows.events.name_of(ops[last])))
     return found
 
 
@@ -145,7 +143,7 @@ def _messages(rows: Sorted, groups: Sequence[Group]) -> list[Call]:
         elif (around := _around(rows, event, native)) is not None:
             calls.append(_native(rows, event, around, groups))
         else:
-            calls.append(Call(event, op_named(rows.entries[event].name)))
+            calls.append(Call(event, op_named(rows.events.name_of(event))))
     return calls
 
 
@@ -162,9 +160,9 @@ def _around(rows: Sorted, event: int, candidates: np.ndarray) -> int | None:
 
 
 def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
-    match = _ANNOTATED.match(rows.entries[around].name)
+    match = _ANNOTATED.match(rows.events.name_of(around))
     if match is None:
-        return Call(event, op_named(rows.entries[event].name))
+        return Call(event, op_named(rows.events.name_of(event)))
     op, size = match["op"], int(match["bytes"])
     numbers = {group.name: i for i, group in enumerate(groups)}
     return Call(
@@ -179,14 +177,10 @@ def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -
     )
 
 
-class _C10dArgs(Struct):
-    concrete: list[object] = field(default=[], name="Concrete Inputs")
-
-
 def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
     """A message of a plain trace: its op states the peer's place in a group without a name."""
-    op = op_named(rows.entries[event].name)
-    place = _place(rows.entries[around].args)
+    op = op_named(rows.events.name_of(event))
+    place = _place(rows, around)
     group_id = _pipeline_group(groups)
     peer = -1
     if group_id >= 0 and place.isdigit() and int(place) < len(groups[group_id].ranks):
@@ -195,13 +189,10 @@ def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> C
     return Call(event, op, issued, group_id, peer=peer)
 
 
-def _place(args: msgspec.Raw) -> str:
+def _place(rows: Sorted, op: int) -> str:
     """The peer's place in the group, "" where the op does not state it."""
-    try:
-        concrete = msgspec.json.decode(args, type=_C10dArgs).concrete
-    except msgspec.DecodeError:
-        return ""
-    return str(concrete[2]) if len(concrete) > 2 else ""
+    args = rows.args_of(op)
+    return str(args.concrete[2]) if args is not None and len(args.concrete) > 2 else ""
 
 
 def _pipeline_group(groups: Sequence[Group]) -> int:

@@ -1,161 +1,88 @@
-"""The file of one rank as torch.profiler writes it: JSON text -> KinetoFile."""
+"""A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes."""
 
 from __future__ import annotations
 
-from decimal import Decimal
-from pathlib import Path
-from typing import Any
+import io
+from dataclasses import dataclass
 
-import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType, field
-
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.files import RECORD_AGAIN
-
-EMPTY_ARGS = Raw(b"{}")
-
-
-class TraceEvent(Struct, gc=False):
-    """One entry of traceEvents; args stay text until somebody needs them."""
-
-    ph: str = ""
-    name: str = ""
-    cat: str = ""
-    pid: int | str = ""
-    tid: int | str = ""
-    ts: int | float | None = None
-    dur: int | float = 0
-    args: Raw = EMPTY_ARGS
+from stepsplit.analyzer.readers.columns import Rows, rows_of
+from stepsplit.analyzer.readers.json_blocks import ArrayBlocks
+from stepsplit.analyzer.readers.kineto_json import KinetoHeader
+from stepsplit.analyzer.readers.kineto_text import Opening, header_of, opening_of
+from stepsplit.analyzer.readers.rows import Sorted, in_order
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.unpack import Unpacked, unpacked
+from stepsplit.analyzer.trace import Note
 
 
-class DecimalTimes(Struct, gc=False):
-    """The times of one entry, with every digit."""
+@dataclass(frozen=True, slots=True)
+class KinetoFile:
+    """One trace file: what it says of the run, its events, and what was wrong with it."""
 
-    ph: str = ""
-    ts: Decimal = Decimal(0)
-    dur: Decimal = Decimal(0)
-
-
-class PgConfig(Struct):
-    """A process group as distributedInfo lists it."""
-
-    pg_name: str = ""
-    pg_desc: str = ""
-    ranks: list[int] = []
+    header: KinetoHeader
+    rows: Sorted
+    notes: tuple[Note, ...]
 
 
-class DistributedInfo(Struct):
-    """Which rank of what."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a range of a trace's bytes; the text behind the array where it was closed.
 
-    backend: str = ""
-    rank: int = -1
-    world_size: int = -1
-    pg_config: list[PgConfig] = []
-
-
-class DeviceProperties(Struct):
-    name: str = ""
-
-
-class KinetoFile(Struct):
-    """What a trace file says; traceEvents is UNSET where the JSON is something else."""
-
-    traceEvents: list[TraceEvent] | UnsetType = UNSET
-    distributedInfo: Raw = EMPTY_ARGS
-    deviceProperties: Raw = Raw(b"[]")
-    baseTimeNanoseconds: int = 0
-    host_name: str = ""
-
-    @property
-    def distributed(self) -> DistributedInfo:
-        """Which rank of what, each part as far as the file says it in the known form."""
-        parts = _decoded(self.distributedInfo, dict[str, Raw]) or {}
-        info = DistributedInfo()
-        for part in msgspec.structs.fields(DistributedInfo):
-            value = _decoded(parts.get(part.name, EMPTY_ARGS), part.type)
-            if value is not None:
-                setattr(info, part.name, value)
-        return info
-
-    @property
-    def devices(self) -> list[DeviceProperties]:
-        """The accelerators of the host."""
-        return _decoded(self.deviceProperties, list[DeviceProperties]) or []
-
-
-class _Times(Struct):
-    traceEvents: list[DecimalTimes]
-
-
-class Args(Struct, gc=False):
-    """The arguments of an event that the split needs."""
-
-    correlation: int = -1
-    stream: int = -1
-    device: int = -1
-    collective: str | None = field(default=None, name="Collective name")
-    in_nelems: int = field(default=-1, name="In msg nelems")
-    out_nelems: int = field(default=-1, name="Out msg nelems")
-    group_size: int = field(default=-1, name="Group size")
-    dtype: str = ""
-    group_name: str = field(default="", name="Process Group Name")
-    group_description: str = field(default="", name="Process Group Description")
-    group_ranks: str = field(default="", name="Process Group Ranks")
-    seq: int = field(default=-1, name="Seq")
-    src_rank: int = field(default=-1, name="Src Rank")
-    dst_rank: int = field(default=-1, name="Dst Rank")
-
-
-_FILE = msgspec.json.Decoder(KinetoFile)
-_BARE = msgspec.json.Decoder(list[TraceEvent])
-_ARGS = msgspec.json.Decoder(Args)
-_NO_ARGS = Args()
-
-
-def parse(path: Path, text: bytes) -> KinetoFile:
-    """The trace in the text; its traceEvents are UNSET where it is another kind of JSON.
-
-    Raises DataError where the text is torn or the entries are not a trace's.
+    torn says why the file ended early, "" where it did not.
     """
-    try:
-        if text.lstrip()[:1] == b"[":
-            return KinetoFile(traceEvents=_BARE.decode(text))
-        return _FILE.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(path, f"not a whole trace ({error})", RECORD_AGAIN) from None
+
+    rows: Rows
+    whole: bool
+    tail: bytes
+    torn: str
 
 
-def decimal_times(text: bytes) -> list[DecimalTimes]:
-    """The times of all entries with every digit, for traces whose microseconds outgrow a float."""
-    if text.lstrip()[:1] == b"[":
-        return msgspec.json.decode(text, type=list[DecimalTimes])
-    return msgspec.json.decode(text, type=_Times).traceEvents
+def recognizes(head: bytes) -> bool:
+    """Whether the bytes that a file begins with are a trace's, as far as they tell."""
+    opening = opening_of(io.BytesIO(head))
+    return opening is not None and (
+        bool(opening.fields) or b'"ph"' in opening.begin or not opening.begin.strip(b" \r\n\t]")
+    )
 
 
-def _decoded(text: Raw, kind: Any) -> Any:
-    """The value of that kind, None where the text is another."""
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError:
-        return None
+def read_kineto(source: Source) -> KinetoFile | None:
+    """The trace in the file; None where its JSON is something else. Raises DataError."""
+    with unpacked(source) as content:
+        opening = opening_of(content)
+        return None if opening is None else joined(opening, [_part(content, opening.begin)])
 
 
-def args_of(event: TraceEvent) -> Args:
-    """The event's arguments; those of an odd type are as good as absent."""
-    try:
-        return _ARGS.decode(event.args)
-    except msgspec.DecodeError:
-        return _lenient(event)
+def opening_of_file(source: Source) -> Opening | None:
+    """How the trace in the file begins; None where its JSON is something else."""
+    with unpacked(source) as content:
+        return opening_of(content)
 
 
-def _lenient(event: TraceEvent) -> Args:
-    try:
-        found = msgspec.json.decode(event.args, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return _NO_ARGS
-    kept = Args()
-    for info in msgspec.structs.fields(Args):
-        value = found.get(info.encode_name)
-        if isinstance(value, int if info.type is int else str):
-            setattr(kept, info.name, value)
-    return kept
+def joined(opening: Opening, parts: list[Part]) -> KinetoFile:
+    """The trace of which these are all parts, in their order."""
+    last = parts[-1]
+    header = header_of(opening.fields, last.tail)
+    rows = in_order([part.rows for part in parts], header.base_ns)
+    return KinetoFile(header, rows, _notes(rows, last))
+
+
+def _part(content: Unpacked, begin: bytes) -> Part:
+    blocks = ArrayBlocks(content, begin)
+    rows = rows_of(blocks)
+    return Part(rows, blocks.whole, blocks.tail, content.torn)
+
+
+def _notes(rows: Sorted, last: Part) -> tuple[Note, ...]:
+    """What was wrong with the file."""
+    counts, notes = rows.counts, []
+    if not last.whole:
+        why = f" ({last.torn})" if last.torn else ""
+        text = f"the file is cut off{why}: {counts.entries:,} whole entries were read before it"
+        notes.append(Note("trace_cut_off", text))
+    if counts.lost:
+        text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged, left out"
+        notes.append(Note("entries_damaged", text))
+    if counts.negative:
+        text = f"{counts.negative:,} events state a negative duration, taken as 0"
+        notes.append(Note("negative_durations", text))
+    return tuple(notes)

@@ -3,44 +3,78 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
-from stepsplit.analyzer.readers.columns import Sorted
+from stepsplit.analyzer.readers.columns import PARAM_COMMS
 from stepsplit.analyzer.readers.communication import (
-    COMMUNICATES,
     dtype_named,
     element_bytes,
     message_bytes,
     op_named,
 )
-from stepsplit.analyzer.readers.kineto import Args
-from stepsplit.analyzer.trace import Category, Group
+from stepsplit.analyzer.readers.kineto_json import Args
+from stepsplit.analyzer.readers.launches import launches_of, ops_around
+from stepsplit.analyzer.readers.rows import Sorted
+from stepsplit.analyzer.trace import Bool, Category, Group
 
 
 def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
     """A call for each kernel that communicates; groups seen only in arguments are added.
 
-    Where other kernels name their collective, a SendRecv that does not is a batch of messages.
+    What a kernel does not state, the record_param_comms around its launch does. Where other
+    kernels name their collective, a SendRecv that does not is a batch of messages.
     """
     book = _GroupBook(known)
     events = rows.events
-    issued = events.launch_ns()
-    named = np.array(
-        [a is not None and a.collective is not None for a in rows.args], dtype=np.bool_
-    )
-    by_name = events.name_mask(tuple(COMMUNICATES.search(n) is not None for n in events.names))
-    communicates = events.of(Category.KERNEL, Category.MEMCPY) & (named | by_name)
+    own = {row: rows.args_of(row) for row in rows.noted_row.tolist()}
+    kernels = rows.noted_row[events.of(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
+    launches = launches_of(events, kernels)
+    around = ops_around(events, rows.noted_row[_params(rows)], launches)
+    issued = np.where(launches >= 0, events.start_ns[launches], -1)
+    any_named = any(args is not None and args.collective is not None for args in own.values())
     calls = []
-    for event in np.flatnonzero(communicates).tolist():
-        args, name = rows.args[event] or Args(), rows.entries[event].name
-        call = _call(event, name, args, book.number(args), int(issued[event]))
-        batch = not named[event] and named.any() and "SendRecv" in name
+    for event, op, issued_ns in zip(
+        kernels.tolist(), around.tolist(), issued.tolist(), strict=True
+    ):
+        args, name = _stated(own[event], own.get(op)), events.name_of(event)
+        call = _call(event, name, args, book.number(args), issued_ns)
+        batch = args.collective is None and any_named and "SendRecv" in name
         calls.append(replace(call, op="send_recv") if batch else call)
     return FoundCalls(to_calls(calls), tuple(book.groups))
+
+
+def _params(rows: Sorted) -> Bool:
+    """Which of the noted rows are ops that describe a collective."""
+    events = rows.events
+    return (events.named(PARAM_COMMS) & events.of(Category.OP))[rows.noted_row]
+
+
+def _stated(kernel: Args | None, op: Args | None) -> Args:
+    """What the kernel states of its call, else the op that launched it."""
+    if kernel is not None and kernel.collective is not None:
+        return kernel
+    if op is None or op.collective == "wait":
+        return kernel or Args()
+    return op if op.in_nelems >= 0 else _sized(op)
+
+
+def _sized(op: Args) -> Args:
+    """The op with the size of its first tensors, for traces that name no message."""
+    dims = op.dims[0] if op.dims else []
+    kind = op.types[0] if op.types else ""
+    shapes = [dims] if dims and isinstance(dims[0], int) else dims
+    if not shapes or element_bytes(str(kind)) < 0:
+        return op
+    try:
+        return msgspec.structs.replace(op, in_nelems=sum(map(math.prod, shapes)), dtype=kind)
+    except TypeError:
+        return op
 
 
 class _GroupBook:

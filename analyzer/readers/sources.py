@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from stepsplit.analyzer.errors import DataError, UsageError
+
+TORN_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
+"""What zipfile raises for a damaged archive, beside OSError and ValueError."""
 
 
 class Source(Protocol):
@@ -93,7 +98,7 @@ class ZipMember:
                     target.open("wb") as unpacked,
                 ):
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
-            except (OSError, zipfile.BadZipFile, EOFError, RuntimeError) as error:
+            except (OSError, EOFError, ValueError, RuntimeError, *TORN_ZIP) as error:
                 raise DataError(self.where, f"torn archive ({error})", "pack it again") from None
             yield target
 
@@ -114,14 +119,14 @@ class RemoteFile:
 
     @property
     def stamp(self) -> str:
-        filesystem, path = _fsspec().core.url_to_fs(self.url)
+        filesystem, path = fsspec().core.url_to_fs(self.url)
         return f"{self.url}|{filesystem.ukey(path)}"
 
     @contextmanager
     def local(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
             target = Path(folder, "fetched")
-            filesystem, path = _fsspec().core.url_to_fs(self.url)
+            filesystem, path = fsspec().core.url_to_fs(self.url)
             try:
                 filesystem.get_file(path, str(target))
             except OSError as error:
@@ -130,24 +135,8 @@ class RemoteFile:
             yield target
 
 
-def is_url(text: str) -> bool:
-    """Whether the text names something behind a protocol of fsspec's."""
-    return "://" in text
-
-
-def files_at(url: str) -> list[Source]:
-    """The files at and below the URL, in the order of their names."""
-    filesystem, path = _fsspec().core.url_to_fs(url)
-    try:
-        found = [path] if filesystem.isfile(path) else sorted(filesystem.find(path))
-    except (OSError, ValueError) as error:
-        raise DataError(url, str(error) or "unreadable", "check the URL and your access") from None
-    if not found:
-        raise DataError(url, "no such file or folder", "check the URL")
-    return [RemoteFile(filesystem.unstrip_protocol(one)) for one in found]
-
-
-def _fsspec() -> Any:
+def fsspec() -> Any:
+    """The library behind URLs. Raises UsageError where it is not installed."""
     try:
         import fsspec  # the extra [cloud]
         import fsspec.core

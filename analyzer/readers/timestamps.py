@@ -9,24 +9,32 @@ import numpy as np
 
 from stepsplit.analyzer.trace import Int64
 
+Microseconds = int | float | Decimal
+
 EXACT_BELOW_US = 2.0**43
 """Below this a float64 holds microseconds with three decimals exactly enough to round back."""
+MOST_US = 2**62 // 1000
+"""Times up to this, either side of zero, can be added without outgrowing 64 bits."""
 
 
-def exact_ns(microseconds: Sequence[int | float]) -> Int64 | None:
-    """The times in ns, exactly as the text stated them; None where float64 has lost digits.
+def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
+    """The times in ns, exactly as the text stated them; None where these numbers cannot tell.
 
     A sum of the whole and the rounded fraction, since ts * 1000 is off by one from 2**42 us on.
     """
-    if all(type(value) is int for value in microseconds):
-        return np.array(microseconds, dtype=np.int64) * 1000
-    values = np.array(microseconds, dtype=np.float64)
-    if values.size and float(np.abs(values).max()) >= EXACT_BELOW_US:
+    values = np.array(microseconds) if len(microseconds) else np.zeros(0, dtype=np.int64)
+    most = MOST_US if values.dtype == np.int64 else EXACT_BELOW_US
+    if values.dtype.kind not in "if" or (len(values) and not np.abs(values).max() < most):
         return None
-    whole = np.floor(values)
-    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
+    whole = np.floor(values) if values.dtype.kind == "f" else values
+    ns: Int64 = whole.astype(np.int64) * 1000
+    return (
+        ns if values.dtype.kind == "i" else ns + np.rint((values - whole) * 1000).astype(np.int64)
+    )
 
 
-def exact_ns_of_decimals(microseconds: Sequence[Decimal]) -> list[int]:
-    """The times in ns of any size, digits beyond the ns rounded."""
-    return [int((value * 1000).to_integral_value()) for value in microseconds]
+def exact_ns_of_decimal(microseconds: Decimal) -> int | None:
+    """The time in ns, digits beyond the ns rounded; None where it outgrows 64 bits."""
+    if not abs(microseconds) < MOST_US:
+        return None
+    return int((microseconds * 1000).to_integral_value())

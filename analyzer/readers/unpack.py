@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -61,6 +61,22 @@ class Unpacked:
             raise DataError(self._where, problem, "unpack it yourself if you trust it")
         return block
 
+    def readinto(self, room: memoryview) -> int:
+        """Fills the room as far as the next bytes go; 0 at the end, or where the file is torn."""
+        if isinstance(self._content, io.RawIOBase) and not self.torn:
+            return self._readinto(self._content, room)
+        block = self.read(len(room))
+        room[: len(block)] = block
+        return len(block)
+
+    def _readinto(self, raw: io.RawIOBase, room: memoryview) -> int:
+        """As readinto, without a copy."""
+        try:
+            return raw.readinto(room) or 0
+        except OSError as error:
+            self.torn = str(error)
+            return 0
+
     def lines(self) -> Iterator[bytes]:
         """The lines without their ends; one beyond 1 MiB comes in parts."""
         rest = b""
@@ -79,7 +95,7 @@ def unpacked(source: Source) -> Iterator[Unpacked]:
     """The file's bytes, unpacked. Raises DataError where it cannot be opened."""
     with source.local() as path:
         try:
-            raw = path.open("rb")
+            raw = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(
                 source.where, error.strerror or "unreadable", "check the path"
@@ -152,7 +168,7 @@ def _gzip() -> _Decompressor:
 class _Members:
     """The members of a packed file, one after the other; what is no member ends it."""
 
-    def __init__(self, raw: BinaryIO, magic: bytes, new: Callable[[], _Decompressor]) -> None:
+    def __init__(self, raw: io.RawIOBase, magic: bytes, new: Callable[[], _Decompressor]) -> None:
         self._raw, self._magic, self._new = raw, magic, new
         self._inner, self._ahead = new(), b""
 
@@ -181,7 +197,7 @@ class _Members:
 
 
 _GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
-_OPENERS: dict[bytes, Callable[[BinaryIO], Bytes]] = {
+_OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
     _GZIP: lambda raw: _Members(raw, _GZIP, _gzip),
     _XZ: lambda raw: _Members(raw, _XZ, lzma.LZMADecompressor),
     _BZ2: lambda raw: _Members(raw, _BZ2, bz2.BZ2Decompressor),
@@ -189,11 +205,11 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], Bytes]] = {
 }
 
 
-def _opener(begin: bytes) -> Callable[[BinaryIO], Bytes] | None:
+def _opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
     return next((open_ for magic, open_ in _OPENERS.items() if begin.startswith(magic)), None)
 
 
-def _content(raw: BinaryIO) -> Bytes:
+def _content(raw: io.RawIOBase) -> Bytes:
     opener = _opener(raw.read(6))
     raw.seek(0, io.SEEK_SET)
     return raw if opener is None else opener(raw)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from stepsplit.analyzer.analyze import Analysis
+from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.store import Store

@@ -10,7 +10,7 @@ from dash.exceptions import PreventUpdate
 from flask import Flask
 from plotly.graph_objects import Figure
 
-from stepsplit.analyzer.analyze import examine
+from stepsplit.analyzer.analysis import examine
 from stepsplit.dashboard.store.ingest import Analyze, Worker
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.address import run_id_of, search_of, step_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from flask import Flask
 from gunicorn.app.base import BaseApplication
 
-from stepsplit.analyzer.analyze import examine
+from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.ingest import Analyze
 from stepsplit.dashboard.store.store import Store

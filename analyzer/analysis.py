@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
+from stepsplit.analyzer.readers.processes import Progress, no_progress
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.report import Report
@@ -24,14 +25,22 @@ class Analysis:
     tables: Tables
 
 
-def analyze(*paths: str | Path) -> Report:
-    """The report of the recording in the files and folders. Raises errors.DataError."""
-    return examine([Path(path) for path in paths]).report
+def analyze(*places: str | Path) -> Report:
+    """The report of the recording in the files, folders, archives and URLs.
+
+    Raises errors.DataError.
+    """
+    return examine(places).report
 
 
-def examine(paths: Sequence[Path]) -> Analysis:
-    """The report of the recording with its tables. Raises errors.DataError."""
-    recording = read_recording(paths)
+def examine(
+    places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
+) -> Analysis:
+    """The report of the recording with its tables, read by up to that many processes.
+
+    Raises errors.DataError.
+    """
+    recording = read_recording(places, workers, progress)
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
     return Analysis(build_report(recording, found), _tables(found))
 

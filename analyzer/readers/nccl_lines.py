@@ -1,0 +1,138 @@
+"""One line of an NCCL or RCCL log -> its messages, who wrote them and when."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
+
+_MARK = re.compile(rb"NCCL (INFO|WARN) ?")
+_SPEAKER = re.compile(
+    rb"(?:([^\s:\[\]]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
+    rb"(?:[^\s:\[\]]+:\d+ (?:\([^)]*\) )?)?$"
+)
+_STAMP = re.compile(
+    rb"\[?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?"
+    rb"(?:Z|([+-])(\d\d):?(\d\d))?\S*\s*"
+)
+_COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
+_MOST_HEADS = 20_000
+_MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
+
+
+class Speaker(NamedTuple):
+    """Who writes: process, thread and current device; "" and -1 where the line does not say."""
+
+    host: str
+    pid: int
+    tid: int
+    dev: int
+
+
+class Message(NamedTuple):
+    """What one speaker says; stamp_ns is unix time (a clock without a zone read as UTC) or -1."""
+
+    speaker: Speaker
+    stamp_ns: int
+    level: bytes
+    text: bytes
+
+
+@dataclass(slots=True)
+class Splitter:
+    """Lines -> messages; remembers the processes, to know their names where lines are glued."""
+
+    _clean: dict[bytes, Speaker] = field(default_factory=dict)
+    _hosts: dict[int, set[str]] = field(default_factory=dict)
+
+    def messages(self, line: bytes) -> list[Message]:
+        """The line's messages in order; several where writers ran into one another."""
+        if b"\x1b" in line:
+            line = _COLOR.sub(b"", line)
+        marks = list(_MARK.finditer(line))
+        if len(marks) != 1:
+            return self._glued(line, marks) if marks else []
+        mark = marks[0]
+        prefix, text = line[: mark.start()], line[mark.end() :][:_MOST_BYTES].rstrip()
+        speaker, stamp_ns = self._clean.get(prefix), -1
+        if speaker is None:
+            speaker, stamp_ns = self._stamped(prefix[-_MOST_PREFIX:])
+        return [Message(speaker, stamp_ns, mark[1], text)]
+
+    def _stamped(self, prefix: bytes) -> tuple[Speaker, int]:
+        """The speaker and the time of a whole line's prefix; what follows the time comes again."""
+        stamp = _STAMP.search(prefix)
+        rest = prefix if stamp is None else prefix[stamp.end() :]
+        speaker, stamp_ns = self._clean.get(rest), -1
+        if speaker is None:
+            speaker, stamp_ns, _ = self._head(rest)
+            if stamp_ns < 0 and len(self._clean) < _MOST_HEADS:
+                self._clean[rest] = speaker
+        return speaker, _unix_ns(stamp) if stamp and stamp_ns < 0 else stamp_ns
+
+    def _glued(self, line: bytes, marks: list[re.Match[bytes]]) -> list[Message]:
+        starts = [0, *(mark.end() for mark in marks)]
+        heads = [self._head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
+        ends = [m.start() - head[2] for m, head in zip(marks[1:], heads[1:], strict=True)]
+        return [
+            Message(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
+            for (speaker, stamp_ns, _), mark, end in zip(
+                heads, marks, [*ends, len(line)], strict=True
+            )
+        ]
+
+    def _head(self, prefix: bytes) -> tuple[Speaker, int, int]:
+        """The speaker, the time, and how many of the last bytes of the prefix say so."""
+        prefix = prefix[-_MOST_PREFIX:]
+        match = _SPEAKER.search(prefix)
+        assert match is not None  # the empty end matches
+        speaker = self._speaker(match)
+        start = match.start() + len(match[1] or b"") - len(speaker.host.encode())
+        stamp_ns = int(match[5]) * 1000 if match[5] else -1
+        for stamp in _STAMP.finditer(prefix[:start]):
+            stamp_ns = _unix_ns(stamp)
+            if stamp.end() == start:
+                start = stamp.start()
+        return speaker, stamp_ns, len(prefix) - start
+
+    def _speaker(self, match: re.Match[bytes]) -> Speaker:
+        dev = int(match[4]) if match[4] else -1
+        if match[1] is None:
+            return Speaker("", -1, -1, dev)
+        host, pid = match[1].decode(errors="replace"), int(match[2])
+        hosts = self._hosts.setdefault(pid, set())
+        if host not in hosts:
+            whole = [known for known in hosts if host.endswith(known)]
+            host = max(whole, key=len, default=host)
+            hosts.add(host)
+        return Speaker(host, pid, int(match[3]), dev)
+
+
+def _unix_ns(stamp: re.Match[bytes]) -> int:
+    seconds = _unix_s(stamp[1], stamp[2])
+    if seconds < 0:
+        return -1
+    ahead_s = (int(stamp[5]) * 60 + int(stamp[6])) * 60 if stamp[4] else 0
+    seconds -= -ahead_s if stamp[4] == b"-" else ahead_s
+    return seconds * 10**9 + int((stamp[3] or b"0").ljust(9, b"0"))
+
+
+@lru_cache(maxsize=16)
+def _unix_s(date: bytes, time: bytes) -> int:
+    try:
+        return int(datetime.fromisoformat(f"{date.decode()}T{time.decode()}+00:00").timestamp())
+    except ValueError:
+        return -1
+
+
+_VERSION = re.compile(rb"([RN])CCL version(?: :)? (\d+\.[^\s,;]*?)(?=[RN]CCL|[\s,;]|$)")
+
+
+def versions_in(line: bytes) -> tuple[str, ...]:
+    """The versions that the line names, as it spells them; RCCL's with that word before."""
+    return tuple(
+        ("RCCL " if kind == b"R" else "") + version.decode(errors="replace")
+        for kind, version in _VERSION.findall(line)
+    )

@@ -1,0 +1,221 @@
+"""What one line of a training log measures: a step, memory, timers."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from typing import Any
+
+NAN = math.nan
+NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d*)?(?:[eE][-+]?\d{1,4})?"
+_NUMBER = re.compile(NUMBER)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """What a line says of a step; -1 and nan are unknown. Times are of the mean step of its row.
+
+    family indexes FAMILIES, of which the first that a log holds is the one that counts its steps.
+    """
+
+    family: int
+    step: int
+    step_ns: int = -1
+    flops_per_s_per_gpu: float = NAN
+    mfu: float = NAN
+    tokens_per_s_per_gpu: float = NAN
+    samples_per_s: float = NAN
+    loss: float = NAN
+    global_batch: int = -1
+
+    def filled(self, other: StepLine) -> StepLine:
+        """The same with what it does not know taken from another line on the step."""
+        known = {
+            field.name: getattr(other, field.name)
+            for field in fields(self)
+            if _missing(getattr(self, field.name))
+        }
+        return replace(self, **known)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """A rank's memory as a line states it; -1 is unknown."""
+
+    rank: int = -1
+    step: int = -1
+    allocated_bytes: int = -1
+    max_allocated_bytes: int = -1
+    reserved_bytes: int = -1
+    max_reserved_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A named time: the least and the largest of the ranks, or one rank's as both; -1 unknown."""
+
+    name: str
+    min_ns: int
+    max_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one program prints its steps: needle is in each such line, pattern begins its fields."""
+
+    framework: str
+    needle: str
+    pattern: re.Pattern[str]
+    field: re.Pattern[str]
+
+
+_BARRED = re.compile(
+    rf"(?:^|\|)\s*([^|\s][^|]{{0,60}}?)\s*[:\s]\s*({NUMBER})\s*([A-Za-z%/]*)\s*(?=\||$)"
+)
+_PAIRS = re.compile(rf"([A-Za-z][\w /.()-]{{0,60}}?)\s*[:=]\s*({NUMBER})([A-Za-z%]*)")
+_WORDS = re.compile(rf"(loss|time|mfu) ({NUMBER})(ms|%)?")
+_STEP = r"(?P<step>\d{1,18})"
+
+FAMILIES = (
+    _Family("nemo", "Training epoch",
+            re.compile(rf"Training epoch \d+, iteration {_STEP}/\d+ (?=\|)"), _BARRED),
+    _Family("nemo", "global_step=",
+            re.compile(rf"Epoch \d+:.{{0,600}}\bglobal_step={_STEP}(?:\.0*)?(?=[,\]])"), _PAIRS),
+    _Family("nanotron", "iteration: ",
+            re.compile(rf"\biteration: {_STEP} / \d+ (?=\|)"), _BARRED),
+    _Family("megatron", "iteration",
+            re.compile(rf"(?:samples/sec: [\d.]+ \| )?\biteration\s+{_STEP}\s*/\s*\d+\s*(?=\|)"),
+            _BARRED),
+    _Family("torchtitan", "step:",
+            re.compile(rf"(?<!validate )\bstep:\s*{_STEP}\s+loss:"), _PAIRS),
+    _Family("deepspeed", "iter time (s):",
+            re.compile(rf"\bsteps: {_STEP} loss: \S+ iter time \(s\):"), _PAIRS),
+    _Family("deepspeed", "AvgSamplesPerSec=",
+            re.compile(rf"\bglobal_step={_STEP}, RunningAvgSamplesPerSec="), _PAIRS),
+    _Family("deepspeed", ", SamplesPerSec=", re.compile(rf"\b\d+/{_STEP}, SamplesPerSec="), _PAIRS),
+    _Family("maxtext", "completed step:", re.compile(rf"\bcompleted step: {_STEP}, "), _PAIRS),
+    _Family("nanogpt", "iter ", re.compile(rf"(?:^|\s)iter {_STEP}: loss "), _WORDS),
+)  # fmt: skip
+STEP_SIGNS = (
+    "elapsed time per iteration", "SamplesPerSec=", "iter time (s):", "train_step_timing in s",
+)  # fmt: skip
+"""What only a line on a step holds: where it cannot be read, it is odd."""
+
+_MS, _S, _TERA = 10**6, 10**9, 10**12
+_COLUMN = {
+    "elapsed time per iteration (ms)": ("step_ns", _MS),
+    "elapsed time per iteration (s)": ("step_ns", _S),
+    "elapsed time per iteration ms": ("step_ns", _MS),
+    "train step timing in s": ("step_ns", _S),
+    "iter time (s)": ("step_ns", _S),
+    "seconds": ("step_ns", _S),
+    "time": ("step_ns", _MS),
+    "throughput per gpu (tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),
+    "approx flops per gpu": ("flops_per_s_per_gpu", _TERA),
+    "model tflops per gpu": ("flops_per_s_per_gpu", _TERA),
+    "tflop/s/device": ("flops_per_s_per_gpu", _TERA),
+    "tflops": ("flops_per_s_per_gpu", _TERA),
+    "mfu": ("mfu", 1),
+    "tps": ("tokens_per_s_per_gpu", 1),
+    "wps": ("tokens_per_s_per_gpu", 1),
+    "tokens per gpu per second (tgs)": ("tokens_per_s_per_gpu", 1),
+    "tokens per sec per gpu": ("tokens_per_s_per_gpu", 1),
+    "tokens/s/device": ("tokens_per_s_per_gpu", 1),
+    "samples per second": ("samples_per_s", 1),
+    "samples/sec": ("samples_per_s", 1),
+    "samplespersec": ("samples_per_s", 1),
+    "currsamplespersec": ("samples_per_s", 1),
+    "lm loss": ("loss", 1),
+    "loss": ("loss", 1),
+    "reduced train loss": ("loss", 1),
+    "global batch size": ("global_batch", 1),
+    "global step": ("step", 1),
+}
+_WHOLE = ("step_ns", "global_batch", "step")
+_UNIT = {"K": 1_000, "M": 10**6, "B": 10**9, "G": 10**9}
+
+
+def step_in(text: str) -> StepLine | None:
+    """The step that a line is about; None where it is about none."""
+    for number, family in enumerate(FAMILIES):
+        if family.needle in text and (found := family.pattern.search(text)):
+            known: dict[str, Any] = {"step": int(found["step"])}
+            for name, value, unit in family.field.findall(text[found.start() :]):
+                column, scale = _COLUMN.get(name.lower().replace("_", " "), ("", 0))
+                if column:
+                    known[column] = _value(column, value, scale * _UNIT.get(unit, 1), unit)
+            return StepLine(number, **known)
+    return None
+
+
+def _value(column: str, text: str, scale: int, unit: str) -> int | float:
+    if column in _WHOLE:
+        return whole(text, scale)
+    found = float(text.replace(",", "")) * scale
+    if unit == "%":
+        found /= 100
+    # Early logs of nanoGPT say -100 %, torchtitan's a loss of -1 on ranks without the last stage.
+    return NAN if found < 0 or not math.isfinite(found) else found
+
+
+def _missing(value: float) -> bool:
+    return value == -1 or value != value
+
+
+def whole(text: str, scale: int) -> int:
+    """A decimal number in text times scale, exact; -1 for none, a negative or one over 64 bits."""
+    plain = text.replace(",", "")
+    if not _NUMBER.fullmatch(plain) or not 0 <= float(plain) * scale < 2**63 - 1024:
+        return -1
+    return round(Decimal(plain) * scale)
+
+
+_MEGATRON_MEMORY = re.compile(
+    r"(?:\[Rank (\d{1,9})\] )?\(?after (\d{1,18}) iterations\)? memory \(MB\) \| "
+    r"allocated: ([\d.]+) \| max allocated: ([\d.]+) \| (?:reserved|cached): ([\d.]+) \| "
+    r"max (?:reserved|cached): (\d+(?:\.\d*)?)"
+)
+_USAGE = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB\s+Max_CA ([\d.]+) GB")
+_TIMER_MEMORY = re.compile(
+    r"global_step=(\d{1,18}),.{0,200}[ ,]MemAllocated=([\d.]+)GB, MaxMemAllocated=([\d.]+)GB"
+)
+_TITAN_MEMORY = re.compile(r"(?<!validate )\bstep:\s*(\d{1,18})\s.{0,200}memory:\s*([\d.]+)GiB")
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def memory_in(text: str) -> tuple[MemoryLine, ...]:
+    """What a line, or several ranks' lines run into one, say of memory.
+
+    DeepSpeed's GB are GiB. torchtitan's number is the peak that was reserved. Only Megatron's lines
+    tell the global rank: a launcher's prefix counts within its node.
+    """
+    if "memory (MB)" in text:
+        return tuple(
+            MemoryLine(int(rank or -1), int(step), *(whole(size, _MIB) for size in sizes))
+            for rank, step, *sizes in _MEGATRON_MEMORY.findall(text)
+        )
+    if "Max_MA" in text and (found := _USAGE.search(text)):
+        return (MemoryLine(-1, -1, *(whole(size, _GIB) for size in found.groups())),)
+    if "MaxMemAllocated" in text and (found := _TIMER_MEMORY.search(text)):
+        return (MemoryLine(-1, int(found[1]), whole(found[2], _GIB), whole(found[3], _GIB)),)
+    if "GiB" in text and (found := _TITAN_MEMORY.search(text)):
+        return (MemoryLine(-1, int(found[1]), max_reserved_bytes=whole(found[2], _GIB)),)
+    return ()
+
+
+_ACROSS = re.compile(r"(?:^|[\]:>])\s*(\S{1,80}) \.*: (?:\(([\d.]+), ([\d.]+)\)|(\d+\.\d\d)\s*$)")
+_ONE = re.compile(rf"\|\s*([^|:]{{1,80}}): ({NUMBER})\s*(?=\||$)")
+
+
+def timers_in(text: str) -> tuple[Timer, ...]:
+    """The timers of a line: one rank's `time (ms) |` row, or a name with its (min, max)."""
+    if "time (ms) |" in text:
+        row = text[text.index("time (ms) |") :]
+        found = [(name.strip(), whole(value, _MS)) for name, value in _ONE.findall(row)]
+        return tuple(Timer(name, value_ns, value_ns) for name, value_ns in found)
+    if ".: " in text and (across := _ACROSS.search(text)):
+        name, least, largest, only = across.groups()
+        return (Timer(name, whole(least or "", _MS), whole(largest or only, _MS)),)
+    return ()

@@ -1,0 +1,318 @@
+"""Recorded memory: allocator snapshots by hand, as torch writes them, and a real timeline."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from required import SHARED_TRACES, shared_trace
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.memory_record import CategoryMemory, DeviceMemory, MemoryRecord
+from stepsplit.analyzer.readers.memory_snapshot import read_memory, recognizes
+from stepsplit.analyzer.readers.sources import DiskFile
+from stepsplit.analyzer.readers.unpack import head_of
+
+MIB = 1 << 20
+BASE = 0x7F00_0000_0000
+T0_US = 1_790_000_000_000_000
+Json = dict[str, Any]
+
+
+def record_of(folder: Path, content: object, protocol: int = 4) -> MemoryRecord:
+    return read_bytes(folder, pickle.dumps(content, protocol))
+
+
+def read_bytes(folder: Path, content: bytes) -> MemoryRecord:
+    file = folder / "snapshot.pickle"
+    file.write_bytes(content)
+    assert recognizes(head_of(DiskFile(file)))
+    return read_memory(DiskFile(file))
+
+
+def block(at: int, size: int, state: str, requested: int | None = None) -> Json:
+    asked = size if requested is None else requested
+    return {
+        "address": BASE + at, "size": size, "requested_size": asked, "state": state, "frames": [],
+    }  # fmt: skip
+
+
+def segment(blocks: list[Json], device: int = 0, at: int = 0) -> Json:
+    sizes = {state: sum(b["size"] for b in blocks if b["state"] in states) for state, states in (
+        ("total", STATES), ("allocated", STATES[:1]), ("active", STATES[:2]))}  # fmt: skip
+    return {
+        "device": device, "address": BASE + at, "total_size": sizes["total"], "stream": 0,
+        "allocated_size": sizes["allocated"], "active_size": sizes["active"],
+        "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False,
+        "frames": [], "blocks": blocks,
+    }  # fmt: skip
+
+
+STATES = ("active_allocated", "active_pending_free", "inactive")
+
+
+def events(*acts: tuple[str, int, int]) -> list[Json]:
+    """A microsecond apart: what the allocator did, at which address, with how many bytes."""
+    return [
+        {
+            "action": action, "addr": BASE + at, "size": size, "stream": 0,
+            "time_us": T0_US + i, "frames": [{"name": "f", "filename": "t.py", "line": 1}],
+        }
+        for i, (action, at, size) in enumerate(acts)
+    ]  # fmt: skip
+
+
+def snapshot() -> Json:
+    """4 MiB reserved of 6; one tensor lives, one waits for its last use, one came and went."""
+    blocks = [
+        block(0, MIB, "active_allocated", MIB - 24),
+        block(MIB, MIB, "active_pending_free", MIB - 100),
+        block(2 * MIB, 2 * MIB, "inactive", 0),
+    ]
+    trace = events(
+        ("segment_alloc", 0, 4 * MIB),
+        ("alloc", 0, MIB - 24),
+        ("alloc", MIB, MIB - 100),
+        ("alloc", 2 * MIB, 1000),
+        ("free_requested", 2 * MIB, 1000),
+        ("free_completed", 2 * MIB, 1000),
+        ("free_requested", MIB, MIB - 100),
+        ("segment_free", 8 * MIB, 2 * MIB),
+        ("snapshot", 0, 0),
+    )
+    return {
+        "segments": [segment(blocks)],
+        "device_traces": [trace, []],
+        "allocator_settings": {"max_split_size": -1, "expandable_segments": False},
+        "external_annotations": [],
+    }
+
+
+def numbers(device: DeviceMemory) -> tuple[int, ...]:
+    return (
+        device.device, device.allocated_bytes, device.active_bytes, device.requested_bytes,
+        device.reserved_bytes, device.segments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_snapshot_is_its_state_and_the_way_there(tmp_path: Path, protocol: int) -> None:
+    record = record_of(tmp_path, snapshot(), protocol)
+    assert (record.kind, record.categories, record.notes) == ("snapshot", (), ())
+    (device,) = record.devices
+    assert numbers(device) == (0, MIB, 2 * MIB, 2 * MIB - 124, 4 * MIB, 1)
+    assert device.curve.allocated_bytes.tolist() == [
+        0, 0, MIB, 2 * MIB, 2 * MIB + 1024, 2 * MIB, 2 * MIB, MIB, MIB, MIB,
+    ]  # fmt: skip
+    assert device.curve.reserved_bytes.tolist() == [2 * MIB] + [6 * MIB] * 7 + [4 * MIB] * 2
+    assert device.curve.time_ns.tolist() == [T0_US * 1000] + [(T0_US + i) * 1000 for i in range(9)]
+    assert device.peak_allocated_bytes == 2 * MIB + 1024
+    assert device.peak_reserved_bytes == 6 * MIB
+
+
+@pytest.mark.parametrize("lost", range(9))
+def test_a_trace_that_lost_its_beginning_ends_the_same(tmp_path: Path, lost: int) -> None:
+    whole = record_of(tmp_path, snapshot()).devices[0].curve
+    content = snapshot()
+    content["device_traces"][0] = content["device_traces"][0][lost:]
+    rest = record_of(tmp_path, content).devices[0].curve
+    assert rest.allocated_bytes.tolist() == whole.allocated_bytes.tolist()[lost:]
+    assert rest.reserved_bytes.tolist() == whole.reserved_bytes.tolist()[lost:]
+
+
+def test_without_a_trace_there_is_no_peak(tmp_path: Path) -> None:
+    content = snapshot() | {"device_traces": []}
+    (device,) = record_of(tmp_path, content).devices
+    assert numbers(device) == (0, MIB, 2 * MIB, 2 * MIB - 124, 4 * MIB, 1)
+    assert (device.peak_allocated_bytes, device.peak_reserved_bytes, len(device.curve)) == (
+        -1, -1, 0,
+    )  # fmt: skip
+
+
+def test_segments_alone_and_blocks_of_1_13_say_the_same_state(tmp_path: Path) -> None:
+    old = snapshot()["segments"]
+    for one in old[0]["blocks"]:
+        asked = one.pop("requested_size")
+        del one["address"], one["frames"]
+        one["history"] = [{"addr": BASE, "real_size": asked, "frames": []}]
+    assert numbers(record_of(tmp_path, old).devices[0]) == (
+        0, MIB, 2 * MIB, 2 * MIB - 124, 4 * MIB, 1,
+    )  # fmt: skip
+    del old[0]["blocks"][0]["history"]
+    assert record_of(tmp_path, old).devices[0].requested_bytes == -1
+
+
+def test_a_trace_without_times_keeps_its_order(tmp_path: Path) -> None:
+    content = snapshot()
+    for event in content["device_traces"][0]:
+        del event["time_us"]
+    curve = record_of(tmp_path, content).devices[0].curve
+    assert set(curve.time_ns.tolist()) == {-1}
+    assert curve.allocated_bytes.max() == 2 * MIB + 1024
+
+
+def test_expandable_segments_are_mapped_and_unmapped(tmp_path: Path) -> None:
+    content = snapshot()
+    content["device_traces"][0][0]["action"] = "segment_map"
+    content["device_traces"][0][7]["action"] = "segment_unmap"
+    assert record_of(tmp_path, content).devices[0].peak_reserved_bytes == 6 * MIB
+
+
+def test_where_requests_were_not_recorded_a_block_counts_until_it_is_free(tmp_path: Path) -> None:
+    content = snapshot()
+    content["device_traces"][0] = [
+        event for event in content["device_traces"][0] if event["action"] != "free_requested"
+    ]
+    (device,) = record_of(tmp_path, content).devices
+    assert device.curve.allocated_bytes[-1] == device.active_bytes == 2 * MIB
+    assert device.peak_allocated_bytes == 2 * MIB + 1024
+
+
+def test_each_device_has_its_own_segments_and_trace(tmp_path: Path) -> None:
+    content = snapshot()
+    other = segment([block(0, 2 * MIB, "active_allocated")], device=3, at=64 * MIB)
+    content["segments"].append(other)
+    content["device_traces"] += [[], events(("alloc", 0, 2 * MIB))]
+    first, second = record_of(tmp_path, content).devices
+    assert first.peak_allocated_bytes == 2 * MIB + 1024
+    assert numbers(second) == (3, 2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB, 1)
+    assert second.curve.allocated_bytes.tolist() == [0, 2 * MIB]
+
+
+def test_a_trace_that_cannot_lead_to_its_state_tells_no_peak(tmp_path: Path) -> None:
+    content = snapshot()
+    content["device_traces"][0] = events(("alloc", 0, 64 * MIB), ("alloc", MIB, 64 * MIB))
+    record = record_of(tmp_path, content)
+    assert record.devices[0].allocated_bytes == MIB
+    content["device_traces"][0] = events(("alloc", 9 * MIB, 64 * MIB))
+    record = record_of(tmp_path, content)
+    assert record.devices[0].peak_allocated_bytes == -1
+    assert [note.code for note in record.notes] == ["memory_trace_odd"]
+
+
+def test_odd_segments_and_events_are_left_out_and_counted(tmp_path: Path) -> None:
+    content = snapshot()
+    content["segments"] += [7, {"total_size": -1}, {"total_size": 2**70}, {"blocks": []}]
+    content["device_traces"][0] += [None, {"size": 3}, {"action": "alloc", "size": "big"}]
+    record = record_of(tmp_path, content)
+    assert record.devices[0].peak_allocated_bytes == 2 * MIB + 1024
+    assert [note.message for note in record.notes] == ["7 odd entries of the snapshot are left out"]
+
+
+def test_a_cut_snapshot_lacks_its_end_and_is_refused(tmp_path: Path) -> None:
+    whole = pickle.dumps(snapshot(), 4)
+    file = tmp_path / "cut.pickle"
+    for content in (whole[: len(whole) // 2], gzip.compress(whole)[:-20]):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match="cut off or damaged"):
+            read_memory(DiskFile(file))
+
+
+ROWS = [
+    [-1, 1, 100, 0], [-1, 1, 20, 7], [5000, 2, 50, 4], [6000, 3, -50, 4], [6000, 3, 50, 5],
+    [7000, 4, -20, 7],
+]  # fmt: skip
+
+
+def categories(record: MemoryRecord) -> dict[str, tuple[int, int]]:
+    found = {one.name: (one.peak_bytes, one.at_peak_bytes) for one in record.categories}
+    return {name: held for name, held in found.items() if held != (0, 0)}
+
+
+def test_a_raw_timeline_adds_up_by_category(tmp_path: Path) -> None:
+    record = read_bytes(tmp_path, gzip.compress(json.dumps(ROWS).encode()))
+    (device,) = record.devices
+    assert (record.kind, record.notes) == ("timeline", ())
+    assert (device.device, device.allocated_bytes, device.peak_allocated_bytes) == (-1, 150, 170)
+    assert (device.reserved_bytes, device.segments, device.peak_reserved_bytes) == (-1, -1, -1)
+    assert device.curve.time_ns.tolist() == [5000, 5000, 5000, 6000, 6000, 7000]
+    assert device.curve.allocated_bytes.tolist() == [100, 120, 170, 120, 170, 150]
+    assert categories(record) == {
+        "parameter": (100, 100), "activation": (50, 50), "gradient": (50, 0), "unknown": (20, 20),
+    }  # fmt: skip
+
+
+def test_a_timeline_that_is_added_up_says_the_same_by_the_microsecond(tmp_path: Path) -> None:
+    held = [[0, 100, 0, 0, 0, 50, 0, 0, 20], [0, 100, 0, 0, 0, 0, 50, 0, 0]]
+    record = read_bytes(tmp_path, json.dumps([[T0_US, T0_US + 2], held]).encode())
+    (device,) = record.devices
+    assert device.curve.time_ns.tolist() == [T0_US * 1000, (T0_US + 2) * 1000]
+    assert device.curve.allocated_bytes.tolist() == [170, 150]
+    assert categories(record) == {
+        "parameter": (100, 100), "activation": (50, 50), "gradient": (50, 0), "unknown": (20, 20),
+    }  # fmt: skip
+
+
+def test_odd_rows_and_a_cut_end_are_told(tmp_path: Path) -> None:
+    odd = json.dumps([*ROWS[:2], [1, 2], [1, 9, 3, 0], ["x"], *ROWS[2:]]).encode()
+    record = read_bytes(tmp_path, odd)
+    assert record.devices[0].peak_allocated_bytes == 170
+    assert [note.message for note in record.notes] == ["3 odd rows of the timeline are left out"]
+    record = read_bytes(tmp_path, json.dumps(ROWS).encode()[:60])
+    assert record.devices[0].curve.allocated_bytes.tolist() == [100, 120, 170]
+    assert [note.code for note in record.notes] == ["memory_torn"]
+
+
+@pytest.mark.parametrize("extra", [[[9000, 2, 10**14, 0]] * 20_000, [[1, 2]] * 3])
+def test_no_size_overflows(tmp_path: Path, extra: list[list[int]]) -> None:
+    try:
+        record = read_bytes(tmp_path, json.dumps(ROWS + extra).encode())
+    except DataError as error:
+        assert error.problem == "sizes that no device has"
+    else:
+        assert record.devices[0].allocated_bytes == 150
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_bytes_raise_nothing_but_dataerror(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    held = [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
+    added_up = json.dumps([[T0_US], held]).encode()
+    kinds = [pickle.dumps(snapshot(), 2), json.dumps(ROWS).encode(), added_up]
+    content = bytearray(data.draw(st.sampled_from(kinds)))
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=5)):
+        content[place] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))]
+    file = tmp_path_factory.getbasetemp() / "memory"
+    file.write_bytes(content)
+    recognizes(bytes(content))
+    try:
+        read_memory(DiskFile(file))
+    except DataError as error:
+        assert "\n" not in str(error)
+
+
+REAL = "memory_analysis__memory_timeline.raw.gz"
+
+
+def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
+    """Its own sums, by the standard library alone."""
+    file = shared_trace("kineto_hta") / REAL
+    rows = json.loads(gzip.decompress(file.read_bytes()))
+    held, most = 0, 0
+    for _, _, change, _ in rows:
+        held += change
+        most = max(most, held)
+    record = read_memory(DiskFile(file))
+    (device,) = record.devices
+    assert record.notes == ()
+    assert len(device.curve) == len(rows) == 16845
+    assert (device.allocated_bytes, device.peak_allocated_bytes) == (held, most)
+    assert most == 3_082_832_104
+    assert sum(one.at_peak_bytes for one in record.categories) == most
+    assert record.categories[4] == CategoryMemory("activation", 2_746_497_024, 2_592_465_920)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
+)
+def test_nothing_else_is_taken_for_memory(file: Path) -> None:
+    assert recognizes(head_of(DiskFile(file))) == (file.name == REAL)

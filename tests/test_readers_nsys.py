@@ -1,0 +1,299 @@
+"""Nsight Systems' exports of two ages: what ran, what it communicated, and whose it was."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from nsys_builders import EPOCH_NS, NEW, OLD, Export
+from required import shared_trace
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
+from stepsplit.analyzer.readers.nsys import read_nsys, recognizes
+from stepsplit.analyzer.readers.sources import DiskFile
+from stepsplit.analyzer.split.run_split import split_run
+from stepsplit.analyzer.trace import OPS, Category, Group, Lane, RankTrace
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+COMM = 0xF00D_0000_0000_0ABC
+
+
+def read(export: Export, folder: Path, name: str = "rank0.sqlite") -> RankTrace:
+    (trace,) = read_nsys(DiskFile(export.write(folder / name)))
+    return trace
+
+
+def rows(trace: RankTrace) -> list[tuple[str, int, int, str]]:
+    """Each event's category, start, duration and name."""
+    e = trace.events
+    names = [e.names[name] for name in e.name_id.tolist()]
+    categories = [Category(category).name for category in e.category.tolist()]
+    return list(zip(categories, e.start_ns.tolist(), e.dur_ns.tolist(), names, strict=True))
+
+
+def calls(trace: RankTrace) -> list[tuple[str, int, int, int, int]]:
+    """Each call's op, group, peer, input and message bytes."""
+    c = trace.calls
+    columns = (c.group_id, c.peer, c.input_bytes, c.message_bytes)
+    ops = [OPS[op] for op in c.op.tolist()]
+    return list(zip(ops, *(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_what_ran_is_in_the_words_of_kineto(tmp_path: Path, version: str) -> None:
+    export = Export(version).range("iteration 5", 1_000, 9_000).kernel("gemm", 2_000, 3_000)
+    export.copy(10, 4_000, 5_000).copy(1, 5_000, 5_500, memory=(1, 2)).memset(6_000, 6_001)
+    trace = read(export, tmp_path)
+    launches = [("RUNTIME", at, 1, "cudaLaunchKernel") for at in (1_000, 3_000, 4_000, 5_000)]
+    assert sorted(rows(trace)) == sorted([
+        ("ANNOTATION", 0, 8_000, "iteration 5"),
+        ("KERNEL", 1_000, 1_000, "gemm"),
+        ("MEMCPY", 3_000, 1_000, "Memcpy PtoP (Device -> Device)"),
+        ("MEMCPY", 4_000, 500, "Memcpy HtoD (Pinned -> Device)"),
+        ("MEMSET", 5_000, 1, "Memset (Device)"),
+        *launches,
+    ])  # fmt: skip
+    assert sorted(trace.events.lanes, key=str) == sorted([
+        Lane("100", "101", -1, -1), Lane("100", "", 0, 7), Lane("100", "", 0, 9),
+    ], key=str)  # fmt: skip
+    assert trace.events.launch_ns()[trace.events.of(Category.KERNEL)].tolist() == [1_000]
+    assert (trace.host, trace.device, trace.rank) == ("node7", "NVIDIA H100 80GB HBM3", 0)
+    began = 0 if version == OLD else EPOCH_NS
+    assert trace.t0_unix_ns == began + 1_000
+    assert [note.code for note in trace.notes] == (["no_clock"] if version == OLD else [])
+
+
+def test_marks_and_open_ranges_have_no_duration(tmp_path: Path) -> None:
+    export = Export().kernel("gemm", 0, 5).range("a mark", 1, None, kind=34)
+    export.range("open", 2, None).range("thread to thread", 3, 4, kind=60)
+    trace = read(export, tmp_path)
+    assert [row[3] for row in rows(trace) if row[0] == "ANNOTATION"] == ["thread to thread"]
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_kernels_tell_their_op_where_nothing_else_does(tmp_path: Path, version: str) -> None:
+    export = Export(version).kernel(ALL_REDUCE, 0, 5).kernel("gemm", 5, 6)
+    trace = read(export.kernel(SEND_RECV, 6, 7), tmp_path)
+    assert calls(trace) == [("all_reduce", -1, -1, -1, -1), ("unknown", -1, -1, -1, -1)]
+    assert (trace.groups, trace.backend) == ((), "nccl")
+
+
+def test_a_range_of_nccl_around_the_launch_tells_size_and_communicator(tmp_path: Path) -> None:
+    export = Export().range("ncclAllReduce", 10, 20, comm=COMM, size=4096)
+    export.kernel(ALL_REDUCE, 50, 90, launched=15).kernel(ALL_REDUCE, 95, 99, launched=30)
+    export.range("ncclAllReduce", 25, 40, tid=102, comm=COMM, size=1)
+    trace = read(export, tmp_path)
+    assert calls(trace) == [
+        ("all_reduce", 0, -1, 4096, 4096), ("all_reduce", -1, -1, -1, -1),
+    ]  # fmt: skip
+    assert trace.groups == (Group("0xf00d000000000abc", (), ""),)
+    assert trace.calls.issued_ns.tolist() == [5, 20]
+
+
+def test_the_end_of_a_group_launches_what_was_asked_in_it(tmp_path: Path) -> None:
+    export = Export().range("ncclGroupStart", 0, 1).range("ncclSend", 2, 3, comm=1, size=10, peer=1)
+    export.range("ncclRecv", 4, 5, comm=1, size=10, peer=1).range("ncclGroupEnd", 6, 20)
+    export.kernel(SEND_RECV, 30, 40, launched=10)
+    export.range("ncclGroupStart", 50, 51).range("ncclAllGather", 52, 53, comm=2, size=7)
+    export.range("ncclReduceScatter", 54, 55, comm=2, size=9).range("ncclGroupEnd", 56, 60)
+    export.kernel(ALL_GATHER, 61, 62, launched=57).kernel(REDUCE_SCATTER, 63, 64, launched=58)
+    export.range("ncclRecv", 70, 75, comm=1, size=8, peer=0).kernel(SEND_RECV, 80, 85, launched=72)
+    assert calls(read(export, tmp_path)) == [
+        ("send_recv", 0, -1, 10, 10),
+        ("all_gather", 1, -1, 7, -1),
+        ("reduce_scatter", 1, -1, -1, -1),
+        ("recv", 0, -1, 8, 8),
+    ]
+
+
+def test_old_ranges_without_payload_still_tell_the_op(tmp_path: Path) -> None:
+    export = Export(OLD).range("ncclSend", 0, 9).kernel(SEND_RECV, 20, 30, launched=5)
+    assert calls(read(export, tmp_path)) == [("send", -1, -1, -1, -1)]
+
+
+def test_processes_of_one_node_are_ranks_and_know_their_communicators(tmp_path: Path) -> None:
+    export = Export().environment("HOME=/root RANK_OFFSET=9\nWORLD_SIZE=4")
+    for rank, pid in ((1, 300), (0, 400)):
+        export.put("MPI_RANKS", globalTid=export_tid(pid), rank=2 + rank)
+        who = {"pid": pid, "tid": pid + 1}
+        export.range("ncclCommInitRankConfig", 0, 9, **who, comm=COMM, ranks=2, rank=rank)
+        export.range("ncclAllGather", 10, 19, **who, comm=COMM, size=100)
+        export.kernel(ALL_GATHER, 20, 30, launched=12, device=rank, **who)
+        export.range("ncclSend", 40, 49, **who, comm=COMM, size=5, peer=1 - rank)
+        export.kernel(SEND_RECV, 50, 60, launched=42, device=rank, **who)
+    first, second = read_nsys(DiskFile(export.write(tmp_path / "node1.sqlite")))
+    assert [(t.rank, t.world_size, t.notes) for t in (first, second)] == [(2, 4, ()), (3, 4, ())]
+    assert first.groups == second.groups == (Group("0xf00d000000000abc", (2, 3), ""),)
+    assert calls(first) == [("all_gather", 0, -1, 100, 200), ("send", 0, 3, 5, 5)]
+    assert calls(second) == [("all_gather", 0, -1, 100, 200), ("send", 0, 2, 5, 5)]
+
+
+def export_tid(pid: int) -> int:
+    """The serialized id of the process's first thread."""
+    return 0x2A << 56 | 0x01 << 48 | pid << 24 | pid
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "rank", "guessed"),
+    [
+        ("profile_node0_rank3.sqlite", "", 3, False),
+        ("rank-12.sqlite", "", 12, False),
+        ("report1.sqlite", "RANK=5;SLURM_PROCID=1", 5, False),
+        ("report1.sqlite", '{"SLURM_PROCID": "6", "LOCAL_RANK": "2"}', 6, False),
+        ("rank3.sqlite", "OMPI_COMM_WORLD_RANK=4", 4, False),
+        ("report1.sqlite", "LOCAL_RANK=2", 0, True),
+    ],
+)
+def test_a_rank_is_of_the_environment_or_of_the_name(
+    tmp_path: Path, name: str, environment: str, rank: int, guessed: bool
+) -> None:
+    trace = read(Export().environment(environment).kernel("gemm", 0, 5), tmp_path, name)
+    assert (trace.rank, trace.world_size) == (rank, rank + 1)
+    assert ["rank_guessed"] * guessed == [note.code for note in trace.notes]
+
+
+def test_unnamed_processes_are_ranks_in_the_order_of_their_devices(tmp_path: Path) -> None:
+    export = Export().kernel("b", 0, 5, pid=7, device=1).kernel("a", 0, 5, pid=9, device=0)
+    export.range("launcher", 0, 9, pid=3)
+    traces = read_nsys(DiskFile(export.write(tmp_path / "node.sqlite")))
+    assert [(t.rank, t.events.names[t.events.name_id[0]]) for t in traces] == [(0, "a"), (1, "b")]
+    assert [note.code for t in traces for note in t.notes] == ["rank_guessed", "rank_guessed"]
+
+
+def test_graphs_recorded_whole_are_busy_and_said(tmp_path: Path) -> None:
+    trace = read(Export().graph(0, 50), tmp_path)
+    assert ("KERNEL", 0, 50, "CUDA graph") in rows(trace)
+    assert [note.code for note in trace.notes] == ["graphs_whole"]
+
+
+def test_a_column_that_an_age_lacks_is_no_error(tmp_path: Path) -> None:
+    path = Export().kernel("gemm", 0, 5).write(tmp_path / "rank0.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid")
+        connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN demangledName")
+        connection.execute("ALTER TABLE NVTX_EVENTS DROP COLUMN textId")
+        connection.execute("DROP TABLE TARGET_INFO_GPU")
+    connection.close()
+    (trace,) = read_nsys(DiskFile(path))
+    assert ("KERNEL", 0, 5, "gemm") in rows(trace)
+    assert trace.events.launch_ns().tolist() == [0, 0]
+
+
+def test_two_ranks_meet_in_an_all_reduce(tmp_path: Path) -> None:
+    """Rank 1 computes 20 us longer; the data moves 10 us; both then compute 5 us."""
+    traces = []
+    for rank, late in ((0, 0), (1, 20_000)):
+        export = Export().range("ProfilerStep#3", 1_000, 90_000)
+        export.kernel("gemm", 2_000, 32_000 + late, launched=1_500)
+        export.range("ncclAllReduce", 3_000, 3_900)
+        export.kernel(ALL_REDUCE, 32_000 + late, 62_000, launched=3_500, stream=20)
+        export.kernel("adam", 62_000, 67_000, launched=4_000)
+        traces.append(read(export, tmp_path, f"rank{rank}.sqlite"))
+    split = split_run(traces, None, ideal_bubble_fraction)
+    early, late_rank = (rank.steps[0].split for rank in split.ranks)
+    assert (early.compute_ns, early.skew_ns, early.collective_ns) == (35_000, 20_000, 10_000)
+    assert (late_rank.compute_ns, late_rank.skew_ns, late_rank.collective_ns) == (55_000, 0, 10_000)
+    assert early.step_ns == late_rank.step_ns
+    assert [(row.op, row.count) for row in split.collectives] == [("all_reduce", 1)]
+
+
+def small(folder: Path) -> Path:
+    export = Export().range("ncclAllReduce", 10, 20, comm=COMM, size=4096)
+    return export.kernel(ALL_REDUCE, 50, 90, launched=15).write(folder / "rank0.sqlite")
+
+
+def test_a_packed_export_is_the_same(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    packed = tmp_path / "rank0.sqlite.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    (plain,), (unpacked,) = read_nsys(DiskFile(path)), read_nsys(DiskFile(packed))
+    assert (rows(plain), calls(plain)) == (rows(unpacked), calls(unpacked))
+    packed.write_bytes(packed.read_bytes()[:-30])
+    with pytest.raises(DataError, match="torn"):
+        read_nsys(DiskFile(packed))
+
+
+def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
+    whole = small(tmp_path).read_bytes()
+    torn, dice = tmp_path / "torn.sqlite", random.Random(5)
+    damaged = [whole[:size] for size in range(0, len(whole), 997)]
+    for _ in range(150):
+        change = bytearray(whole)
+        for _ in range(20):
+            change[dice.randrange(16, len(whole))] = dice.randrange(256)
+        damaged.append(bytes(change))
+    for content in damaged:
+        torn.write_bytes(content)
+        assert isinstance(recognizes(content[: 1 << 16]), bool)
+        try:
+            read_nsys(DiskFile(torn))
+        except DataError as error:
+            assert str(error).startswith(f"{torn}: ")
+            assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("DROP TABLE StringIds", "no Nsight Systems export"),
+        ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "no GPU kernels"),
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "no GPU kernels"),
+        (
+            "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME TO k; CREATE VIEW "
+            "CUPTI_ACTIVITY_KIND_KERNEL AS WITH RECURSIVE e(start) AS (SELECT 1 UNION ALL "
+            "SELECT start FROM e) SELECT start, start AS end FROM e",
+            "no GPU kernels",
+        ),
+    ],
+)
+def test_an_export_without_kernels_says_how_to_record_them(
+    tmp_path: Path, change: str, problem: str
+) -> None:
+    path = small(tmp_path)
+    connection = sqlite3.connect(path)
+    connection.executescript(change)
+    connection.close()
+    with pytest.raises(DataError, match=problem) as caught:
+        read_nsys(DiskFile(path))
+    assert "nsys" in caught.value.mend
+
+
+def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:
+    path = small(tmp_path)
+    with sqlite3.connect(path) as connection:
+        for values in ("'x', 1e300, 'a', NULL", "-9e18, 9e18, 1, 1", "NULL, NULL, x'ff', 3.5"):
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+            connection.execute(
+                "INSERT OR IGNORE INTO NVTX_EVENTS (start, end, globalTid, eventType) "
+                f"VALUES ({values})"
+            )
+        connection.execute("UPDATE NVTX_EVENTS SET binaryData = x'00ff', text = x'fffe00'")
+    connection.close()
+    (trace,) = read_nsys(DiskFile(path))
+    assert calls(trace)[0][0] == "all_reduce"
+
+
+def test_exports_are_known_by_their_tables(tmp_path: Path) -> None:
+    head = small(tmp_path).read_bytes()[: 1 << 16]
+    assert recognizes(head)
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE runs (id INTEGER)")
+    connection.close()
+    assert not recognizes(other.read_bytes())
+    assert not recognizes(b"")
+    assert not recognizes(head[15:])
+
+
+def test_no_other_real_file_is_taken_for_an_export() -> None:
+    folder = shared_trace("kineto_megatron_tp2_v100").parent
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as content:
+            assert not recognizes(content.read(1 << 16)), path

@@ -1,0 +1,533 @@
+"""Training logs as frameworks print them, from 2019 to today: one row a step, and what broke."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import statistics
+import tarfile
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from required import SHARED_TRACES, shared_trace
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers import golden_values
+from stepsplit.analyzer.readers.golden_values import read_golden_values
+from stepsplit.analyzer.readers.sources import DiskFile
+from stepsplit.analyzer.readers.train_log import TrainLog, read_train_log, recognizes
+from stepsplit.analyzer.readers.unpack import HEAD_BYTES, head_of
+
+BIGSCIENCE = "trainlog_bigscience_v100"
+MS, S, TERA, GIB, MIB = 10**6, 10**9, 1e12, 1 << 30, 1 << 20
+NAN = math.nan
+
+
+def read(folder: Path, text: str | bytes) -> TrainLog:
+    file = folder / "train.log"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_train_log(DiskFile(file))
+
+
+def megatron(step: int, ms: float = 100.0, of: int = 100) -> str:
+    return (
+        f" iteration {step:8d}/{of:8d} | consumed samples: {step * 4:12d} | elapsed time per "
+        f"iteration (ms): {ms} | learning rate: 1.5E-04 | global batch size:     4 | lm loss: "
+        "9.5E+00 | loss scale: 1.0 | number of skipped iterations:   0 |\n"
+    )
+
+
+def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5) -> str:
+    return (
+        f"{before}[titan] 2025-06-16 22:30:{second} - root - INFO - \x1b[31mstep: {step:2}  "
+        f"\x1b[32mloss: {loss:7.4f}  \x1b[33mmemory: 49.66GiB(52.28%)  \x1b[34mtps: 5,856  "
+        "\x1b[36mtflops: 339.16  \x1b[35mmfu: 34.29%\x1b[39m\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "framework", "row"),
+    [
+        (
+            " iteration       10/  120000 | elapsed time per iteration (ms): 1993.9 | learning rate"
+            " 0.000E+00 | lm loss 1.25E+01 | loss scale 8388608.0 |",
+            "megatron",
+            (10, 1_993_900_000, NAN, NAN, NAN, NAN, 12.5, -1),
+        ),
+        (
+            " [2024-04-06 02:59:36] iteration       43/     100 | consumed samples:         5504 | "
+            "elapsed time per iteration (ms): 5444.9 | throughput per GPU (TFLOP/s/GPU): 239.8 | "
+            "learning rate: 8.600000E-06 | global batch size:   128 | lm loss: 1.825991E+00 | "
+            "loss scale: 1.0 | grad norm: 1.426 |",
+            "megatron",
+            (43, 5_444_900_000, 239.8 * TERA, NAN, NAN, NAN, 1.825991, 128),
+        ),
+        (
+            "[default3]: iteration       10/  292968 | consumed samples:        10240 | elapsed "
+            "time per iteration (s): 35.8651 | global batch size:  1024 | lm loss: 1.3E+01 | "
+            "samples per second: 28.551 | tokens per gpu per second (tgs): 1146.5 | "
+            "TFLOPs: 199.5 |",
+            "megatron",
+            (10, 35_865_100_000, 199.5 * TERA, NAN, 1146.5, 28.551, 13.0, 1024),
+        ),
+        (
+            " samples/sec: 7.799 | iteration       34/   10000 | elapsed time per iteration (ms): "
+            "4103.1 | approx flops per GPU: 112.5TFLOPS | lm_loss: 1.1E+01 |",
+            "megatron",
+            (34, 4_103_100_000, 112.5 * TERA, NAN, NAN, 7.799, 11.0, -1),
+        ),
+        (
+            "[2023-10-31 08:58:33,237] [INFO] [timer.py:260:stop] epoch=0/micro_step=14/"
+            "global_step=7, RunningAvgSamplesPerSec=14.7, CurrSamplesPerSec=13.2, "
+            "MemAllocated=1.5GB, MaxMemAllocated=2.0GB",
+            "deepspeed",
+            (7, -1, NAN, NAN, NAN, 13.2, NAN, -1),
+        ),
+        (
+            "[2022-03-11 02:06:58,985] [INFO] [timer.py:189:stop] 0/40, SamplesPerSec=83.4, "
+            "MemAllocated=0.26GB, MaxMemAllocated=9.02GB",
+            "deepspeed",
+            (40, -1, NAN, NAN, NAN, 83.4, NAN, -1),
+        ),
+        (
+            "steps: 10 loss: 7.0816 iter time (s): 2.741 samples/sec: 1.459",
+            "deepspeed",
+            (10, 2_741_000_000, NAN, NAN, NAN, 1.459, 7.0816, -1),
+        ),
+        (
+            "[rank0]:2024-03-04 17:01:30,110 - root - INFO - step:  1  loss: 10.5000  iter: 1.2  "
+            "memory:  1.41GiB(1.79%)  wps: 193,831  mfu: 1.5%",
+            "torchtitan",
+            (1, -1, NAN, 0.015, 193831.0, NAN, 10.5, -1),
+        ),
+        (titan(10), "torchtitan", (10, -1, 339.16 * TERA, 0.3429, 5856.0, NAN, 6.5, -1)),
+        (titan(10, loss=-1), "torchtitan",
+         (10, -1, 339.16 * TERA, 0.3429, 5856.0, NAN, NAN, -1)),
+        (
+            "Training epoch 1, iteration 20/149 | lr: 3e-05 | global_batch_size: 32 | "
+            "global_step: 170 | reduced_train_loss: 1.25 | train_step_timing in s: 0.03146",
+            "nemo",
+            (170, 31_460_000, NAN, NAN, NAN, NAN, 1.25, 32),
+        ),
+        (
+            "Epoch 0:   1%|          | 795/77225 [9:07:58<878:01:48, 41.36s/it, v_num=, "
+            "reduced_train_loss=3.5, global_step=794.0, train_step_timing in s=41.3]",
+            "nemo",
+            (794, 41_300_000_000, NAN, NAN, NAN, NAN, 3.5, -1),
+        ),
+        (
+            "01/02/2024 10:00:00 [INFO|DP=0]: iteration: 7 / 100 | consumed_tokens: 5.12M | "
+            "elapsed_time_per_iteration_ms: 1.25K | tokens_per_sec_per_gpu: 6.5K | "
+            "global_batch_size: 1.02K | lm_loss: 10.5 | model_tflops_per_gpu: 12.5",
+            "nanotron",
+            (7, 1_250_000_000, 12.5 * TERA, NAN, 6500.0, NAN, 10.5, 1020),
+        ),
+        (
+            "completed step: 3, seconds: 1.5, TFLOP/s/device: 100.5, Tokens/s/device: 5000.5, "
+            "total_weights: 65536, loss: 9.5",
+            "maxtext",
+            (3, 1_500_000_000, 100.5 * TERA, NAN, 5000.5, NAN, 9.5, -1),
+        ),
+        (
+            "iter 10: loss 4.1234, time 123.45ms, mfu 12.5%",
+            "nanogpt",
+            (10, 123_450_000, NAN, 0.125, NAN, NAN, 4.1234, -1),
+        ),
+    ],
+)  # fmt: skip
+def test_every_framework_says_the_same_in_its_own_words(
+    tmp_path: Path, line: str, framework: str, row: tuple[float, ...]
+) -> None:
+    log = read(tmp_path, line.rstrip("\n") + "\n")
+    steps = log.steps
+    columns = (steps.step, steps.step_ns, steps.flops_per_s_per_gpu, steps.mfu,
+               steps.tokens_per_s_per_gpu, steps.samples_per_s, steps.loss,
+               steps.global_batch)  # fmt: skip
+    assert [column[0] for column in columns] == pytest.approx(row, nan_ok=True)
+    assert (log.framework, len(steps), log.unparsed) == (framework, 1, 0)
+    assert recognizes(line.encode())
+
+
+def test_the_first_row_of_a_start_and_slow_ones_after_it_are_warm_up(tmp_path: Path) -> None:
+    times = [(1, 300), (2, 126), (3, 100), (4, 200), (5, 100), (6, 100)]
+    again = [(5, 250), (6, 100), (7, 100)]
+    log = read(tmp_path, "".join(megatron(*each) for each in times + again))
+    assert log.steps.start.tolist() == [0] * 6 + [1] * 3
+    assert log.steps.step.tolist() == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    assert log.steps.warmup.tolist() == [True, True, *[False] * 4, True, False, False]
+    assert (log.restarts, log.steps.median_step_ns) == (1, 100 * MS)
+
+
+def test_a_row_states_the_mean_of_the_steps_since_the_row_before(tmp_path: Path) -> None:
+    lines = [megatron(step) for step in (10, 20, 40)]
+    log = read(tmp_path, "  log_interval ..................... 10\n" + "".join(lines))
+    assert log.steps.steps_in_row.tolist() == [10, 10, 20]
+    assert read(tmp_path, "".join(lines)).steps.steps_in_row.tolist() == [1, 10, 20]
+
+
+def test_a_single_row_is_warm_up_and_has_no_median(tmp_path: Path) -> None:
+    assert read(tmp_path, megatron(1)).steps.median_step_ns is None
+
+
+def test_every_rank_prints_and_one_row_is_kept(tmp_path: Path) -> None:
+    ranks = ("[rank0]:", "[rank1]:")
+    text = "".join(titan(step, before=rank) for step in (1, 2) for rank in ranks)
+    late = titan(3, before=ranks[0]) + titan(2, before=ranks[1]) + titan(3, before=ranks[1])
+    log = read(tmp_path, text + late)
+    assert (log.steps.step.tolist(), log.restarts) == ([1, 2, 3], 0)
+
+
+def test_the_rank_that_knows_the_loss_tells_it(tmp_path: Path) -> None:
+    text = titan(1, before="[rank0]:", loss=-1) + titan(1, before="[rank7]:", loss=8.5)
+    assert read(tmp_path, text).steps.loss.tolist() == [8.5]
+
+
+def test_a_launch_at_the_same_step_is_a_restart(tmp_path: Path) -> None:
+    begin = "using world size: 8, data-parallel-size: 2, tensor-model-parallel size: 4, pipeline"
+    log = read(tmp_path, f"{begin}\n{megatron(10)}{begin}\n{begin}\n{megatron(10)}")
+    assert (log.restarts, log.world_size, log.mesh) == (1, 8, (("dp", 2), ("tp", 4)))
+
+
+def test_time_stamps_give_the_step_time_where_lines_do_not(tmp_path: Path) -> None:
+    lines = titan(1, "10,000"), titan(10, "19,000"), titan(20, "29,005"), titan(30, "39,005")
+    log = read(tmp_path, "".join(lines))
+    assert log.steps.step_ns.tolist() == [-1, S, 1_000_500_000, S]
+    assert [note.code for note in log.notes] == ["step_time_by_clock"]
+
+
+def test_deepspeed_lines_fill_the_row_of_megatrons_line(tmp_path: Path) -> None:
+    def timer(step: int) -> str:
+        return (
+            f"[2024-03-07 15:27:02,646] [INFO] [timer.py:260:stop] epoch=0/micro_step={step}/"
+            f"global_step={step}, RunningAvgSamplesPerSec=58.7, CurrSamplesPerSec=6{step}.5, "
+            "MemAllocated=6.0GB, MaxMemAllocated=19.5GB\n"
+        )
+
+    log = read(tmp_path, "".join(timer(step) + megatron(step) for step in (1, 2)) + timer(3))
+    assert log.framework == "megatron-deepspeed"
+    assert log.steps.step.tolist() == [1, 2]
+    assert log.steps.samples_per_s.tolist() == [61.5, 62.5]
+    assert log.steps.step_ns.tolist() == [100 * MS, 100 * MS]
+    assert log.memory.max_allocated_bytes.tolist() == [int(19.5 * GIB)] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        (
+            "[Rank 7] (after 20 iterations) memory (MB) | allocated: 21633.0859375 | max allocated:"
+            " 24432.5 | reserved: 29316.0 | max reserved: 29316.0[Rank 6] (after 20 iterations) "
+            "memory (MB) | allocated: 1.0 | max allocated: 2.0 | reserved: 3.00 | max reserved: 4",
+            [(7, 20, 22683934720, 25619333120, 30740054016, 30740054016),
+             (6, 20, MIB, 2 * MIB, 3 * MIB, 4 * MIB)],
+        ),
+        (
+            "after 5 iterations memory (MB) | allocated: 1.5 | max allocated: 2.0 | cached: 3.0 | "
+            "max cached: 4.0",
+            [(-1, 5, 3 * MIB // 2, 2 * MIB, 3 * MIB, 4 * MIB)],
+        ),
+        (
+            "[2021-05-26 04:37:53,114] [INFO] [utils.py:589:see_memory_usage] MA 2.5 GB         "
+            "Max_MA 3.5 GB         CA 5.5 GB         Max_CA 6 GB ",
+            [(-1, -1, 5 * GIB // 2, 7 * GIB // 2, 11 * GIB // 2, 6 * GIB)],
+        ),
+        (titan(4) * 2, [(-1, 4, -1, -1, -1, round(49.66 * GIB))]),
+        ("[titan] validate step:  4  loss:  3.1  memory: 49.66GiB(52.28%)  tps: 5", []),
+    ],
+)  # fmt: skip
+def test_memory_is_bytes_of_the_rank_that_states_it(
+    tmp_path: Path, text: str, rows: list[tuple[int, ...]]
+) -> None:
+    memory = read(tmp_path, f"{text}\n").memory
+    assert list(zip(*(column.tolist() for column in astuple(memory)), strict=True)) == rows
+
+
+def test_timers_hold_pipeline_waits(tmp_path: Path) -> None:
+    text = (
+        "time (ms) | load-checkpoint: 0.35\n"
+        + megatron(10)
+        + "time (ms) | forward-compute: 306.62 | forward-recv: 527.58\n"
+        + megatron(20)
+        + "(min, max) time across ranks (ms):\n"
+        "    forward-backward ...............................: (1234.56, 1240.12)\n"
+        "[default1]:    batch-generator ......: (1.06, 1.07)training ...\n"
+        "max time across ranks (ms):\n"
+        "    optimizer ......................................: 12.34\n"
+        "  fp16 ............................................ True\n"
+    )
+    timers = read(tmp_path, text).timers
+    names = [timers.names[i] for i in timers.name_id]
+    rows = list(zip(timers.step, names, timers.min_ns, timers.max_ns, strict=True))
+    assert rows == [
+        (-1, "load-checkpoint", 350_000, 350_000),
+        (10, "forward-compute", 306_620_000, 306_620_000),
+        (10, "forward-recv", 527_580_000, 527_580_000),
+        (20, "forward-backward", 1_234_560_000, 1_240_120_000),
+        (20, "batch-generator", 1_060_000, 1_070_000),
+        (20, "optimizer", -1, 12_340_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "mesh"),
+    [
+        (
+            "using world size: 16, data-parallel size: 2, context-parallel size: 2, hierarchical "
+            "context-parallel sizes: None, tensor-model-parallel size: 2, "
+            "encoder-tensor-model-parallel size: 0, pipeline-model-parallel size: 2, ",
+            16,
+            (("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)),
+        ),
+        (
+            "  data_parallel_size .............. 2\n  expert_model_parallel_size ...... 4\n"
+            "  pipeline_model_parallel_size .... 2\n  tensor_model_parallel_size ...... 4\n"
+            "  use_tp_pp_dp_mapping ............ True\n  world_size ............... 16",
+            16,
+            (("dp", 2), ("pp", 2), ("tp", 4), ("ep", 4)),
+        ),
+        (
+            "[rank0]:2024-08-11 10:00:00,000 - root - INFO - Building 2-D device mesh with "
+            "['dp_shard', 'tp'], [4, 2]",
+            8,
+            (("dp_shard", 4), ("tp", 2)),
+        ),
+        (
+            "[titan] Building device mesh with parallelism: pp=2, dp_replicate=1, dp_shard=4, "
+            "cp=1, tp=2, ep=4, etp=1",
+            16,
+            (("pp", 2), ("dp_replicate", 1), ("dp_shard", 4), ("cp", 1), ("tp", 2), ("ep", 4)),
+        ),
+    ],
+)  # fmt: skip
+def test_the_mesh_is_what_the_log_states(
+    tmp_path: Path, text: str, world_size: int, mesh: tuple[tuple[str, int], ...]
+) -> None:
+    log = read(tmp_path, f"{text}\n")
+    assert (log.world_size, log.mesh) == (world_size, mesh)
+    assert recognizes(text.encode())
+
+
+def test_arguments_are_as_printed_and_the_last_of_a_name_stands(tmp_path: Path) -> None:
+    text = (
+        "  bf16 ............................................ False\n"
+        "[2021-05-26 04:38:20,033] [INFO] [config.py:752:print]   train_batch_size ..... 512\n"
+        "[default0]:  data_path ....................... ['/a b/c']\n"
+        "cpu_adam ............... [NO] ....... [OKAY]\n"
+        "  bf16 ............................................ True\n"
+    )
+    log = read(tmp_path, text)
+    assert log.arguments == (
+        ("bf16", "True"), ("train_batch_size", "512"), ("data_path", "['/a b/c']"),
+    )  # fmt: skip
+
+
+TRACEBACK = "[rank3]: Traceback (most recent call last):\n"
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+TIMEOUT = "[Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"
+CANCELED = "slurmstepd: error: *** JOB 7 ON r1 CANCELLED AT 2021-05-23T08:46:02 ***"
+
+
+@pytest.mark.parametrize(
+    ("tail", "crashed", "error"),
+    [
+        ("", False, ""),
+        (f"{TRACEBACK}[rank3]: {OOM}\ntorch.distributed.ChildFailedError: \n", True, OOM),
+        (f"{TIMEOUT}\n{CANCELED}\n", True, TIMEOUT),
+        (f"{CANCELED}\n{TRACEBACK}Main process received SIGTERM\n", False, CANCELED),
+        (f"{TRACEBACK}RuntimeError: NCCL error in: x.cpp:1, unhandled system error\n", True,
+         "RuntimeError: NCCL error in: x.cpp:1, unhandled system error"),
+        (f"{TRACEBACK}{OOM}\n{megatron(2)}", False, ""),
+    ],
+)  # fmt: skip
+def test_a_run_crashed_where_it_broke_after_its_last_step(
+    tmp_path: Path, tail: str, crashed: bool, error: str
+) -> None:
+    log = read(tmp_path, megatron(1) + tail)
+    assert (log.crashed, log.error) == (crashed, error)
+
+
+def test_progress_bars_and_colors_hide_nothing(tmp_path: Path) -> None:
+    bar = " 51%|#####     | 507/1000 [15:32<16:42,  2.03s/it]"
+    log = read(tmp_path, f"{bar}\r{bar}\r\x1b[32m12: {megatron(1)}{bar}\r{megatron(2)}")
+    assert log.steps.step.tolist() == [1, 2]
+
+
+def test_a_step_that_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
+    torn = " | elapsed time per iteration (ms): 12[Rank 3] memory\n"
+    log = read(tmp_path, megatron(1) + torn + megatron(2))
+    assert (len(log.steps), log.unparsed) == (2, 1)
+    assert [note.code for note in log.notes] == ["odd_lines"]
+
+
+def test_a_file_without_a_run_is_one_line(tmp_path: Path) -> None:
+    for text in (b"", b"hello\nworld\n", bytes(range(256)) * 500):
+        with pytest.raises(DataError, match="no training run in it"):
+            read(tmp_path, text)
+
+
+WHOLE = (megatron(1, 2152.25) + titan(1, before="[rank0]:") + megatron(2, 1381.75)).encode()
+
+
+@pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))
+def test_a_cut_number_is_never_taken_for_a_whole_one(tmp_path: Path, cut: int) -> None:
+    try:
+        log = read(tmp_path, WHOLE[:cut])
+    except DataError:
+        return
+    assert set(log.steps.step_ns.tolist()) <= {-1, 2_152_250_000, 1_381_750_000}
+    assert set(log.steps.global_batch.tolist()) <= {-1, 4}
+    assert set(log.memory.max_reserved_bytes.tolist()) <= {round(49.66 * GIB)}
+
+
+def test_a_cut_packed_log_is_read_up_to_there(tmp_path: Path) -> None:
+    packed = gzip.compress("".join(megatron(step, step * 7.3) for step in range(1, 900)).encode())
+    log = read(tmp_path, packed[: len(packed) // 2])
+    assert 100 < len(log.steps) < 899
+    assert [note.code for note in log.notes] == ["file_torn"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "iteration 9/ 10 | elapsed time per iteration (ms): 1E9999 | global batch size: 1e300 |",
+        "iteration 9/ 10 | elapsed time per iteration (ms): -5 | lm loss: nan |",
+        "step: 999999999999999999999  loss: 3",
+        "[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.2.3 | max allocated: . | "
+        "reserved: 9" + "9" * 400 + " | max reserved: 4",
+        "step: 1  loss: " + "a" * 70_000,
+        "[titan] 2025-13-41 22:30:38,735 step: 1  loss: 2.5",
+        "    x ........: (1.2.3, ..)",
+    ],
+)
+def test_odd_numbers_are_unknown(tmp_path: Path, line: str) -> None:
+    log = read(tmp_path, f"{megatron(1)}{line}\n")
+    assert max(log.steps.step_ns) == 100 * MS
+    assert max(log.memory.allocated_bytes, default=-1) == -1
+
+
+# The real files
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "pp", "rows", "median_ms", "first_ms"),
+    [
+        ("base_n4_dp1_tp4_pp4-1809579", 16, 4, 20, 1381, 2152),
+        ("base_n8_dp1_tp4_pp8-1809562", 32, 8, 20, 1617, 3171),
+        ("base_n16_dp1_tp4_pp16-1809577", 64, 16, 9, 2741, 5838),
+    ],
+)
+def test_three_runs_have_the_medians_that_are_known(
+    name: str, world_size: int, pp: int, rows: int, median_ms: int, first_ms: int
+) -> None:
+    file = DiskFile(shared_trace(BIGSCIENCE) / f"gpt2-meg__meg_gpt2_{name}.out")
+    log = read_train_log(file)
+    assert (log.framework, log.world_size) == ("megatron", world_size)
+    assert log.mesh == (("pp", pp), ("dp", 1), ("tp", 4))
+    assert (len(log.steps), log.restarts, log.unparsed) == (rows, 0, 0)
+    assert log.steps.steps_in_row.tolist() == [10] * rows
+    assert log.steps.warmup.tolist() == [True] + [False] * (rows - 1)
+    # The known medians count the first row, which moves the shortest run's by one.
+    assert log.steps.median_step_ns == pytest.approx(median_ms * MS, abs=MS)
+    assert round(log.steps.step_ns[0] / MS) == first_ms
+    assert sorted(log.memory.rank) == list(range(world_size))
+    assert set(log.memory.step) == {20}
+    assert (log.crashed, log.error[:22]) == (False, "slurmstepd: error: ***")
+    assert {"forward-recv", "backward-send-forward-recv"} < set(log.timers.names)
+    assert recognizes(head_of(file)), "its first 64 KiB are a batch script's echo"
+
+
+@pytest.mark.parametrize(
+    ("file", "framework", "rows"),
+    [
+        ("gpt2-meg-ds-3d__meg_ds_3d_gpt2_perf_n16-ds-off.out", "megatron-deepspeed", 62),
+        ("gpt2-meg__meg_gpt2_perf_n16.out", "megatron", 3),
+        ("gpt2-hf-ds__hf_ds_gpt2_perf_n16_bs4-mbs8.out", "deepspeed", 0),
+    ],
+)
+def test_the_other_runs_have_as_many_rows_as_lines(file: str, framework: str, rows: int) -> None:
+    log = read_train_log(DiskFile(shared_trace(BIGSCIENCE) / file))
+    assert (log.framework, log.world_size, len(log.steps)) == (framework, 64, rows)
+    assert log.steps.step.tolist() == list(range(1, rows + 1))
+    assert [note.code for note in log.notes] == ([] if rows else ["no_steps"])
+    assert (log.steps.median_step_ns is None) == (rows == 0)
+
+
+@pytest.mark.parametrize("file", sorted(SHARED_TRACES.glob(f"{BIGSCIENCE}/*.out")), ids=str)
+def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
+    stated = re.findall(r"per iteration \(ms\): ([\d.]+)", file.read_text(errors="replace"))
+    log = read_train_log(DiskFile(file))
+    assert log.steps.step_ns.tolist() == [round(float(ms) * 10) * 100_000 for ms in stated]
+    usual = [float(ms) * MS for ms in stated[1:]]
+    assert log.steps.median_step_ns == (int(statistics.median(usual)) if usual else None)
+
+
+def test_no_other_real_file_is_taken_for_a_training_log() -> None:
+    folder = shared_trace(BIGSCIENCE).parent
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    taken = {file.name for file in files if recognizes(head_of(DiskFile(file)))}
+    logs = {file.name for file in files if file.suffix == ".out"}
+    assert taken == logs | {"full_bigscience_2.7.8_64xV100_megatron_tp4_pp16.log"}
+
+
+def test_a_head_full_of_echo_may_be_a_log_and_a_short_or_nccl_one_is_not() -> None:
+    echo = b"++ module load pytorch-gpu/py3/1.8.0\n" * 4000
+    assert recognizes(echo[:HEAD_BYTES])
+    assert not recognizes(echo[:1000])
+    assert not recognizes((b"r1:1:1 [0] NCCL INFO NET/IB\n" + echo)[:HEAD_BYTES])
+
+
+def test_recognizing_never_raises() -> None:
+    for junk in (b"", b"\xff\xfe" * 999, bytes(65536), b"\x1b[" * 999, b"iteration " * 6000):
+        assert not recognizes(junk)
+    assert not recognizes(json.dumps({"text": megatron(1)}).encode())
+
+
+# Megatron-LM's golden values
+
+
+def golden(values: object) -> dict[str, object]:
+    return {"start_step": 0, "end_step": 10, "step_interval": 5, "values": values}
+
+
+@pytest.mark.parametrize("values", [{"0": 8.5, "5": 0.25, "10": "nan"}, [8.5, 0.25, "nan"]])
+def test_golden_values_of_both_ages_are_steps(tmp_path: Path, values: object) -> None:
+    file = tmp_path / "golden_values_dev_dgx_a100.json"
+    memory = golden({"0": 1024.0, "5": 2048.0})
+    file.write_text(json.dumps({"iteration-time": golden(values), "mem-allocated-bytes": memory}))
+    log = read_golden_values(DiskFile(file))
+    assert golden_values.recognizes(file.read_bytes())
+    assert not recognizes(file.read_bytes())
+    assert log.steps.step.tolist() == [0, 5, 10]
+    assert log.steps.step_ns.tolist() == [8_500_000_000, 250_000_000, -1]
+    assert log.steps.steps_in_row.tolist() == [1, 1, 1]
+    assert log.steps.median_step_ns == 250_000_000
+    assert log.memory.allocated_bytes.tolist() == [1024, 2048]
+
+
+def test_odd_golden_values_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "golden.json"
+    whole = json.dumps({"iteration-time": golden({"1": 2.5})})
+    odd = [whole[:at] for at in range(0, len(whole), 9)]
+    odd += ['{"lm loss": {"start_step": 1, "step_interval": 1, "values": {}}}', "[1]", "\x00\x01"]
+    for text in odd:
+        file.write_text(text)
+        with pytest.raises(DataError):
+            read_golden_values(DiskFile(file))
+
+
+def test_real_golden_values_state_a_time_a_step(tmp_path: Path) -> None:
+    packed = shared_trace("golden_megatron_ci") / "golden_a100.tar.xz"
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path, filter="data")
+    files = sorted(tmp_path.rglob("golden_values*.json"))
+    assert len(files) == 474
+    for file in files[::20]:
+        told = json.loads(file.read_bytes())["iteration-time"]["values"]
+        log = read_golden_values(DiskFile(file))
+        assert golden_values.recognizes(head_of(DiskFile(file)))
+        known = [ns for ns in log.steps.step_ns.tolist() if ns >= 0]
+        seconds = [s for s in told.values() if s != "nan"] if isinstance(told, dict) else told
+        assert known == [round(s * S) for s in seconds]

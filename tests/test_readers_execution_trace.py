@@ -12,7 +12,7 @@ import pytest
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.execution_trace import (
+from stepsplit.analyzer.readers.execution.trace import (
     ExecutionTrace,
     read_execution_trace,
     recognizes,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.flight import (
+from stepsplit.analyzer.readers.flight.dump import (
     FlightDump,
     FlightEntry,
     Frame,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.memory_record import CategoryMemory, DeviceMemory, MemoryRecord
-from stepsplit.analyzer.readers.memory_snapshot import read_memory, recognizes
+from stepsplit.analyzer.readers.memory.record import CategoryMemory, DeviceMemory, MemoryRecord
+from stepsplit.analyzer.readers.memory.snapshot import read_memory, recognizes
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.readers.unpack import head_of
 

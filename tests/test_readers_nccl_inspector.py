@@ -14,7 +14,7 @@ import pytest
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl_inspector import InspectorLog, read_inspector, recognizes
+from stepsplit.analyzer.readers.nccl.inspector import InspectorLog, read_inspector, recognizes
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.trace import OPS, Group
 

@@ -9,8 +9,8 @@ import pytest
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl_log import read_nccl_log, recognizes
-from stepsplit.analyzer.readers.nccl_nouns import (
+from stepsplit.analyzer.readers.nccl.log import read_nccl_log, recognizes
+from stepsplit.analyzer.readers.nccl.nouns import (
     Choice,
     Communicator,
     CostCell,

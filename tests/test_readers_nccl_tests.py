@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.readers.nccl_log import recognizes as is_nccl_log
-from stepsplit.analyzer.readers.nccl_tests import (
+from stepsplit.analyzer.readers.nccl.log import recognizes as is_nccl_log
+from stepsplit.analyzer.readers.nccl.sweeps import (
     Sweep,
     SweepRow,
     Sweeps,

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers import walkable
-from stepsplit.analyzer.readers.pickles import load_plain, plain_value, recognizes
+from stepsplit.analyzer.readers.pickles import walkable
+from stepsplit.analyzer.readers.pickles.machine import load_plain, plain_value, recognizes
 
 PLAIN: list[Any] = [
     {}, [], {"a": 1}, [1, [2, [3]]], {"t": (), "u": (1,), "v": (1, 2), "w": (1, 2, 3, 4)},

@@ -15,10 +15,10 @@ import pytest
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers import golden_values
-from stepsplit.analyzer.readers.golden_values import read_golden_values
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.readers.train_log import TrainLog, read_train_log, recognizes
+from stepsplit.analyzer.readers.training import golden_values as golden_values
+from stepsplit.analyzer.readers.training.golden_values import read_golden_values
+from stepsplit.analyzer.readers.training.log import TrainLog, read_train_log, recognizes
 from stepsplit.analyzer.readers.unpack import HEAD_BYTES, head_of
 
 BIGSCIENCE = "trainlog_bigscience_v100"

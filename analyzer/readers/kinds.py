@@ -6,27 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stepsplit.analyzer.readers import (
-    execution_trace,
-    flight,
-    golden_values,
-    kineto,
-    memory_snapshot,
-    nccl_inspector,
-    nccl_log,
-    nccl_tests,
-    nsys,
-    train_log,
-)
-from stepsplit.analyzer.readers.execution_trace import ExecutionTrace
-from stepsplit.analyzer.readers.flight import FlightDump
-from stepsplit.analyzer.readers.kineto import KinetoFile
-from stepsplit.analyzer.readers.memory_record import MemoryRecord
-from stepsplit.analyzer.readers.nccl_inspector import InspectorLog
-from stepsplit.analyzer.readers.nccl_nouns import NcclLog
-from stepsplit.analyzer.readers.nccl_tests import Sweeps
+from stepsplit.analyzer.readers.execution import trace as execution
+from stepsplit.analyzer.readers.execution.trace import ExecutionTrace
+from stepsplit.analyzer.readers.flight import dump as flight
+from stepsplit.analyzer.readers.flight.dump import FlightDump
+from stepsplit.analyzer.readers.kineto import trace as kineto
+from stepsplit.analyzer.readers.kineto.trace import KinetoFile
+from stepsplit.analyzer.readers.memory import snapshot as memory
+from stepsplit.analyzer.readers.memory.record import MemoryRecord
+from stepsplit.analyzer.readers.nccl import inspector, log, sweeps
+from stepsplit.analyzer.readers.nccl.inspector import InspectorLog
+from stepsplit.analyzer.readers.nccl.nouns import NcclLog
+from stepsplit.analyzer.readers.nccl.sweeps import Sweeps
+from stepsplit.analyzer.readers.nsys import export as nsys
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.train_log import TrainLog
+from stepsplit.analyzer.readers.training import golden_values
+from stepsplit.analyzer.readers.training import log as training
+from stepsplit.analyzer.readers.training.log import TrainLog
 from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import RankTrace
 
@@ -63,14 +59,14 @@ FLIGHT = Kind("Flight Recorder dump", flight.recognizes, flight.read_dump)
 KINDS = (
     NSYS,
     FLIGHT,
-    Kind("memory snapshot", memory_snapshot.recognizes, memory_snapshot.read_memory),
-    Kind("execution trace", execution_trace.recognizes, execution_trace.read_execution_trace),
-    Kind("NCCL Inspector dump", nccl_inspector.recognizes, nccl_inspector.read_inspector),
+    Kind("memory snapshot", memory.recognizes, memory.read_memory),
+    Kind("execution trace", execution.recognizes, execution.read_execution_trace),
+    Kind("NCCL Inspector dump", inspector.recognizes, inspector.read_inspector),
     Kind("golden values", golden_values.recognizes, golden_values.read_golden_values),
     TRACE,
-    Kind("NCCL log", nccl_log.recognizes, nccl_log.read_nccl_log),
-    Kind("nccl-tests output", nccl_tests.recognizes, nccl_tests.read_sweeps),
-    Kind("training log", train_log.recognizes, train_log.read_train_log),
+    Kind("NCCL log", log.recognizes, log.read_nccl_log),
+    Kind("nccl-tests output", sweeps.recognizes, sweeps.read_sweeps),
+    Kind("training log", training.recognizes, training.read_train_log),
 )
 """A file of text may be of several kinds at once: a job's output holds whatever it printed."""
 

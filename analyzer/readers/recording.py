@@ -14,17 +14,17 @@ from stepsplit.analyzer.readers.file_kinds import (
     sorted_out,
     with_neighbors,
 )
-from stepsplit.analyzer.readers.flight import FlightEntry, read_dump
+from stepsplit.analyzer.readers.flight.dump import FlightEntry, read_dump
 from stepsplit.analyzer.readers.kinds import FLIGHT
-from stepsplit.analyzer.readers.kineto import KinetoFile
+from stepsplit.analyzer.readers.kineto.rank_trace import to_rank_trace
+from stepsplit.analyzer.readers.kineto.trace import KinetoFile
+from stepsplit.analyzer.readers.kineto.trace_files import read_traces
 from stepsplit.analyzer.readers.listing import files_of, is_url
 from stepsplit.analyzer.readers.membership import with_members
-from stepsplit.analyzer.readers.nsys import read_nsys
+from stepsplit.analyzer.readers.nsys.export import read_nsys
 from stepsplit.analyzer.readers.processes import Progress, no_progress
-from stepsplit.analyzer.readers.rank_trace import to_rank_trace
 from stepsplit.analyzer.readers.ranks import MOST_RANKS, Found, rank_in_name, ranked
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.trace_files import read_traces
 from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec, from_json

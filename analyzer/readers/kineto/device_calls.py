@@ -1,0 +1,127 @@
+"""The collectives and messages that a device's kernels carry out -> Calls."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
+from stepsplit.analyzer.readers.communication import (
+    dtype_named,
+    element_bytes,
+    message_bytes,
+    op_named,
+)
+from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS
+from stepsplit.analyzer.readers.kineto.launches import launches_of, ops_around
+from stepsplit.analyzer.readers.kineto.rows import Sorted
+from stepsplit.analyzer.readers.kineto.schema import Args
+from stepsplit.analyzer.trace import Bool, Category, Group
+
+
+def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
+    """A call for each kernel that communicates; groups seen only in arguments are added.
+
+    What a kernel does not state, the record_param_comms around its launch does. Where other
+    kernels name their collective, a SendRecv that does not is a batch of messages.
+    """
+    book = _GroupBook(known)
+    events = rows.events
+    own = {row: rows.args_of(row) for row in rows.noted_row.tolist()}
+    kernels = rows.noted_row[events.of(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
+    launches = launches_of(events, kernels)
+    around = ops_around(events, rows.noted_row[_params(rows)], launches)
+    issued = np.where(launches >= 0, events.start_ns[launches], -1)
+    any_named = any(args is not None and args.collective is not None for args in own.values())
+    calls = []
+    for event, op, issued_ns in zip(
+        kernels.tolist(), around.tolist(), issued.tolist(), strict=True
+    ):
+        args, name = _stated(own[event], own.get(op)), events.name_of(event)
+        call = _call(event, name, args, book.number(args), issued_ns)
+        batch = args.collective is None and any_named and "SendRecv" in name
+        calls.append(replace(call, op="send_recv") if batch else call)
+    return FoundCalls(to_calls(calls), tuple(book.groups))
+
+
+def _params(rows: Sorted) -> Bool:
+    """Which of the noted rows are ops that describe a collective."""
+    events = rows.events
+    return (events.named(PARAM_COMMS) & events.of(Category.OP))[rows.noted_row]
+
+
+def _stated(kernel: Args | None, op: Args | None) -> Args:
+    """What the kernel states of its call, else the op that launched it."""
+    if kernel is not None and kernel.collective is not None:
+        return kernel
+    if op is None or op.collective == "wait":
+        return kernel or Args()
+    return op if op.in_nelems >= 0 else _sized(op)
+
+
+def _sized(op: Args) -> Args:
+    """The op with the size of its first tensors, for traces that name no message."""
+    dims = op.dims[0] if op.dims else []
+    kind = op.types[0] if op.types else ""
+    shapes = [dims] if dims and isinstance(dims[0], int) else dims
+    if not shapes or element_bytes(str(kind)) < 0:
+        return op
+    try:
+        return msgspec.structs.replace(op, in_nelems=sum(map(math.prod, shapes)), dtype=kind)
+    except TypeError:
+        return op
+
+
+class _GroupBook:
+    """The groups of a trace, numbered; it grows by those that only arguments name."""
+
+    def __init__(self, known: Sequence[Group]) -> None:
+        self.groups = list(known)
+        self._numbers = {(group.name, group.ranks): i for i, group in enumerate(known)}
+
+    def number(self, args: Args) -> int:
+        """The number of the group that the arguments name, -1 where they do not say enough."""
+        ranks = _ranks(args.group_ranks)
+        if not ranks:
+            named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
+            return named[0] if len(named) == 1 else -1
+        key = (args.group_name, ranks)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.groups)
+            self.groups.append(Group(args.group_name, ranks, args.group_description))
+        return self._numbers[key]
+
+
+def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> Call:
+    op = op_named(args.collective or name)
+    input_bytes = _bytes(args.in_nelems, args.dtype)
+    output_bytes = _bytes(args.out_nelems, args.dtype)
+    return Call(
+        event=event,
+        op=op,
+        issued_ns=issued_ns,
+        group_id=group_id,
+        seq=args.seq,
+        dtype=dtype_named(args.dtype),
+        peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
+        input_bytes=input_bytes,
+        message_bytes=message_bytes(op, input_bytes, output_bytes, args.group_size),
+    )
+
+
+def _bytes(nelems: int, dtype: str) -> int:
+    width = element_bytes(dtype)
+    return nelems * width if nelems >= 0 and width > 0 else -1
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """The ranks of "[0, 1]"; none where torch has cut a long list short with dots."""
+    try:
+        return tuple(map(int, json.loads(text)))
+    except (ValueError, TypeError):
+        return ()

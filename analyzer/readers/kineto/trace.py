@@ -1,0 +1,88 @@
+"""A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+from stepsplit.analyzer.readers.kineto.blocks import ArrayBlocks
+from stepsplit.analyzer.readers.kineto.columns import Rows, rows_of
+from stepsplit.analyzer.readers.kineto.opening import Opening, header_of, opening_of
+from stepsplit.analyzer.readers.kineto.rows import Sorted, in_order
+from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.unpack import Unpacked, unpacked
+from stepsplit.analyzer.trace import Note
+
+
+@dataclass(frozen=True, slots=True)
+class KinetoFile:
+    """One trace file: what it says of the run, its events, and what was wrong with it."""
+
+    header: KinetoHeader
+    rows: Sorted
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a range of a trace's bytes; the text behind the array where it was closed.
+
+    torn says why the file ended early, "" where it did not.
+    """
+
+    rows: Rows
+    whole: bool
+    tail: bytes
+    torn: str
+
+
+def recognizes(head: bytes) -> bool:
+    """Whether the bytes that a file begins with are a trace's, as far as they tell."""
+    opening = opening_of(io.BytesIO(head))
+    return opening is not None and (
+        bool(opening.fields) or b'"ph"' in opening.begin or not opening.begin.strip(b" \r\n\t]")
+    )
+
+
+def read_kineto(source: Source) -> KinetoFile | None:
+    """The trace in the file; None where its JSON is something else. Raises DataError."""
+    with unpacked(source) as content:
+        opening = opening_of(content)
+        return None if opening is None else joined(opening, [_part(content, opening.begin)])
+
+
+def opening_of_file(source: Source) -> Opening | None:
+    """How the trace in the file begins; None where its JSON is something else."""
+    with unpacked(source) as content:
+        return opening_of(content)
+
+
+def joined(opening: Opening, parts: list[Part]) -> KinetoFile:
+    """The trace of which these are all parts, in their order."""
+    last = parts[-1]
+    header = header_of(opening.fields, last.tail)
+    rows = in_order([part.rows for part in parts], header.base_ns)
+    return KinetoFile(header, rows, _notes(rows, last))
+
+
+def _part(content: Unpacked, begin: bytes) -> Part:
+    blocks = ArrayBlocks(content, begin)
+    rows = rows_of(blocks)
+    return Part(rows, blocks.whole, blocks.tail, content.torn)
+
+
+def _notes(rows: Sorted, last: Part) -> tuple[Note, ...]:
+    """What was wrong with the file."""
+    counts, notes = rows.counts, []
+    if not last.whole:
+        why = f" ({last.torn})" if last.torn else ""
+        text = f"the file is cut off{why}: {counts.entries:,} whole entries were read before it"
+        notes.append(Note("trace_cut_off", text))
+    if counts.lost:
+        text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged, left out"
+        notes.append(Note("entries_damaged", text))
+    if counts.negative:
+        text = f"{counts.negative:,} events state a negative duration, taken as 0"
+        notes.append(Note("negative_durations", text))
+    return tuple(notes)

@@ -1,0 +1,101 @@
+"""Many trace files -> what each holds, from the cache or side by side in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto.byte_ranges import LEAST_BYTES, ranges_of, read_range
+from stepsplit.analyzer.readers.kineto.opening import Opening
+from stepsplit.analyzer.readers.kineto.trace import (
+    KinetoFile,
+    Part,
+    joined,
+    opening_of_file,
+    read_kineto,
+)
+from stepsplit.analyzer.readers.processes import Progress, Task, run_all
+from stepsplit.analyzer.readers.sources import DiskFile, Source
+from stepsplit.analyzer.readers.unpack import is_packed
+
+_RANGES_A_WORKER = 4
+_PACKED_RATIO = 12
+"""About how much larger a trace is than its gzip."""
+_Piece = KinetoFile | Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a file is read: as a whole, or, where opening is known, in ranges."""
+
+    source: Source
+    opening: Opening | None
+    tasks: tuple[Task[_Piece], ...]
+
+
+def read_traces(
+    sources: Sequence[Source], workers: int, progress: Progress
+) -> list[KinetoFile | DataError | None]:
+    """What each file holds, in their order: a trace, no trace (None), or what is wrong with it."""
+    plans = [_plan(source, workers) for source in sources]
+    tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
+    results = run_all(tasks, workers, progress)
+    pieces = iter(results)
+    return [_assembled(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
+
+
+def read_or_recall(source: Source) -> KinetoFile | None:
+    """The trace in the file, from the cache where it was read before. Raises DataError."""
+    with source.local() as path:
+        if not cache.worth_caching(path):
+            return read_kineto(DiskFile(path, source.where))
+        found = cache.load(source, path)
+        if found is None and (found := read_kineto(DiskFile(path, source.where))) is not None:
+            cache.save(source, path, found)
+        return found
+
+
+def _plan(source: Source, workers: int) -> _Plan:
+    whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source,))
+    if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source):
+        return _Plan(source, None, (whole,))
+    opening = opening_of_file(source)
+    if opening is None:
+        return _Plan(source, None, (whole,))
+    tasks: list[Task[_Piece]] = [
+        Task(source.where, wanted.end - wanted.begin, read_range, (source.path, wanted))
+        for wanted in ranges_of(source.path, opening.array_at, _RANGES_A_WORKER * workers)
+    ]
+    return _Plan(source, opening, tuple(tasks))
+
+
+def _is_large(source: DiskFile) -> bool:
+    """Whether the file is worth reading in ranges; what is cached or packed cannot be."""
+    enough = source.path.stat().st_size >= 2 * LEAST_BYTES
+    return enough and not is_packed(source.path) and not cache.has(source)
+
+
+def _size_bytes(source: Source) -> int:
+    """About how much there is to read; unknown is taken for much."""
+    if not isinstance(source, DiskFile):
+        return LEAST_BYTES
+    size = source.path.stat().st_size
+    return size * _PACKED_RATIO if is_packed(source.path) else size
+
+
+def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile | DataError | None:
+    if plan.opening is None:
+        whole = pieces[0]
+        assert not isinstance(whole, Part)
+        return whole
+    for piece in pieces:
+        if isinstance(piece, DataError):
+            return piece
+    parts = [piece for piece in pieces if isinstance(piece, Part)]
+    found = joined(plan.opening, parts)
+    assert isinstance(plan.source, DiskFile)
+    cache.save(plan.source, plan.source.path, found)
+    return found

@@ -1,0 +1,291 @@
+"""The dumps of NCCL's Inspector plugin (JSON lines) -> what each communicator called.
+
+A record names its communicator in its own header (formats v4.0 to v4.2), or follows a dump_stats
+record that names it for the so many records after it (from v4.3 on).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.communication import op_named
+from stepsplit.analyzer.readers.nccl.inspector_records import (
+    Coll,
+    DumpStats,
+    Header,
+    Metadata,
+    P2p,
+    Record,
+    objects,
+    record_of,
+)
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.unpack import unpacked
+from stepsplit.analyzer.trace import OP_CODE, Calls, Group, Note, RankCalls, UInt8
+
+Float64 = npt.NDArray[np.float64]
+
+MOST_DUR_US = 1 << 43
+"""A duration of months is an unsigned difference of two clocks that went below zero."""
+MOST_UNIX_US = 1 << 53
+MOST_RANKS = 1 << 20
+_OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How the calls of one RankCalls were timed, a row a call.
+
+    timing indexes the log's timings. algbw and busbw are as the Inspector wrote them, over the
+    whole execution (a wait for the last rank included); nan where it wrote none.
+    """
+
+    timing: UInt8
+    algbw_bytes_per_s: Float64
+    busbw_bytes_per_s: Float64
+
+
+@dataclass(frozen=True, slots=True)
+class InspectorLog:
+    """What one process called, by communicator.
+
+    calls has an entry a communicator and rank, measured an entry a calls. The log knows ranks only
+    within a communicator: rank, peer and the ranks of the group (0 to n-1) count there, and
+    world_size is -1. seq counts the calls of one function on the communicator, messages all
+    together. issued_ns is the start of a call on the host, told by verbose dumps only (else -1);
+    t0_unix_ns is the earliest of them, else the time of the first dump. timings says who measured:
+    kernel_gpu, kernel_cpu or collective_cpu; "" where not told. pid is -1 where not told.
+    """
+
+    source: str
+    format_version: str
+    host: str
+    pid: int
+    timings: tuple[str, ...]
+    calls: tuple[RankCalls, ...]
+    measured: tuple[Measured, ...]
+    notes: tuple[Note, ...] = ()
+
+
+def recognizes(head: bytes) -> bool:
+    """Whether these are the first bytes of an Inspector dump: a whole record is among them."""
+    if b'"header"' not in head or b'"n_ranks"' not in head:
+        return False
+    lines = head.split(b"\n")
+    whole = objects(lines) if head.lstrip().startswith(b"{") else lines
+    records = (record_of(text) for text in whole if text.lstrip().startswith(b"{"))
+    return any(r is not None and r.header is not None and _is_inspectors(r) for r in records)
+
+
+def read_inspector(source: Source) -> InspectorLog:
+    """The calls of a dump, in the order of the file. Raises DataError where no record is whole."""
+    reading = _Reading()
+    with unpacked(source) as content:
+        for text in objects(content.lines()):
+            reading.take(text)
+        torn = content.torn
+    if not reading.records:
+        mend = "check that it is a JSON dump of NCCL's Inspector"
+        raise DataError(source.where, "no whole Inspector record in it", mend)
+    return reading.log(source.where, torn)
+
+
+def _is_inspectors(record: Record) -> bool:
+    of_format = record.metadata is not None and record.metadata.inspector_output_format_version
+    return record.kind_known or bool(of_format)
+
+
+class _Reading:
+    """What was read so far: the columns of each communicator, and whom records belong to."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self._odd = self._orphans = self._left = 0
+        self._header: Header | None = None
+        self._metadata, self._processes = Metadata(), dict[tuple[str, int], str]()
+        self._columns: dict[tuple[str, int], _Columns] = {}
+        self._dropped: dict[tuple[str, int], int] = {}
+        self._timings: dict[str, int] = {}
+        self._first_dump_us = 0
+
+    def take(self, text: bytes) -> None:
+        """Adds the record; counts what is none."""
+        record = record_of(text)
+        self._left -= 1
+        if record is None or not record.kind_known:
+            self._odd += 1
+            return
+        self.records += 1
+        if record.header is not None:
+            self._enter(record.header, record.metadata or Metadata(), record.dump_stats)
+        perf = record.coll_perf or record.p2p_perf
+        if perf is None:
+            return
+        if self._header is None or (record.header is None and self._left < 0):
+            self._orphans += 1
+            return
+        timing = self._timings.setdefault(perf.timing_source, len(self._timings))
+        self._columns_of(self._header).add(perf, self._header.n_ranks, min(timing, 255))
+
+    def _enter(self, header: Header, metadata: Metadata, stats: DumpStats | None) -> None:
+        """From here on records without a header are of this communicator, as many as stats say."""
+        self._header, self._metadata, self._left = header, metadata, 0
+        process = (metadata.hostname, metadata.pid)
+        self._processes.setdefault(process, metadata.inspector_output_format_version)
+        if not self._first_dump_us and 0 < metadata.dump_timestamp_us < MOST_UNIX_US:
+            self._first_dump_us = metadata.dump_timestamp_us
+        if stats is not None:
+            self._left = stats.records
+            self._dropped[header.id, header.rank] = stats.dropped
+
+    def _columns_of(self, header: Header) -> _Columns:
+        key = (header.id, header.rank)
+        if key not in self._columns:
+            self._columns[key] = _Columns(header, self._metadata.hostname)
+        return self._columns[key]
+
+    def log(self, source: str, torn: str) -> InspectorLog:
+        """All of it as the log's noun."""
+        starts = [us for c in self._columns.values() if (us := c.first_start_us) >= 0]
+        t0_ns = min(starts, default=self._first_dump_us) * 1000
+        (host, pid), version = next(iter(self._processes.items()), (("", -1), ""))
+        return InspectorLog(
+            source=source,
+            format_version=version,
+            host=host,
+            pid=pid,
+            timings=tuple(self._timings),
+            calls=tuple(c.calls(source, t0_ns) for c in self._columns.values()),
+            measured=tuple(c.measured() for c in self._columns.values()),
+            notes=tuple(self._notes(torn)),
+        )
+
+    def _notes(self, torn: str) -> Iterator[Note]:
+        if torn:
+            yield Note("file_cut", f"the Inspector dump is cut: {torn}; what is whole is kept")
+        if self._odd:
+            yield Note("lines_skipped", f"{self._odd} lines are no whole Inspector records")
+        if self._orphans:
+            problem = "calls follow no record that names their communicator; left out"
+            yield Note("calls_skipped", f"{self._orphans} {problem}")
+        if dropped := sum(self._dropped.values()):
+            yield Note("calls_missing", f"the Inspector dropped {dropped} calls: its ring was full")
+        if len(self._processes) > 1:
+            yield Note("processes_mixed", f"the dump is of {len(self._processes)} processes")
+
+
+class _Columns:
+    """The calls of one rank of a communicator, column by column."""
+
+    def __init__(self, header: Header, host: str) -> None:
+        self._header, self._host = header, host
+        self._op, self._timing = array("B"), array("B")
+        self._seq, self._peer = array("q"), array("q")
+        self._input, self._message = array("q"), array("q")
+        self._start_us, self._dur_ns = array("q"), array("q")
+        self._algbw, self._busbw = array("d"), array("d")
+
+    def add(self, perf: Coll | P2p, n_ranks: int, timing: int) -> None:
+        """One more row."""
+        op = _op(perf.name)
+        input_bytes, message_bytes = _sizes(op, perf.msg_size_bytes, n_ranks)
+        self._op.append(OP_CODE[op])
+        self._timing.append(timing)
+        self._seq.append(_known(perf.sn))
+        self._peer.append(_known(perf.peer, bits=31))
+        self._input.append(input_bytes)
+        self._message.append(message_bytes)
+        self._start_us.append(_start_us(perf))
+        self._dur_ns.append(_dur_ns(perf.exec_time_us))
+        self._algbw.append(_bytes_per_s(perf.algobw_gbs))
+        self._busbw.append(_bytes_per_s(perf.busbw_gbs))
+
+    @property
+    def first_start_us(self) -> int:
+        """The earliest start that is told, -1 where none is."""
+        return min((us for us in self._start_us if us >= 0), default=-1)
+
+    def calls(self, source: str, t0_unix_ns: int) -> RankCalls:
+        """The calls, on one clock that counts from t0."""
+        header, n = self._header, len(self._op)
+        start_us = np.array(self._start_us, dtype=np.int64)
+        unknown = np.full(n, -1, dtype=np.int64)
+        calls = Calls(
+            event=unknown,
+            issued_ns=np.where(start_us < 0, -1, start_us * 1000 - t0_unix_ns),
+            group_id=np.zeros(n, dtype=np.int32),
+            seq=np.array(self._seq, dtype=np.int64),
+            op=np.array(self._op, dtype=np.uint8),
+            dtype=np.zeros(n, dtype=np.int32),
+            peer=np.array(self._peer, dtype=np.int32),
+            input_bytes=np.array(self._input, dtype=np.int64),
+            message_bytes=np.array(self._message, dtype=np.int64),
+            dtypes=("",),
+        )
+        dur_ns = np.array(self._dur_ns, dtype=np.int64)
+        groups = (_group(header),)
+        return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, groups)
+
+    def measured(self) -> Measured:
+        """How they were timed."""
+        return Measured(
+            timing=np.array(self._timing, dtype=np.uint8),
+            algbw_bytes_per_s=np.array(self._algbw, dtype=np.float64),
+            busbw_bytes_per_s=np.array(self._busbw, dtype=np.float64),
+        )
+
+
+def _group(header: Header) -> Group:
+    """The communicator; its id is the description, and the name where it has none."""
+    named = header.comm_name not in ("", "unknown")
+    ranks = tuple(range(min(header.n_ranks, MOST_RANKS)))
+    return Group(header.comm_name if named else header.id, ranks, header.id)
+
+
+@lru_cache(maxsize=256)
+def _op(name: str) -> str:
+    return _OPS.get(name) or op_named(name)
+
+
+def _sizes(op: str, told_bytes: int, n_ranks: int) -> tuple[int, int]:
+    """The bytes that go in and the message as nccl-tests count it, of what the Inspector tells.
+
+    It tells the count of the call: one rank's share of all_gather and reduce_scatter. What it
+    means for all_to_all is not defined: -1.
+    """
+    told = _known(told_bytes)
+    if op == "all_to_all" or told < 0:
+        return -1, -1
+    if op not in ("all_gather", "reduce_scatter"):
+        return told, told
+    full = _known(told * n_ranks) if n_ranks > 0 else -1
+    return (told if op == "all_gather" else full), full
+
+
+def _known(value: int, bits: int = 63) -> int:
+    """The value, -1 where it does not fit: an unsigned number that went below zero."""
+    return value if 0 <= value < 1 << bits else -1
+
+
+def _dur_ns(exec_time_us: int | float) -> int:
+    if not 0 <= exec_time_us < MOST_DUR_US:
+        return -1
+    whole = int(exec_time_us)
+    return whole * 1000 + round((exec_time_us - whole) * 1000)
+
+
+def _start_us(perf: Coll | P2p) -> int:
+    told = 0 if perf.trace is None else perf.trace.start_ts
+    return told if 0 < told < MOST_UNIX_US else -1
+
+
+def _bytes_per_s(gbs: float | str | None) -> float:
+    return gbs * 1e9 if isinstance(gbs, float) else math.nan

@@ -156,7 +156,7 @@ def test_keys_whose_hash_takes_forever_are_refused() -> None:
 
 
 def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsplit.analyzer.readers.pickles.MOST_VALUES", 100)
+    monkeypatch.setattr("stepsplit.analyzer.readers.pickles.machine.MOST_VALUES", 100)
     assert "values" in refused(pickle.dumps(list(range(1000))))
 
 

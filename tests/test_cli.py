@@ -111,7 +111,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 HELP = {
     (): ["analyze", "dashboard", "demo", "--version", "--help"],
-    ("analyze",): ["--json FILE", "--out DIR", "--help"],
+    ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
 }
@@ -132,7 +132,7 @@ def test_the_contract_of_options_is_frozen(
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("stepsplit.analyzer", ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich"]),
+        ("stepsplit.analyzer.analysis", ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich"]),
         ("stepsplit.collectors", ["torch", "numpy", "pandas", "msgspec"]),
         ("stepsplit.dashboard.cli", ["torch", "dash", "plotly", "pandas"]),
     ],

@@ -75,9 +75,7 @@ def kinds_of(source: Source) -> tuple[Kind, ...]:
     """The kinds of which the file's content is; none where no reader knows it. Raises DataError."""
     with unpacked(source) as content:
         head = content.read(_HEAD_BYTES)
-        found = tuple(kind for kind in KINDS if kind.recognizes(head))
-        if found or len(head) < _HEAD_BYTES or b"\0" in head:
-            return found
-        while len(head) < _LONG_HEAD_BYTES and (more := content.read(_LONG_HEAD_BYTES - len(head))):
-            head += more
+        if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
+            while len(head) < _LONG_HEAD_BYTES and (more := content.read(_LONG_HEAD_BYTES)):
+                head += more
     return tuple(kind for kind in KINDS if kind.recognizes(head))

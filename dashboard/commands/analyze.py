@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -10,21 +11,29 @@ from rich.console import Console
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.files import save, write
 from stepsplit.analyzer.report.wire import to_json
+from stepsplit.dashboard.reporters.progress import reading_bar
 from stepsplit.dashboard.reporters.terminal import screen
 
 
 @click.command()
-@click.argument(
-    "paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(path_type=Path)
-)
+@click.argument("places", nargs=-1, required=True, metavar="PATH...")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Write report.json here; - for standard output."
 )
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
               help="Write report.json and tables/ into this folder.")  # fmt: skip
-def command(paths: tuple[Path, ...], json_file: str | None, out: Path | None) -> None:
-    """Split every step of a recording: files or folders of torch.profiler traces."""
-    analysis = examine(paths)
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
+              help="Read with up to N processes; one a core by default.")  # fmt: skip
+def command(
+    places: tuple[str, ...], json_file: str | None, out: Path | None, workers: int | None
+) -> None:
+    """Split every step of a recording.
+
+    PATH is a file, a folder, a zip or tar archive, or a URL, of traces of torch.profiler or of
+    Nsight Systems exported to SQLite; several together are one recording.
+    """
+    with reading_bar() as progress:
+        analysis = examine(places, workers or len(os.sched_getaffinity(0)), progress)
     if out is not None:
         save(out, analysis.report, analysis.tables)
     if json_file == "-":

@@ -1,0 +1,130 @@
+"""Traces as read before: used while they are true, made again when they are not, never trusted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import GpuTrace
+
+from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto.trace import KinetoFile, read_kineto
+from stepsplit.analyzer.readers.kineto.trace_files import read_or_recall
+from stepsplit.analyzer.readers.sources import DiskFile
+
+
+@pytest.fixture(autouse=True)
+def small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "LEAST_BYTES", 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    trace = GpuTrace(3, 8, groups=[("0", "tp", range(8))])
+    trace.step(1, 0, 10).kernel("gemm", 0, 5).all_reduce(5, 9)
+    return trace.write(tmp_path)
+
+
+def same(one: KinetoFile, other: KinetoFile) -> bool:
+    a, b = one.rows, other.rows
+    columns = ("start_ns", "dur_ns", "category", "name_id", "lane", "correlation")
+    return (
+        all(np.array_equal(getattr(a.events, c), getattr(b.events, c)) for c in columns)
+        and (a.events.names, a.events.lanes) == (b.events.names, b.events.lanes)
+        and a.noted_row.tolist() == b.noted_row.tolist()
+        and (a.noted_args, a.t0_unix_ns, a.counts) == (b.noted_args, b.t0_unix_ns, b.counts)
+        and (one.header, one.notes) == (other.header, other.notes)
+    )
+
+
+def recalled(file: Path) -> KinetoFile | None:
+    return cache.load(DiskFile(file), file)
+
+
+def cached_file() -> Path:
+    folder = cache.cache_folder()
+    assert folder is not None
+    [found] = folder.glob("*.parquet")
+    return found
+
+
+def test_what_was_read_is_recalled_whole(file: Path) -> None:
+    assert recalled(file) is None
+    read = read_or_recall(DiskFile(file))
+    found = recalled(file)
+    assert read is not None
+    assert found is not None
+    assert same(read, found)
+
+
+def test_another_content_is_read_again(file: Path) -> None:
+    read_or_recall(DiskFile(file))
+    before = file.stat()
+    GpuTrace(3, 8).step(1, 0, 10).kernel("gemm", 0, 6).write(file.parent)
+    assert recalled(file) is None
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert recalled(file) is None
+    read = read_or_recall(DiskFile(file))
+    assert read is not None
+    assert read.rows.events.dur_ns.tolist()[-1] == 6_000
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+def test_a_damaged_cache_is_as_good_as_none(file: Path, damage: str) -> None:
+    fresh = read_kineto(DiskFile(file))
+    read_or_recall(DiskFile(file))
+    cached = cached_file()
+    whole = cached.read_bytes()
+    flipped = bytearray(whole)
+    flipped[40] ^= 0xFF
+    new = {"cut": whole[:-20], "flip": bytes(flipped), "empty": b"", "other": b"PAR1 no PAR1"}
+    cached.write_bytes(new[damage])
+    assert recalled(file) is None
+    read = read_or_recall(DiskFile(file))
+    assert read is not None
+    assert fresh is not None
+    assert same(read, fresh)
+    assert recalled(file) is not None
+
+
+def test_a_newer_reader_reads_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_or_recall(DiskFile(file))
+    monkeypatch.setattr(cache, "READER", "stepsplit.events/next")
+    assert recalled(file) is None
+
+
+def test_nothing_is_kept_where_the_user_wants_none(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSPLIT_CACHE", "off")
+    assert read_or_recall(DiskFile(file)) is not None
+    assert recalled(file) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in the way").write_text("")
+    monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path / "in the way" / "cache"))
+    assert read_or_recall(DiskFile(file)) is not None
+
+
+def test_the_oldest_go_when_the_folder_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [GpuTrace(rank).kernel("gemm", 0, 5).write(tmp_path) for rank in range(3)]
+    for age, file in enumerate(files):
+        read_or_recall(DiskFile(file))
+        os.utime(_newest(), (age, age))
+    monkeypatch.setattr(cache, "MOST_BYTES", 2 * _newest().stat().st_size)
+    extra = GpuTrace(9).kernel("gemm", 0, 5).write(tmp_path)
+    read_or_recall(DiskFile(extra))
+    assert [recalled(file) is not None for file in [*files, extra]] == [False, False, True, True]
+
+
+def _newest() -> Path:
+    folder = cache.cache_folder()
+    assert folder is not None
+    return max(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)

@@ -1,0 +1,248 @@
+"""Which files are one recording, and which rank each is of, however a framework laid them out."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pytest
+from builders import GpuTrace
+
+from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer.readers.any_file import read_files
+from stepsplit.analyzer.readers.recording import Recording, read_recording
+
+
+def trace(rank: int = -1, world_size: int = 1, *, end: float = 5) -> bytes:
+    """A trace of that rank, or of one that says none."""
+    return json.dumps(
+        GpuTrace(rank, world_size).step(1, 0, 10).kernel("gemm", 0, end).body()
+    ).encode()
+
+
+def lay_out(folder: Path, *names: str, ranks: bool = False) -> Path:
+    """Traces under these names, in the folder; they state their ranks in this order if asked."""
+    for rank, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = trace(rank if ranks else -1)
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return folder
+
+
+def by_rank(recording: Recording) -> dict[int, str]:
+    return {t.rank: t.source.name for t in recording.traces}
+
+
+def codes(recording: Recording) -> list[str]:
+    return [note.code for note in recording.notes]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["rank-0.Aug_01_10.pt.trace.json.gz", "rank-1.Aug_01_10.pt.trace.json.gz"],  # HTA
+        ["iteration_10/rank0_trace.json.gz", "iteration_10/rank1_trace.json.gz"],  # torchtitan
+        ["torch_profile/rank-0.json.gz", "torch_profile/rank-1.json.gz"],  # Megatron-LM
+        ["log/worker0.1623143.pt.trace.json", "log/worker1.1623144.pt.trace.json"],  # TensorBoard
+        ["rank_0/trace.json", "rank_1/trace.json"],  # a folder a rank
+    ],
+)
+def test_names_that_frameworks_give_tell_the_rank(tmp_path: Path, names: list[str]) -> None:
+    recording = read_recording([lay_out(tmp_path, *names)])
+    assert by_rank(recording) == {i: Path(name).name for i, name in enumerate(names)}
+    assert codes(recording) == []
+
+
+def test_small_numbers_at_the_end_of_names_are_taken_for_ranks_and_said(tmp_path: Path) -> None:
+    recording = read_recording([lay_out(tmp_path, "trace_2.json", "trace_10.json")])
+    assert by_rank(recording) == {2: "trace_2.json", 10: "trace_10.json"}
+    assert codes(recording) == ["rank_guessed", "rank_guessed"]
+
+
+def test_dates_in_names_are_no_ranks(tmp_path: Path) -> None:
+    recording = read_recording([lay_out(tmp_path, "a_20260102.json", "b_20260101.json")])
+    assert by_rank(recording) == {0: "a_20260102.json", 1: "b_20260101.json"}
+
+
+def test_of_several_captures_of_one_run_the_latest_is_taken(tmp_path: Path) -> None:
+    for iteration in (9, 10):
+        lay_out(tmp_path / f"iteration_{iteration}", "rank0.json", "rank1.json", ranks=True)
+    recording = read_recording([tmp_path])
+    assert [t.source.parent.name for t in recording.traces] == ["iteration_10", "iteration_10"]
+    assert codes(recording) == ["older_captures"]
+
+
+def test_a_capture_that_lacks_ranks_is_not_preferred(tmp_path: Path) -> None:
+    lay_out(tmp_path / "iteration_9", "rank0.json", "rank1.json", ranks=True)
+    lay_out(tmp_path / "iteration_10", "rank0.json", ranks=True)
+    recording = read_recording([tmp_path])
+    assert [t.source.parent.name for t in recording.traces] == ["iteration_9", "iteration_9"]
+
+
+def test_cycles_of_one_profiler_are_captures_too(tmp_path: Path) -> None:
+    for stamp in ("1623143566756", "1623143577777"):
+        lay_out(tmp_path, f"host_12.{stamp}.pt.trace.json", ranks=True)
+    recording = read_recording([tmp_path])
+    assert by_rank(recording) == {0: "host_12.1623143577777.pt.trace.json"}
+    assert codes(recording) == ["older_captures"]
+
+
+def test_two_runs_in_one_folder_are_refused_by_file_and_rank(tmp_path: Path) -> None:
+    lay_out(tmp_path / "good", "rank0.json", ranks=True)
+    lay_out(tmp_path / "bad", "rank0.json", ranks=True)
+    with pytest.raises(DataError, match=r"good/rank0\.json: a second trace of rank 0, beside"):
+        read_recording([tmp_path])
+
+
+def zipped(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "run.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for rank in range(2):
+            archive.writestr(f"run/rank{rank}.json", trace(rank, 2))
+    return folder / "run.zip"
+
+
+def tarred(folder: Path) -> Path:
+    with tarfile.open(folder / "run.tar.gz", "w:gz") as archive:
+        for rank in range(2):
+            member = tarfile.TarInfo(f"run/rank{rank}.json.gz")
+            content = gzip.compress(trace(rank, 2))
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return folder / "run.tar.gz"
+
+
+def plain(folder: Path) -> Path:
+    for rank in range(2):
+        (folder / f"rank{rank}.json").write_bytes(trace(rank, 2))
+    return folder
+
+
+def zstandard(folder: Path) -> Path:
+    for rank in range(2):
+        packed = pa.compress(trace(rank, 2), codec="zstd", asbytes=True)
+        (folder / f"rank{rank}.json.zst").write_bytes(packed)
+    return folder
+
+
+@pytest.mark.parametrize("packed", [plain, zipped, tarred, zstandard])
+def test_a_recording_is_the_same_however_it_is_packed(
+    tmp_path: Path, packed: Callable[[Path], Path]
+) -> None:
+    report = analyze(packed(tmp_path))
+    assert [(row.rank, row.compute_ns) for row in report.steps] == [(0, 5_000), (1, 5_000)]
+    assert [row.code for row in report.warnings] == ["mesh_unknown"]
+
+
+def test_a_recording_behind_a_url_is_read_too(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    for rank in range(2):
+        files.pipe(f"/runs/exp1/rank{rank}.json", trace(rank, 2))
+    files.pipe("/runs/packed.zip", zipped(tmp_path).read_bytes())
+    for place in ("memory://runs/exp1", "memory://runs/packed.zip"):
+        report = analyze(place)
+        assert [(row.rank, row.compute_ns) for row in report.steps] == [(0, 5_000), (1, 5_000)]
+    assert analyze("memory://runs/exp1").run.name == "exp1"
+    with pytest.raises(DataError, match="memory://runs/exp2: no such file or folder"):
+        analyze("memory://runs/exp2")
+
+
+def test_names_in_archives_lead_nowhere(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        for name in ("../../rank0.json", "/rank1.json"):
+            member = tarfile.TarInfo(name)
+            member.size = len(trace())
+            archive.addfile(member, io.BytesIO(trace()))
+        link = tarfile.TarInfo("rank2.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    assert by_rank(read_recording([tmp_path / "evil.tar"])) == {0: "rank0.json", 1: "rank1.json"}
+    assert not list(tmp_path.parent.glob("rank*"))
+
+
+def test_an_archive_cut_off_gives_what_is_whole_before_the_cut(tmp_path: Path) -> None:
+    whole = tarred(tmp_path).read_bytes()
+    archive = tmp_path / "cut.tar"
+    archive.write_bytes(gzip.decompress(whole)[:1000])
+    assert by_rank(read_recording([archive])) == {0: "rank0.json.gz"}
+
+
+def test_what_there_is_instead_of_a_trace_is_said(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(
+        "host0:1:2 [0] NCCL INFO AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 1000 "
+        "datatype 7 op 0 root 0 comm 0x3 [nranks=2] stream 0x4\n"
+    )
+    with pytest.raises(DataError, match="no trace in it; there is: NCCL log"):
+        analyze(log)
+    [read] = read_files(log)
+    assert (read.kind, read.events, read.refused) == ("NCCL log", 1, "")
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"Collective name": "allreduce", "In msg nelems": 1000, "Group size": 2, "dtype": "Float"},
+        {"Input Dims": [[[600], [20, 20]], [], []], "Input type": ["float", "", ""]},
+    ],
+)
+def test_what_a_kernel_does_not_state_the_op_around_its_launch_does(
+    tmp_path: Path, around: dict[str, object]
+) -> None:
+    one = GpuTrace().step(1, 0, 100).kernel("ncclKernel_AllReduce_RING_LL_Sum_float", 20, 40)
+    one.events.append({"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 1,
+                       "tid": 100, "ts": 19, "dur": 3, "args": around})  # fmt: skip
+    [found] = read_recording([one.write(tmp_path)]).traces
+    assert found.calls.message_bytes.tolist() == [4000]
+    assert [found.calls.dtypes[i] for i in found.calls.dtype.tolist()] == ["float32"]
+
+
+def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: Path) -> None:
+    whole = trace(0)
+    file = tmp_path / "rank0_trace.json"
+    file.write_bytes(whole[: whole.rindex(b'"gemm"')])
+    report = analyze(file)
+    assert [row.step_ns for row in report.steps] == [10_000]
+    [cut] = [w for w in report.warnings if w.code == "trace_cut_off"]
+    assert (cut.rank, cut.message) == (
+        0,
+        "the file is cut off: 2 whole entries were read before it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("odd", "compute_ns"),
+    [
+        (b'"dur": NaN', []),
+        (b'"dur": "5"', [5_000]),
+        (b'"dur": 5, "name": null', [5_000]),
+        (b'"dur": 5, "note": "\xff\xfe"', [5_000]),
+        (b'"dur": 5, "note": "a\tb"', [5_000]),
+        (b'"dur": 5, "pid": [1]', [5_000]),
+    ],
+)
+def test_one_odd_event_does_not_cost_the_others(
+    tmp_path: Path, odd: bytes, compute_ns: list[int]
+) -> None:
+    file = tmp_path / "rank0_trace.json"
+    file.write_bytes(trace(0).replace(b'"dur": 5', odd))
+    report = analyze(file)
+    assert [row.compute_ns for row in report.steps if row.compute_ns] == compute_ns
+    damaged = [w.message for w in report.warnings if w.code == "entries_damaged"]
+    assert damaged == ([] if compute_ns else ["1 of 3 entries are damaged, left out"])
+
+
+def test_a_negative_duration_is_none_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "rank0_trace.json"
+    two = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 8, 3)
+    file.write_text(json.dumps(two.body()))
+    report = analyze(file)
+    assert [row.compute_ns for row in report.steps] == [5_000]
+    assert [w.rank for w in report.warnings if w.code == "negative_durations"] == [0]

@@ -11,6 +11,7 @@ import pytest
 from nsys_builders import EPOCH_NS, NEW, OLD, Export
 from required import shared_trace
 
+from stepsplit.analyzer import analyze
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys.export import read_nsys, recognizes
@@ -202,6 +203,24 @@ def test_two_ranks_meet_in_an_all_reduce(tmp_path: Path) -> None:
     assert (late_rank.compute_ns, late_rank.skew_ns, late_rank.collective_ns) == (55_000, 0, 10_000)
     assert early.step_ns == late_rank.step_ns
     assert [(row.op, row.count) for row in split.collectives] == [("all_reduce", 1)]
+
+
+def test_the_members_of_a_communicator_are_who_names_it(tmp_path: Path) -> None:
+    """As above, of files whose communicator was made before the recording began."""
+    for rank, late in ((0, 0), (1, 20_000)):
+        export = Export().range("ProfilerStep#3", 1_000, 90_000)
+        export.kernel("gemm", 2_000, 32_000 + late, launched=1_500)
+        export.range("ncclAllReduce", 3_000, 3_900, comm=COMM, size=4096)
+        export.kernel(ALL_REDUCE, 32_000 + late, 62_000, launched=3_500, stream=20)
+        export.kernel("adam", 62_000, 67_000, launched=4_000)
+        export.write(tmp_path / f"report_{rank}.sqlite")
+    report = analyze(tmp_path)
+    assert [(row.compute_ns, row.skew_ns, row.collective_ns) for row in report.steps] == [
+        (35_000, 20_000, 10_000),
+        (55_000, 0, 10_000),
+    ]
+    assert [row.ranks for row in report.groups] == [(0, 1)]
+    assert [row.code for row in report.warnings if "rank" in row.code] == ["rank_guessed"] * 2
 
 
 def small(folder: Path) -> Path:

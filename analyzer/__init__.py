@@ -12,18 +12,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis, analyze, examine
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+    from stepsplit.analyzer.readers.any_file import FileRead, read_files
     from stepsplit.analyzer.report.report import Report
 
-__all__ = ["Analysis", "DataError", "Report", "StepsplitError", "UsageError", "analyze", "examine"]
+__all__ = [
+    "Analysis",
+    "DataError",
+    "FileRead",
+    "Report",
+    "StepsplitError",
+    "UsageError",
+    "analyze",
+    "examine",
+    "read_files",
+]
 
 _HOME = {
     "Analysis": "analysis",
     "DataError": "errors",
+    "FileRead": "readers.any_file",
     "Report": "report.report",
     "StepsplitError": "errors",
     "UsageError": "errors",
     "analyze": "analysis",
     "examine": "analysis",
+    "read_files": "readers.any_file",
 }
 
 

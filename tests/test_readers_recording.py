@@ -102,6 +102,15 @@ def test_two_runs_in_one_folder_are_refused_by_file_and_rank(tmp_path: Path) -> 
         read_recording([tmp_path])
 
 
+def test_traces_of_different_devices_may_be_of_different_runs(tmp_path: Path) -> None:
+    for rank, device in enumerate(("A100", "MI300X")):
+        body = GpuTrace(rank, 2).step(1, 0, 10).kernel("gemm", 0, 5).body()
+        body["deviceProperties"] = [{"name": device}]
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(body))
+    [note] = read_recording([tmp_path]).notes
+    assert note.message == "traces of different devices (A100, MI300X): are they of one run?"
+
+
 def zipped(folder: Path) -> Path:
     with zipfile.ZipFile(folder / "run.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for rank in range(2):

@@ -61,8 +61,9 @@ def read_recording(
     if not found:
         raise _nothing(named[0], files, notes)
     traces, guessed = ranked(found)
+    notes += (*guessed, *_mixed(traces))
     name = spec.name if spec else _folder_name(named[0])
-    return Recording(name, spec, *_of_this_run(with_members(traces), spec, (*notes, *guessed)))
+    return Recording(name, spec, *_of_this_run(with_members(traces), spec, notes))
 
 
 def _traces(
@@ -122,7 +123,7 @@ def _nothing(place: str, files: Files, notes: Sequence[Note]) -> DataError:
     kinds = [*files.others, *([FLIGHT.name] if files.flights else [])]
     there = f"; there is: {', '.join(kinds)}" if kinds else ""
     why = f"; {notes[0].message}" if notes else ""
-    return DataError(place, f"no trace in it{there}{why}", NAME_A_TRACE + "s or their folder")
+    return DataError(place, f"no trace in it{there}{why}", f"{NAME_A_TRACE}, or a folder of them")
 
 
 def _spec(runs: Sequence[Source]) -> RunSpec | None:
@@ -144,6 +145,15 @@ def _folder_name(place: str) -> str:
         return PurePosixPath(place).name
     path = Path(place)
     return (path if path.is_dir() else path.parent).resolve().name
+
+
+def _mixed(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
+    """What suggests that the traces are of several runs."""
+    devices = sorted({trace.device for trace in traces if trace.device})
+    if len(devices) < 2:
+        return ()
+    text = f"traces of different devices ({', '.join(devices)}): are they of one run?"
+    return (Note("mixed_devices", text),)
 
 
 def _of_this_run(

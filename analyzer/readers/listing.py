@@ -40,7 +40,7 @@ def files_of(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
         for place in places:
             for i, source in enumerate(_at(place)):
                 for one in _opened(source, Path(folder, str(len(found) + i))):
-                    found.setdefault(_identity(one), one)
+                    found.setdefault(one.identity, one)
         yield tuple(found.values())
 
 
@@ -53,10 +53,6 @@ def natural(text: str) -> list[str | int]:
     """A key that sorts rank2 before rank10."""
     parts = _DIGITS.split(text)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
-
-
-def _identity(source: Source) -> str:
-    return str(source.path.resolve()) if isinstance(source, DiskFile) else source.where
 
 
 def _at(place: str) -> Iterator[Source]:

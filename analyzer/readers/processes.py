@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -48,8 +49,8 @@ def run_all(
 ) -> list[T | DataError]:
     """What each task gave, in their order.
 
-    Up to that many processes share the work where there is enough of it. When the caller is
-    interrupted they end at once, and what they had on disk is removed.
+    Up to that many processes, this one among them, share the work where there is enough of it.
+    When the caller is interrupted the others end at once, and what they had on disk is removed.
     """
     total, done = sum(task.size_bytes for task in tasks), 0
     found: dict[int, T | DataError] = {}
@@ -61,14 +62,24 @@ def run_all(
 
 
 def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
-    if min(workers, len(tasks)) < 2:
-        yield from ((index, task.run()) for index, task in enumerate(tasks))
+    """Each task's number and what it gave. The caller works too, so that it is one worker."""
+    todo = deque(enumerate(tasks))
+    others = min(workers, len(tasks)) - 1
+    if others < 1:
+        yield from ((index, task.run()) for index, task in todo)
         return
-    with _pool(min(workers, len(tasks))) as pool:
-        index_of = {pool.submit(task.run): index for index, task in enumerate(tasks)}
-        while index_of:
-            for future in wait(index_of, return_when=FIRST_COMPLETED).done:
-                index = index_of.pop(future)
+    with _pool(others) as pool:
+        running: dict[Future[T | DataError], int] = {}
+        while todo or running:
+            # Where many are left, each of the others has one to go on with.
+            while todo and len(running) < (2 * others if len(todo) > workers else others):
+                index, task = todo.popleft()
+                running[pool.submit(task.run)] = index
+            mine = todo.popleft() if todo else None
+            if mine is not None:
+                yield mine[0], mine[1].run()
+            for future in wait(running, 0 if mine else None, FIRST_COMPLETED).done:
+                index = running.pop(future)
                 yield index, _result(future, tasks[index].where)
 
 

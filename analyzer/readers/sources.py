@@ -27,6 +27,10 @@ class Source(Protocol):
         """What people see: the path, the archive and its member, or the URL."""
 
     @property
+    def identity(self) -> str:
+        """Which file it is, from wherever it is named."""
+
+    @property
     def inner(self) -> PurePosixPath:
         """Its path as the run wrote it: names of files and folders may tell the rank."""
 
@@ -49,6 +53,10 @@ class DiskFile:
     @property
     def where(self) -> str:
         return self.shown or str(self.path)
+
+    @property
+    def identity(self) -> str:
+        return str(self.path.resolve())
 
     @property
     def inner(self) -> PurePosixPath:
@@ -78,6 +86,10 @@ class ZipMember:
     @property
     def where(self) -> str:
         return f"{self.shown or self.archive}/{self.member}"
+
+    @property
+    def identity(self) -> str:
+        return f"{self.archive.resolve()}/{self.member}"
 
     @property
     def inner(self) -> PurePosixPath:
@@ -111,6 +123,10 @@ class RemoteFile:
 
     @property
     def where(self) -> str:
+        return self.url
+
+    @property
+    def identity(self) -> str:
         return self.url
 
     @property

@@ -14,7 +14,7 @@ from stepsplit.analyzer.readers.kineto.trace import Part
 
 LEAST_BYTES = 32 << 20
 """A range below this is not worth a process."""
-_WINDOW_BYTES = 4 << 20
+_WINDOW_BYTES = 512 << 10
 _TRIES = 32
 
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
-from msgspec import Raw, Struct
+from msgspec import Struct
 
+from stepsplit.analyzer.readers.calls import FoundCalls
 from stepsplit.analyzer.readers.kineto.columns import Counts
 from stepsplit.analyzer.readers.kineto.rows import Sorted
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Events, Lane, Note
+from stepsplit.analyzer.trace import Calls, Group, Lane, Note
 
 READER = "stepsplit.events/1"
 """Changes with what the reader makes of a trace: then caches are made again."""
@@ -33,15 +30,28 @@ LEAST_BYTES = 16 << 20
 MOST_BYTES = 16 << 30
 """The files that were not used for the longest time go when the folder outgrows this."""
 _EDGE_BYTES = 1 << 20
-_SCHEMA = pa.schema(
-    {"start_ns": pa.int64(), "dur_ns": pa.int64(), "category": pa.uint8(), "name_id": pa.int32(),
-     "lane": pa.int32(), "correlation": pa.int64()}
-)  # fmt: skip
-_GROUP_ROWS = 1 << 17
-_ABOUT = b"stepsplit"
-_MOST_ABOUT_BYTES = 32 << 20
+_MOST_ABOUT_BYTES = 64 << 20
 """More than this is too much for a Parquet file's header."""
-_UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException, msgspec.MsgspecError)
+_CALLS = {
+    "event": np.int64,
+    "issued_ns": np.int64,
+    "group_id": np.int32,
+    "seq": np.int64,
+    "op": np.uint8,
+    "dtype": np.int32,
+    "peer": np.int32,
+    "input_bytes": np.int64,
+    "message_bytes": np.int64,
+}
+_UNREADABLE = (OSError, ValueError, KeyError, msgspec.MsgspecError)
+
+
+class _Calls(Struct):
+    """Calls as bytes, column by column, and the groups that they are on."""
+
+    columns: dict[str, bytes]
+    dtypes: tuple[str, ...]
+    groups: tuple[Group, ...]
 
 
 class _About(Struct):
@@ -52,9 +62,10 @@ class _About(Struct):
     header: KinetoHeader
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
-    noted_row: list[int]
-    noted_args: tuple[Raw, ...]
+    noted_row: bytes
+    noted_args: tuple[bytes, ...]
     counts: Counts
+    calls: _Calls | None
     notes: tuple[Note, ...]
 
 
@@ -80,52 +91,76 @@ def has(source: Source) -> bool:
 
 def load(source: Source, path: Path) -> KinetoFile | None:
     """The trace as it was read before; None where that is not known or no longer true."""
+    # pyarrow takes as long to import as a small trace to read.
+    from stepsplit.analyzer.readers.kineto.parquet import EventsFile
+
     cached = _place(source)
     if cached is None or not cached.is_file():
         return None
     try:
-        file = pq.ParquetFile(cached, page_checksum_verification=True, memory_map=True)
-        about = msgspec.json.decode(file.schema_arrow.metadata[_ABOUT], type=_About)
+        file = EventsFile(cached)
+        about = msgspec.msgpack.decode(file.about, type=_About)
         if about.stamp != _stamp(source, path):
             return None
+        events = file.events(about.names, about.lanes)
         os.utime(cached)
-        return KinetoFile(about.header, _rows(file, about), about.notes)
+        noted = np.frombuffer(about.noted_row, dtype=np.int64)
+        rows = Sorted(events, about.t0_unix_ns, noted, about.noted_args, about.counts)
+        return KinetoFile(about.header, rows, _unpacked(about.calls), about.notes)
     except _UNREADABLE:
         return None
 
 
 def save(source: Source, path: Path, read: KinetoFile) -> None:
     """Keeps what was read; where that cannot be, nothing is kept."""
+    from stepsplit.analyzer.readers.kineto.parquet import write_events
+
     cached = _place(source)
     if cached is None:
         return
+    about = msgspec.msgpack.encode(_about(_stamp(source, path), read))
+    if len(about) > _MOST_ABOUT_BYTES:
+        return
+    try:
+        write_events(cached, read.rows.events, about)
+        _prune(cached.parent)
+    except _UNREADABLE:
+        return
+
+
+def _about(stamp: str, read: KinetoFile) -> _About:
     rows = read.rows
-    about = _About(
-        stamp=_stamp(source, path),
+    return _About(
+        stamp=stamp,
         t0_unix_ns=rows.t0_unix_ns,
         header=read.header,
         names=rows.events.names,
         lanes=rows.events.lanes,
-        noted_row=rows.noted_row.tolist(),
-        noted_args=tuple(map(Raw, rows.noted_args)),
+        noted_row=rows.noted_row.tobytes(),
+        noted_args=rows.noted_args,
         counts=rows.counts,
+        calls=None if read.calls is None else _packed(read.calls),
         notes=read.notes,
     )
-    header = msgspec.json.encode(about)
-    if len(header) > _MOST_ABOUT_BYTES:
-        return
-    try:
-        _write(cached, rows.events, header)
-        _prune(cached.parent)
-    except _UNREADABLE:
-        return
+
+
+def _packed(found: FoundCalls) -> _Calls:
+    columns = {name: getattr(found.calls, name).tobytes() for name in _CALLS}
+    return _Calls(columns, found.calls.dtypes, found.groups)
+
+
+def _unpacked(found: _Calls | None) -> FoundCalls | None:
+    if found is None:
+        return None
+    columns = {name: np.frombuffer(found.columns[name], kind) for name, kind in _CALLS.items()}
+    return FoundCalls(Calls(**columns, dtypes=found.dtypes), found.groups)
 
 
 def _place(source: Source) -> Path | None:
     folder = cache_folder()
     if folder is None:
         return None
-    return folder / f"{hashlib.sha256(source.where.encode()).hexdigest()[:32]}.parquet"
+    return folder / f"{hashlib.sha256(source.identity.encode()).hexdigest()[:32]}.parquet"
 
 
 def _stamp(source: Source, path: Path) -> str:
@@ -136,59 +171,6 @@ def _stamp(source: Source, path: Path) -> str:
         file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
         edges.update(file.read(_EDGE_BYTES))
     return f"{READER}|{source.stamp}|{edges.hexdigest()}"
-
-
-def _rows(file: pq.ParquetFile, about: _About) -> Sorted:
-    start, dur, category, name_id, lane, correlation = _columns(file)
-    events = Events(start, dur, category, name_id, lane, correlation, about.names, about.lanes)
-    rows = np.array(about.noted_row, dtype=np.int64)
-    texts = tuple(map(bytes, about.noted_args))
-    return Sorted(events, about.t0_unix_ns, rows, texts, about.counts)
-
-
-def _columns(file: pq.ParquetFile) -> list[npt.NDArray[Any]]:
-    """The columns, filled group by group; to_numpy would import pandas first."""
-    kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
-    columns = [np.empty(file.metadata.num_rows, dtype=kind) for kind in kinds]
-    at = 0
-    for group in range(file.num_row_groups):
-        part = file.read_row_group(group, columns=_SCHEMA.names, use_threads=False).combine_chunks()
-        for column, values in zip(columns, part.columns, strict=True):
-            for chunk in values.chunks:
-                size = column.dtype.itemsize
-                column[at : at + len(chunk)] = np.frombuffer(
-                    chunk.buffers()[1], column.dtype, len(chunk), chunk.offset * size
-                )
-        at += len(part)
-    return columns
-
-
-def _write(path: Path, events: Events, header: bytes) -> None:
-    """Writes the file so that a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    schema = _SCHEMA.with_metadata({_ABOUT: header})
-    try:
-        with draft.open("wb") as file:
-            pq.write_table(
-                _table(events, schema), file, compression="none", use_dictionary=False,
-                write_statistics=False, write_page_checksum=True, row_group_size=_GROUP_ROWS,
-            )  # fmt: skip
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _table(events: Events, schema: pa.Schema) -> pa.Table:
-    """The columns without a copy; pa.array would import pandas first."""
-    columns = [np.ascontiguousarray(getattr(events, name)) for name in schema.names]
-    arrays = [
-        pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
-        for kind, column in zip(schema.types, columns, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _prune(folder: Path) -> None:

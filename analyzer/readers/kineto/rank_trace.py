@@ -7,14 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.calls import FoundCalls
 from stepsplit.analyzer.readers.flight.dump import FlightEntry
-from stepsplit.analyzer.readers.kineto.device_calls import calls_of_device
 from stepsplit.analyzer.readers.kineto.gloo_calls import calls_of_gloo
-from stepsplit.analyzer.readers.kineto.rows import Sorted
-from stepsplit.analyzer.readers.kineto.schema import DistributedInfo
 from stepsplit.analyzer.readers.kineto.trace import KinetoFile
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Group, Note, RankTrace
+from stepsplit.analyzer.trace import RankTrace
 
 
 def to_rank_trace(
@@ -25,7 +21,10 @@ def to_rank_trace(
     if not len(rows.events):
         raise DataError(where, "a trace without events", RECORD_AGAIN, rank)
     info = header.distributed
-    found, notes = _calls(rows, flight, _groups(info))
+    found, notes = file.calls, file.notes
+    if found is None:
+        found, more = calls_of_gloo(rows, flight, info.groups)
+        notes = (*notes, *more)
     return RankTrace(
         source=Path(where),
         rank=rank,
@@ -37,17 +36,5 @@ def to_rank_trace(
         events=rows.events,
         calls=found.calls,
         groups=found.groups,
-        notes=tuple(replace(note, rank=rank) for note in (*file.notes, *notes)),
+        notes=tuple(replace(note, rank=rank) for note in notes),
     )
-
-
-def _groups(info: DistributedInfo) -> tuple[Group, ...]:
-    return tuple(Group(pg.pg_name, tuple(pg.ranks), pg.pg_desc) for pg in info.pg_config)
-
-
-def _calls(
-    rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
-) -> tuple[FoundCalls, tuple[Note, ...]]:
-    if rows.events.of(*DEVICE_CATEGORIES).any():
-        return calls_of_device(rows, groups), ()
-    return calls_of_gloo(rows, flight, groups)

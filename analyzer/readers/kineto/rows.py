@@ -9,10 +9,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, Counts, Rows
-from stepsplit.analyzer.readers.kineto.launches import launches_of, ops_around
+from stepsplit.analyzer.readers.kineto.columns import Counts, Rows
 from stepsplit.analyzer.readers.kineto.schema import Args, comm_args
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, Int32, Int64
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Events, Int32, Int64
 
 _T = TypeVar("_T", bound=Hashable)
 _Number = TypeVar("_Number", bound=np.generic)
@@ -30,6 +29,11 @@ class Sorted:
     noted_row: Int64
     noted_args: tuple[bytes, ...]
     counts: Counts
+
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator recorded anything."""
+        return bool(self.events.of(*DEVICE_CATEGORIES).any())
 
     def args_of(self, row: int) -> Args | None:
         """The arguments of an event that communicates, None for others."""
@@ -57,7 +61,7 @@ def in_order(parts: Sequence[Rows], base_ns: int) -> Sorted:
         lanes=lanes,
     )
     counts = sum((part.counts for part in parts), Counts())
-    return Sorted(events, base_ns + t0, *_needed(events, *_noted(parts, order)), counts)
+    return Sorted(events, base_ns + t0, *_noted(parts, order), counts)
 
 
 def _joined(tables: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], list[Int32]]:
@@ -84,19 +88,3 @@ def _noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[bytes, ...
     texts = [text for part in parts for text in part.noted_args]
     by_place = np.argsort(place[rows])
     return place[rows][by_place], tuple(texts[i] for i in by_place.tolist())
-
-
-def _needed(
-    events: Events, rows: Int64, texts: tuple[bytes, ...]
-) -> tuple[Int64, tuple[bytes, ...]]:
-    """Of the noted events of a device those that somebody asks about: its work, and what led to it.
-
-    Thousands of collectives are called for each that is worth a kernel.
-    """
-    if not events.of(*DEVICE_CATEGORIES).any():
-        return rows, texts
-    on_device = np.isin(events.category[rows], DEVICE_CATEGORIES)
-    params = events.named(PARAM_COMMS)[rows] & events.of(Category.OP)[rows]
-    asked = ops_around(events, rows[params], launches_of(events, rows[on_device]))
-    keep = np.flatnonzero(on_device | np.isin(rows, asked))
-    return rows[keep], tuple(texts[i] for i in keep.tolist())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from stepsplit.analyzer.readers.calls import FoundCalls
 from stepsplit.analyzer.readers.kineto.blocks import ArrayBlocks
 from stepsplit.analyzer.readers.kineto.columns import Rows, rows_of
+from stepsplit.analyzer.readers.kineto.device_calls import calls_of_device
 from stepsplit.analyzer.readers.kineto.opening import Opening, header_of, opening_of
 from stepsplit.analyzer.readers.kineto.rows import Sorted, in_order
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
@@ -17,10 +21,15 @@ from stepsplit.analyzer.trace import Note
 
 @dataclass(frozen=True, slots=True)
 class KinetoFile:
-    """One trace file: what it says of the run, its events, and what was wrong with it."""
+    """One trace file: what it says of the run, its events, and what was wrong with it.
+
+    calls are those of a device's kernels; None where there is no device, for then rows keep the
+    arguments of the ops, and what they called only a recorder beside the trace can tell.
+    """
 
     header: KinetoHeader
     rows: Sorted
+    calls: FoundCalls | None
     notes: tuple[Note, ...]
 
 
@@ -63,7 +72,12 @@ def joined(opening: Opening, parts: list[Part]) -> KinetoFile:
     last = parts[-1]
     header = header_of(opening.fields, last.tail)
     rows = in_order([part.rows for part in parts], header.base_ns)
-    return KinetoFile(header, rows, _notes(rows, last))
+    notes = _notes(rows, last)
+    if not rows.on_device:
+        return KinetoFile(header, rows, None, notes)
+    calls = calls_of_device(rows, header.distributed.groups)
+    nothing = np.zeros(0, dtype=np.int64)
+    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
 
 
 def _part(content: Unpacked, begin: bytes) -> Part:

@@ -22,6 +22,7 @@ from stepsplit.analyzer.readers.sources import DiskFile, Source
 from stepsplit.analyzer.readers.unpack import is_packed
 
 _RANGES_A_WORKER = 4
+_UNFAIR = 1.25
 _PACKED_RATIO = 12
 """About how much larger a trace is than its gzip."""
 _Piece = KinetoFile | Part | None
@@ -40,7 +41,8 @@ def read_traces(
     sources: Sequence[Source], workers: int, progress: Progress
 ) -> list[KinetoFile | DataError | None]:
     """What each file holds, in their order: a trace, no trace (None), or what is wrong with it."""
-    plans = [_plan(source, workers) for source in sources]
+    fair_bytes = sum(map(_size_bytes, sources)) // workers
+    plans = [_plan(source, fair_bytes, workers) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
     results = run_all(tasks, workers, progress)
     pieces = iter(results)
@@ -58,9 +60,10 @@ def read_or_recall(source: Source) -> KinetoFile | None:
         return found
 
 
-def _plan(source: Source, workers: int) -> _Plan:
+def _plan(source: Source, fair_bytes: int, workers: int) -> _Plan:
+    """In ranges, where one worker would have more than its share of the bytes with this file."""
     whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source,))
-    if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source):
+    if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
         return _Plan(source, None, (whole,))
     opening = opening_of_file(source)
     if opening is None:
@@ -72,10 +75,11 @@ def _plan(source: Source, workers: int) -> _Plan:
     return _Plan(source, opening, tuple(tasks))
 
 
-def _is_large(source: DiskFile) -> bool:
+def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     """Whether the file is worth reading in ranges; what is cached or packed cannot be."""
-    enough = source.path.stat().st_size >= 2 * LEAST_BYTES
-    return enough and not is_packed(source.path) and not cache.has(source)
+    least = max(2 * LEAST_BYTES, round(_UNFAIR * fair_bytes))
+    size = source.path.stat().st_size
+    return size >= least and not is_packed(source.path) and not cache.has(source)
 
 
 def _size_bytes(source: Source) -> int:

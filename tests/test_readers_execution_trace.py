@@ -191,12 +191,35 @@ def test_a_rank_is_told_by_the_groups_that_it_is_in_or_by_the_name(tmp_path: Pat
     alone = {"pg_name": "9", "ranks": [2], "group_size": 1}
     assert read(tmp_path, trace(groups(*WORLD, alone))).rank == 2
     for name, rank in (
-        ("pytorch_et_7.json", 7),
-        ("rank12_et.json.gz", 12),
+        ("pytorch_et_3.json", 3),
+        ("rank2_et.json.gz", 2),
+        ("rank12_et.json", -1),
         ("et_2024-08.json", -1),
     ):
         found = read(tmp_path, trace(groups(*WORLD)), name)
         assert (found.rank, codes(found)) == (rank, ["rank_guessed"] if rank >= 0 else [])
+
+
+def test_torch_2_1_names_groups_by_ids_and_maps_their_ranks(tmp_path: Path) -> None:
+    pair = {"pg_id": 4, "backend_id": 140_211, "ranks": {"2": 0, "3": 1}}
+    call = comm(40, 12, 140_211, 1, "allreduce", [], [], 2)
+    found = read(tmp_path, trace(groups({"pg_id": 0, "ranks": {"2": 0, "3": 1}}, pair), call))
+    assert found.calls.groups == (Group("0", (2, 3), ""), Group("4", (2, 3), ""))
+    assert (rows(found)[0][2], found.rank, codes(found)) == ("4", 3, [])
+
+
+def test_torch_2_3_names_groups_by_their_uid(tmp_path: Path) -> None:
+    pair = {"pg_name": "tp", "uid": 7, "ranks": [2, 3], "group_size": 2}
+    found = read(tmp_path, trace(groups(pair), comm(40, 12, 7, 1, "allreduce", [], [], 2)))
+    assert (rows(found)[0][2], found.rank) == ("tp", 3)
+
+
+def test_of_a_list_of_groups_that_torch_cut_short_the_whole_ones_are_known(tmp_path: Path) -> None:
+    cut = groups(*WORLD, *WORLD)
+    cut["inputs"]["values"][0] = cut["inputs"]["values"][0][:-20]
+    found = read(tmp_path, trace(cut))
+    assert [group.name for group in found.calls.groups] == ["0", "tp"]
+    assert codes(found) == ["groups_skipped"]
 
 
 def test_gloo_records_no_parameters_and_that_is_said(tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_the_only_member_that_all_groups_share_is_the_rank_whatever_the_name(
     assert dump_of(tmp_path, as_json(modern()), "worker_1_rank0.json").rank == 3
 
 
+def test_a_name_is_not_believed_where_the_groups_say_otherwise(tmp_path: Path) -> None:
+    world = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    for name, rank in (("dump_1", 1), ("dump_9", -1)):
+        content = {"version": "2.10", "pg_config": world, "pg_status": {}}
+        assert dump_of(tmp_path, as_json(content), name).rank == rank
+
+
 def test_numbers_of_groups_get_names_by_order_where_all_have_a_status(tmp_path: Path) -> None:
     content = modern() | {"entries": []}
     content["pg_status"] = {"9": {"last_enqueued_collective": 1}, "00": {}, "2": {}, "odd": {}}

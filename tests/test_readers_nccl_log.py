@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,8 @@ def test_bytes_follow_nccl_tests(
         "(RayTrainWorker pid=615, ip=10.72.7.6) ",
         "\x1b[36m(ActorClassName=W, pid=7)\x1b[0m [2025-03-18 21:25:51] ",
         "[2025-03-18 21:25:51] ", "[2025-03-18 21:25:51.250] ", "2025-03-18T21:25:51.25Z ",
+        "2025-03-18T21:25:51.25Z stderr F ", "Mar 18 21:25:51 n0 job[7]: ",
+        "(EngineCore_DP0 pid=7) (RayWorkerWrapper pid=615, ip=10.72.7.6) ",
     ],
 )  # fmt: skip
 def test_launchers_prefix_their_lines(tmp_path: Path, prefix: str) -> None:
@@ -132,6 +135,26 @@ def test_launchers_prefix_their_lines(tmp_path: Path, prefix: str) -> None:
     assert (calls.host, rows(calls)) == ("node0", [("all_reduce", 0, -1, 32, 32)])
     assert recognizes((prefix + call("AllReduce", 10, "0xa0")).encode())
     assert log.torn == 0
+
+
+def test_what_ray_says_after_a_line_is_not_nccls(tmp_path: Path) -> None:
+    ray = "\x1b[32m [repeated 7x across cluster]\x1b[0m (Ray deduplicates logs by default.)"
+    log = read(
+        tmp_path, *(AT + text + ray for text in ("Channel 00/02 :    0   1", "Using network IB"))
+    )
+    assert (log.rings, log.networks, log.torn) == ((Ring(-1, 0, (0, 1)),), ("IB",), 0)
+
+
+def test_the_log_files_of_docker_wrap_each_line(tmp_path: Path) -> None:
+    time = "2025-03-18T21:25:51.25Z"
+    lines = (call("AllReduce", 10, "0xa0"), AT + "Ring 00 : 1 -> 0 -> 1", "other output")
+    wrapped = [json.dumps({"log": f"{line}\n", "stream": "stderr", "time": time}) for line in lines]
+    odd = ['{"log":', '{"log": "NCCL INFO", "x": ' + "[" * 10**5]
+    log = read(tmp_path, *(line.replace(">", "\\u003e") for line in wrapped), *odd)
+    (calls,) = log.calls
+    assert (calls.host, calls.t0_unix_ns) == ("node0", 1_742_333_151_250_000_000)
+    assert (log.neighbors, log.nccl_lines) == ((RingNeighbors(0, 0, 1, 0, 1),), 3)
+    assert recognizes("\n".join(wrapped).encode())
 
 
 @pytest.mark.parametrize("suffix", ["", " acc (nil)"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from required import SHARED_TRACES, shared_trace
 
+from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.nccl.log import recognizes as is_nccl_log
 from stepsplit.analyzer.readers.nccl.sweeps import (
     Sweep,
@@ -75,7 +78,8 @@ def test_a_table_of_today(tmp_path: Path, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("row", "op", "root"),
     [
-        ("1048576 262144 float sum -1 9 9.00 9.00 0", "all_reduce", -1),
+        ("1048576 262144 float sum -1 9 9.00 12.00 0", "all_reduce", -1),
+        ("1048576 262144 float sum -1 9 9.00 9.00 0", "", -1),
         ("1048576 262144 float sum 9 9.00 9.00 0e+00", "all_reduce", -1),
         ("1048576 262144 float sum 3 9 9.00 9.00 0", "reduce", 3),
         ("1048576 262144 float 0 9 9.00 9.00 N/A", "broadcast", 0),
@@ -109,6 +113,80 @@ def test_the_program_names_the_op_where_the_table_allows_it(
 ) -> None:
     row = "  1048576 131072 float none -1 9 9.00 8.00 0 9 9.00 8.00 0\n"
     assert read(tmp_path, f"{command}\n{row}").sweeps[0].op == op
+
+
+@pytest.mark.parametrize(
+    ("program", "last", "op"),
+    [("", 1, ""), ("sendrecv_perf", 1, "send_recv"), ("all_reduce_perf", 1, "all_reduce"),
+     ("", 2, "send_recv")],
+)  # fmt: skip
+def test_send_recv_prints_a_redop_too(tmp_path: Path, program: str, last: int, op: str) -> None:
+    device = f"#  Rank {last:2} Group  0 Pid 7 on n0 device  0 [0x0f] NVIDIA A40"
+    assert read(tmp_path, f"{program}\n{device}\n{SUM}\n").sweeps[0].op == op
+
+
+def test_rows_may_end_with_the_time_of_day(tmp_path: Path) -> None:
+    text = NEW.replace("       3\n", "       3  2026-03-04 05:06:07\n")
+    assert read(tmp_path, text).sweeps[0].rows == (ROW,)
+
+
+def test_columns_of_single_iterations_are_passed_over(tmp_path: Path) -> None:
+    each = "    48.10    53.20    53.00     1.20"
+    text = NEW.replace("       0    40.00", f"       0{each}    40.00").replace(
+        "       3\n", f"       3{each}\n"
+    )
+    assert read(tmp_path, text).sweeps[0].rows == (ROW,)
+
+
+REPORT: dict[str, Any] = {
+    "version": 2,
+    "start_time": "2026-03-04 05:06:07",
+    "args": ["./all_gather_perf", "-J", "all.json"],
+    "env": ["HOME=/root"],
+    "nccl_version": 22907,
+    "config": {
+        "ngpus": 1,
+        "devices": [
+            {"rank": rank, "hostname": "n0", "device_info": "NVIDIA GH200 120GB"}
+            for rank in range(2)
+        ],
+    },
+    "results": [
+        {
+            "size": 1048576,
+            "count": 131072,
+            "type": "float",
+            "redop": "none",
+            "root": "    -1",
+            "out_of_place": {"time": 50.0, "alg_bw": 20.97, "bus_bw": 10.49, "nwrong": 0.0},
+            "in_place": {"time": 40.0, "alg_bw": 26.21, "bus_bw": 13.11, "nwrong": 3.0},
+            "experiment_name": "AllGather",
+        }
+    ],
+    "average_bus_bandwidth": {"bandwidth": 11.8, "okay": "unchecked"},
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_report_says_the_same_as_the_table(tmp_path: Path, indent: int | None) -> None:
+    text = json.dumps(REPORT, indent=indent)
+    assert recognizes(text.encode())
+    assert read(tmp_path, text).sweeps == read(tmp_path, NEW).sweeps
+
+
+def test_a_json_report_with_halves_that_were_not_run(tmp_path: Path) -> None:
+    broken = {"time": "nan", "alg_bw": "nan", "bus_bw": "nan", "nwrong": None}
+    results = [dict(REPORT["results"][0], out_of_place=None, in_place=broken)]
+    (row,) = read(tmp_path, json.dumps(dict(REPORT, results=results))).sweeps[0].rows
+    assert (row.out_of_place, row.in_place) == (None, None)
+
+
+def test_a_cut_json_report_is_refused(tmp_path: Path) -> None:
+    text = json.dumps(REPORT)
+    begin = text[: text.index('"args": ') + 8]
+    for cut in [text[:size] for size in range(len(begin), len(text))] + [begin + "[" * 10**5]:
+        with pytest.raises(DataError, match="no whole report of nccl-tests"):
+            read(tmp_path, cut)
 
 
 def test_several_tables_of_one_file(tmp_path: Path) -> None:

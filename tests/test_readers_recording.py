@@ -18,6 +18,7 @@ from builders import GpuTrace
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.readers.any_file import read_files
 from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.trace import OPS, Group
 
 
 def trace(rank: int = -1, world_size: int = 1, *, end: float = 5) -> bytes:
@@ -72,6 +73,22 @@ def test_dates_in_names_are_no_ranks(tmp_path: Path) -> None:
     assert by_rank(recording) == {0: "a_20260102.json", 1: "b_20260101.json"}
 
 
+def test_names_tell_traces_apart_that_all_state_one_rank(tmp_path: Path) -> None:
+    for rank in (0, 1, 2):
+        (tmp_path / f"rank{rank}.json").write_bytes(trace(0, 4))
+    recording = read_recording([tmp_path])
+    assert by_rank(recording) == {0: "rank0.json", 1: "rank1.json", 2: "rank2.json"}
+    [note] = recording.notes
+    assert note.message == "several traces state rank 0: their ranks are those of their names"
+
+
+def test_a_local_rank_is_no_rank_of_the_job(tmp_path: Path) -> None:
+    names = [f"node{node}/local_rank{rank}_trace.json" for node in (0, 1) for rank in (0, 1)]
+    recording = read_recording([lay_out(tmp_path, *names)])
+    assert [f"{t.source.parent.name}/{t.source.name}" for t in recording.traces] == names
+    assert codes(recording) == ["rank_guessed"] * 4
+
+
 def test_of_several_captures_of_one_run_the_latest_is_taken(tmp_path: Path) -> None:
     for iteration in (9, 10):
         lay_out(tmp_path / f"iteration_{iteration}", "rank0.json", "rank1.json", ranks=True)
@@ -95,6 +112,24 @@ def test_cycles_of_one_profiler_are_captures_too(tmp_path: Path) -> None:
     assert codes(recording) == ["older_captures"]
 
 
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["host_12.1623143566756.pt.trace.json", "host_12.1623143577777.pt.trace.json"], [1]),
+        (["profile_step_9.json", "profile_step_10.json"], [1]),
+        (["epoch9/gpu_0.json", "epoch9/gpu_1.json", "epoch10/gpu_0.json", "epoch10/gpu_1.json"],
+         [2, 3]),
+    ],
+)  # fmt: skip
+def test_captures_of_one_process_are_no_ranks(
+    tmp_path: Path, names: list[str], kept: list[int]
+) -> None:
+    recording = read_recording([lay_out(tmp_path, *names)])
+    found = [str(trace.source.relative_to(tmp_path)) for trace in recording.traces]
+    assert found == [names[i] for i in kept]
+    assert codes(recording) == ["older_captures", *["rank_guessed"] * len(kept)]
+
+
 def test_two_runs_in_one_folder_are_refused_by_file_and_rank(tmp_path: Path) -> None:
     lay_out(tmp_path / "good", "rank0.json", ranks=True)
     lay_out(tmp_path / "bad", "rank0.json", ranks=True)
@@ -109,6 +144,13 @@ def test_traces_of_different_devices_may_be_of_different_runs(tmp_path: Path) ->
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(body))
     [note] = read_recording([tmp_path]).notes
     assert note.message == "traces of different devices (A100, MI300X): are they of one run?"
+
+
+def test_traces_of_different_world_sizes_may_be_of_different_runs(tmp_path: Path) -> None:
+    for rank, size in enumerate((2, 4, 4, 4)):
+        (tmp_path / f"rank{rank}.json").write_bytes(trace(rank, size))
+    [note] = read_recording([tmp_path]).notes
+    assert note.message == "traces of different world sizes (2, 4): are they of one run?"
 
 
 def zipped(folder: Path) -> Path:
@@ -183,6 +225,20 @@ def test_an_archive_cut_off_gives_what_is_whole_before_the_cut(tmp_path: Path) -
     assert by_rank(read_recording([archive])) == {0: "rank0.json.gz"}
 
 
+def test_a_pointer_to_a_file_that_was_not_fetched_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:760b\nsize 87060\n")
+    with pytest.raises(DataError, match="a pointer of Git LFS, not the file itself; fetch it with"):
+        read_recording([file])
+
+
+def test_a_report_of_nsight_systems_is_to_be_exported(tmp_path: Path) -> None:
+    file = tmp_path / "report1.nsys-rep"
+    file.write_bytes(b"\x00\x01")
+    with pytest.raises(DataError, match=r"a report of Nsight .*; export it with nsys export"):
+        read_recording([file])
+
+
 def test_what_there_is_instead_of_a_trace_is_said(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text(
@@ -211,6 +267,41 @@ def test_what_a_kernel_does_not_state_the_op_around_its_launch_does(
     [found] = read_recording([one.write(tmp_path)]).traces
     assert found.calls.message_bytes.tolist() == [4000]
     assert [found.calls.dtypes[i] for i in found.calls.dtype.tolist()] == ["float32"]
+
+
+@pytest.mark.parametrize("ranks", ["[0, 2]", [0, 2]])
+def test_ranks_of_a_group_are_a_text_or_a_list(tmp_path: Path, ranks: object) -> None:
+    told = {"Collective name": "allreduce", "Process Group Name": "7", "Process Group Ranks": ranks}
+    body = GpuTrace(0, 2).step(1, 0, 9).kernel("ncclDevKernel_AllReduce", 2, 4, **told).body()
+    body["distributedInfo"]["pg_config"] = [{"pg_name": "6", "ranks": ranks}]
+    (tmp_path / "rank0.json").write_text(json.dumps(body))
+    [found] = read_recording([tmp_path]).traces
+    assert found.groups == (Group("6", (0, 2), ""), Group("7", (0, 2), ""))
+    assert found.world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op"),
+    [("ncclDevKernel_SendRecv", "send_recv"), ("ncclDevKernel_AllGather_RING_LL", "all_gather")],
+)
+def test_a_coalesced_call_is_what_its_kernel_does(tmp_path: Path, kernel: str, op: str) -> None:
+    told = {"Collective name": "coalesced", "In msg nelems": 0, "Seq": 13}
+    one = GpuTrace().step(1, 0, 100).kernel(kernel, 20, 40, **told)
+    [found] = read_recording([one.write(tmp_path)]).traces
+    assert [OPS[code] for code in found.calls.op.tolist()] == [op]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op"),
+    [
+        ("void allreduce_fusion_kernel_oneshot_lamport<8>()", "all_reduce"),  # TensorRT-LLM
+        ("kuserbuffers_pushsend(int*, int*, int4*, int4*, int)", "unknown"),  # TransformerEngine
+        ("void mori::moe::EpCombineIntraNodeKernel<float>()", "all_to_all"),
+    ],
+)
+def test_kernels_of_other_libraries_communicate_too(tmp_path: Path, kernel: str, op: str) -> None:
+    [found] = read_recording([GpuTrace().step(1, 0, 9).kernel(kernel, 2, 4).write(tmp_path)]).traces
+    assert [OPS[code] for code in found.calls.op.tolist()] == [op]
 
 
 def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: Path) -> None:
@@ -255,3 +346,19 @@ def test_a_negative_duration_is_none_and_said(tmp_path: Path) -> None:
     report = analyze(file)
     assert [row.compute_ns for row in report.steps] == [5_000]
     assert [w.rank for w in report.warnings if w.code == "negative_durations"] == [0]
+
+
+@pytest.mark.parametrize("category", ["gcu_runtime", "Runtime", "cuda_driver", "supa_driver"])
+def test_launches_of_every_device_are_launches(tmp_path: Path, category: str) -> None:
+    body = GpuTrace().step(1, 0, 10).kernel("gemm", 3, 5, launched=1).body()
+    body["traceEvents"][1]["cat"] = category
+    (tmp_path / "rank0.json").write_text(json.dumps(body))
+    [found] = read_recording([tmp_path]).traces
+    assert found.events.launch_ns().tolist() == [-1, 1_000, 1_000]
+
+
+def test_a_trace_of_another_tool_says_that_nothing_of_it_is_known(tmp_path: Path) -> None:
+    event = {"ph": "X", "cat": "AscendCL", "name": "op", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [event]}))
+    [found] = read_recording([tmp_path]).traces
+    assert [note.code for note in found.notes] == ["unknown_categories"]

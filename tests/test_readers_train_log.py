@@ -126,10 +126,77 @@ def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5
             (7, 1_250_000_000, 12.5 * TERA, NAN, 6500.0, NAN, 10.5, 1020),
         ),
         (
+            "[2022-03-11 02:06:58,985] [INFO] [timer.py:198:stop] 0/20, "
+            "RunningAvgSamplesPerSec=232.5, CurrSamplesPerSec=227.5, MemAllocated=0.5GB",
+            "deepspeed",
+            (20, -1, NAN, NAN, NAN, 227.5, NAN, -1),
+        ),
+        (
+            "[2024-04-21 02:45:40][INFO][training:1251] -  iteration=       3/  317892 | "
+            "elapsed_time_per_iteration_ms=16071.5 | global_batch_size=  256 | lm loss=11.25 | "
+            "samples_per_second=15.5 | tokens_per_gpu_per_second_tgs=8155.5 | TFLOPs=159.5 |",
+            "megatron",
+            (3, 16_071_500_000, 159.5 * TERA, NAN, 8155.5, 15.5, 11.25, 256),
+        ),
+        (
+            "[2024-02-27 15:45:08] iteration 13 / 118 | elapsed time per iteration(ms): 176.5 | "
+            "lm loss: 6.5E-01 |total grad norm: 2.5 | tokens per gpu per second(tgs): 633.5 |",
+            "megatron",
+            (13, 176_500_000, NAN, NAN, 633.5, NAN, 0.65, -1),
+        ),
+        (
+            "Train:   2%|#  | 1/60 [00:42<41:47, 42.51s/it]{'loss': '0.3713', 'grad_norm': '0.89', "
+            "'epoch': '0.086', 'global_step/max_steps': '1/60', 'elapsed_time': '43s'}",
+            "ms-swift",
+            (1, -1, NAN, NAN, NAN, NAN, 0.3713, -1),
+        ),
+        (
+            "2026-08-10 15:55:20 | INFO | root | step 9 | epoch 0 | loss 0.6974 | grad_norm 1.5436 "
+            "| lr 1.00e-05 | mem 24.90 GiB | tps 11278.5(1409.5/gpu) | num_label_tokens 21541",
+            "nemo",
+            (9, -1, NAN, NAN, 1409.5, NAN, 0.6974, -1),
+        ),
+        (
+            "2026-08-10 15:55:20 | INFO | root | step 9 | epoch 0 | loss 0.6974 | tps 11278.5 | x",
+            "nemo",
+            (9, -1, NAN, NAN, NAN, NAN, 0.6974, -1),
+        ),
+        (
+            "12/21 01:39:51 [INFO|DP=0|TP=0|n7]: iteration: 8 / 100 | consumed_tokens: 480B | "
+            "time_per_iteration_ms: 8.79K | tokens_per_sec: 182K | tokens_per_sec_per_gpu: 699 | "
+            "global_batch_size: 1.6M | lm_loss: 2.04 | model_tflops_per_gpu: 15.5 | eta: 1:45:39",
+            "nanotron",
+            (8, 8_790_000_000, 15.5 * TERA, NAN, 699.0, NAN, 2.04, -1),
+        ),
+        (
+            " 0: Training epoch 0, iteration 8/29 | lr: 5.3e-06 | global_batch_size: 512 | "
+            "global_step: 8 | reduced_train_loss: 10.5 | train_step_timing in s: 6.5 | "
+            "TFLOPS_per_GPU: 1.25e+03",
+            "nemo",
+            (8, 6_500_000_000, 1250 * TERA, NAN, NAN, NAN, 10.5, 512),
+        ),
+        (
+            "3:  [2026-05-29 03:52:45] iteration      300/     400 | consumed tokens: 1.258B | "
+            "elapsed time per iteration (ms): 131.5 | tokens/sec/gpu: 8000.5 | lm loss: 1.5E+00 |",
+            "megatron",
+            (300, 131_500_000, NAN, NAN, 8000.5, NAN, 1.5, -1),
+        ),
+        (
+            "[rank0]:2024-07-10 12:00:11,123 - root - INFO - [36mstep:  1  [32mloss: 12.25  "
+            "[33mmemory: 10.40GiB(10.93%)  [34mwps: 1,234  [35mmfu: 1.50%[39m",
+            "torchtitan",
+            (1, -1, NAN, 0.015, 1234.0, NAN, 12.25, -1),
+        ),
+        (
             "completed step: 3, seconds: 1.5, TFLOP/s/device: 100.5, Tokens/s/device: 5000.5, "
             "total_weights: 65536, loss: 9.5",
             "maxtext",
             (3, 1_500_000_000, 100.5 * TERA, NAN, 5000.5, NAN, 9.5, -1),
+        ),
+        (
+            "completed step: 5, seconds: 0.25, TFLOP/s: 54.5, loss: 9.5",
+            "maxtext",
+            (5, 250_000_000, 54.5 * TERA, NAN, NAN, NAN, 9.5, -1),
         ),
         (
             "iter 10: loss 4.1234, time 123.45ms, mfu 12.5%",
@@ -149,6 +216,43 @@ def test_every_framework_says_the_same_in_its_own_words(
     assert [column[0] for column in columns] == pytest.approx(row, nan_ok=True)
     assert (log.framework, len(steps), log.unparsed) == (framework, 1, 0)
     assert recognizes(line.encode())
+
+
+def composer(heading: str, loss: float) -> str:
+    metrics = {
+        "time/batch": 4, "loss/train/total": loss, "throughput/samples_per_sec": 3.25,
+        "throughput/device/tokens_per_sec": 412.5, "throughput/device/flops_per_sec": 7.5e13,
+        "throughput/device/mfu": 0.25, "expert/x": "<Image object at 0x71>",
+    }  # fmt: skip
+    return f"{heading}:\n" + "".join(f"\t Train {name}: {metrics[name]}\n" for name in metrics)
+
+
+def test_composer_states_a_metric_a_line(tmp_path: Path) -> None:
+    text = composer("[batch=1/3]", 12.5) + composer("[batch=2/3]", 11.5)
+    log = read(tmp_path, text + "[Eval batch=1/2] Eval on eval data\n\t Eval loss: 1.0\n")
+    steps = log.steps
+    assert (log.framework, steps.step.tolist()) == ("composer", [1, 2])
+    assert steps.loss.tolist() == [12.5, 11.5]
+    rates = steps.samples_per_s, steps.tokens_per_s_per_gpu, steps.flops_per_s_per_gpu, steps.mfu
+    assert [rate.tolist() for rate in rates] == [[rate] * 2 for rate in (3.25, 412.5, 7.5e13, 0.25)]
+    assert [note.code for note in log.notes] == ["no_step_time"]
+    assert recognizes(text.encode())
+
+
+def test_composer_counts_batches_of_an_epoch(tmp_path: Path) -> None:
+    text = composer("[epoch=1][batch=7/7]", 12.5) + composer("[epoch=2][batch=5/7]", 11.5)
+    assert read(tmp_path, text).steps.step.tolist() == [7, 12]
+
+
+def test_lines_of_transformers_name_no_step_and_are_counted(tmp_path: Path) -> None:
+    text = (
+        "{'loss': 1.25, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.02}\n"
+        "{'train_runtime': 36.5, 'train_steps_per_second': 0.25, 'epoch': 1.0}\n"
+    )
+    log = read(tmp_path, text)
+    assert (log.framework, len(log.steps), log.unparsed) == ("transformers", 0, 1)
+    assert recognizes(text.encode())
+    assert not recognizes(f"# It prints {text}".replace("\n{", "\n# {").encode())
 
 
 def test_the_first_row_of_a_start_and_slow_ones_after_it_are_warm_up(tmp_path: Path) -> None:
@@ -235,6 +339,11 @@ def test_deepspeed_lines_fill_the_row_of_megatrons_line(tmp_path: Path) -> None:
             [(-1, -1, 5 * GIB // 2, 7 * GIB // 2, 11 * GIB // 2, 6 * GIB)],
         ),
         (titan(4) * 2, [(-1, 4, -1, -1, -1, round(49.66 * GIB))]),
+        (
+            "Training epoch 0, iteration 8/29 | global_step: 8 | max_memory_reserved: 57466159104 "
+            "| max_memory_allocated: 53930270720 | reduced_train_loss: 10.5",
+            [(-1, 8, -1, 53930270720, -1, 57466159104)],
+        ),
         ("[titan] validate step:  4  loss:  3.1  memory: 49.66GiB(52.28%)  tps: 5", []),
     ],
 )  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 COMMUNICATES = re.compile(
     r"nccl\w*Kernel|^ncclSym|deep_ep::|dpsk::ep::|nvshmem|multimem_|symm_mem|"
-    r"(one|two)_shot_all_reduce|cross_device_reduce|^hccl|oneccl|Memcpy PtoP",
+    r"(one|two)_shot_all_reduce|cross_device_reduce|allreduce_fusion_kernel|userbuffers_|"
+    r"\bEp(Dispatch|Combine)\w*Kernel|^hccl|oneccl|Memcpy PtoP",
     re.IGNORECASE,
 )
 FUSED = re.compile(r"fused_(all_gather|reduce_scatter|all_reduce|matmul_reduce_scatter)", re.I)
@@ -65,19 +67,23 @@ _ELEMENT_BYTES = {
     "quint8": 1,
     "qint32": 4,
 }
+_MOST_NAMES = 4096
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 
+@lru_cache(_MOST_NAMES)
 def op_named(name: str) -> str:
     """The collective or message that a name means, "unknown" where it means none."""
     return next((op for op, pattern in _OP_OF if pattern.search(name)), "unknown")
 
 
+@lru_cache(_MOST_NAMES)
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype as torch or NCCL spells it; -1 for an unknown one."""
     return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype_named(dtype), -1)
 
 
+@lru_cache(_MOST_NAMES)
 def dtype_named(dtype: str) -> str:
     """torch's name of a dtype that NCCL or the Flight Recorder spells in C."""
     return _TORCH_NAMES.get(dtype.lower(), dtype.lower())

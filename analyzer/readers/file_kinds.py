@@ -17,6 +17,7 @@ from stepsplit.analyzer.trace import Note
 
 RUN_NAME = "run.json"
 NAME_A_TRACE = "name a torch.profiler trace"
+EXPORT = "export it with nsys export --type sqlite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ def _kinds(source: Source, must: bool) -> tuple[str, ...]:
 
 def _why_not(source: Source) -> tuple[str, str]:
     """Why the file is of no kind, and the mend."""
+    if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
+        return "a report of Nsight Systems, which only it can read", EXPORT
     with unpacked(source) as content:
         begin = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if content.torn and not begin:
@@ -90,8 +93,7 @@ def _why_not(source: Source) -> tuple[str, str]:
     if not begin:
         return "the file is empty", RECORD_AGAIN
     if begin[:1] in b"{[":
-        return (
-            "JSON, but no trace, or cut off before its first event",
-            NAME_A_TRACE,
-        )
+        return "JSON, but no trace, or cut off before its first event", NAME_A_TRACE
+    if begin.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the file itself", "fetch it with git lfs pull"
     return "not JSON, so no trace, nor another file that is read", NAME_A_TRACE

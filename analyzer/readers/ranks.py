@@ -13,20 +13,31 @@ from stepsplit.analyzer.readers.listing import natural
 from stepsplit.analyzer.trace import Note, RankTrace
 
 MOST_RANKS = 10_000_000
-_NAMED = re.compile(r"(?:rank[-_. ]?|\bworker|_worker)(\d{1,7})(?!\d)", re.I)
+_NAMED = re.compile(
+    r"(?:(?<!local)(?<!local[-_. ])rank[-_. ]?|\bworker|_worker)(\d{1,7})(?!\d)", re.I
+)
+"""A local rank is one of each node's, so no rank of the job."""
 _LAST_NUMBER = re.compile(r"(\d{1,7})\D*$")
 _SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite))+$", re.I)
 _NUMBER = re.compile(r"\d+")
+_OF_A_CAPTURE = re.compile(
+    r"\.\d{10,20}(?=\.pt\.trace\.json)|(?<![a-z])(?:step|iter(?:ation)?|epoch|cycle)[-_.]?\d+",
+    re.I,
+)
+"""What differs in the names of one process's captures: the time, as TensorBoard's handler has it
+behind host and process, or the step.
+"""
 _SPREAD = 64
 """Ranks that were not recorded lie between those that were; a larger number is a date or a size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A trace, and its rank as far as it or its name says so."""
+    """A trace, its rank as far as it or its name says so, and what its name says of it."""
 
     trace: RankTrace
     stated_rank: int | None
+    named_rank: int | None = None
 
 
 def rank_in_name(path: PurePosixPath) -> int | None:
@@ -40,7 +51,8 @@ def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
 
     Raises DataError where two traces are of the same rank.
     """
-    one_capture, older = _latest_capture(found)
+    apart, renamed = _told_apart(found)
+    one_capture, older = _latest_capture(apart)
     known: dict[int, RankTrace] = {}
     for one in one_capture:
         if one.stated_rank is None:
@@ -55,7 +67,7 @@ def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
         Note("rank_guessed", f"{t.source.name} names no rank; taken for rank {t.rank}", t.rank)
         for t in guessed
     ]
-    return sorted([*known.values(), *guessed], key=lambda t: t.rank), (*older, *notes)
+    return sorted([*known.values(), *guessed], key=lambda t: t.rank), (*renamed, *older, *notes)
 
 
 def as_rank(rank: int, trace: RankTrace) -> RankTrace:
@@ -83,15 +95,32 @@ def _last_number(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
+    """Traces that state the same rank while their names state others: their names are right."""
+    named: dict[int, set[int | None]] = defaultdict(set)
+    for one in found:
+        if one.stated_rank is not None:
+            named[one.stated_rank].add(one.named_rank)
+    wrong = {rank for rank, names in named.items() if len(names) > 1 and None not in names}
+    if not wrong:
+        return found, ()
+    apart = [
+        replace(one, stated_rank=one.named_rank) if one.stated_rank in wrong else one
+        for one in found
+    ]
+    text = f"several traces state rank {min(wrong)}: their ranks are those of their names"
+    return apart, (Note("rank_by_name", text),)
+
+
 def _latest_capture(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
     """Of a run that was captured several times, the latest capture, and a note of the others.
 
-    Captures are files of one rank whose paths differ by their numbers alone.
+    Captures are files of one rank, or of one process where no rank is known, whose paths differ by
+    their numbers alone.
     """
-    by_rank: dict[int, list[Found]] = defaultdict(list)
+    by_rank: dict[int | str, list[Found]] = defaultdict(list)
     for one in found:
-        if one.stated_rank is not None:
-            by_rank[one.stated_rank].append(one)
+        by_rank[_process(one) if one.stated_rank is None else one.stated_rank].append(one)
     again = [same for same in by_rank.values() if len(same) > 1]
     if not again or any(len({_shape(one) for one in same}) > 1 for same in again):
         return found, ()
@@ -99,6 +128,10 @@ def _latest_capture(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note
     left_out = len(found) - len(kept)
     text = f"the run was captured several times: {kept[-1].trace.source} is of the latest"
     return kept, (Note("older_captures", f"{text}, {left_out} traces of others are left out"),)
+
+
+def _process(one: Found) -> str:
+    return _OF_A_CAPTURE.sub("", str(one.trace.source))
 
 
 def _shape(one: Found) -> str:

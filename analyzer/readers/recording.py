@@ -92,10 +92,10 @@ def _found(
         raise file
     if file is None:
         return []
-    stated = file.header.distributed.rank
-    rank = stated if 0 <= stated < MOST_RANKS else rank_in_name(source.inner)
+    stated, named = file.header.distributed.rank, rank_in_name(source.inner)
+    rank = stated if 0 <= stated < MOST_RANKS else named
     flight = [] if rank is None else flights.get(rank, [])
-    return [Found(to_rank_trace(source.where, file, rank or 0, flight), rank)]
+    return [Found(to_rank_trace(source.where, file, rank or 0, flight), rank, named)]
 
 
 def _of_nsys(trace: RankTrace) -> Found:
@@ -149,11 +149,17 @@ def _folder_name(place: str) -> str:
 
 def _mixed(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
     """What suggests that the traces are of several runs."""
-    devices = sorted({trace.device for trace in traces if trace.device})
-    if len(devices) < 2:
+    devices = {trace.device for trace in traces if trace.device}
+    # A trace that states no world size has the least that its rank allows.
+    sizes = {str(trace.world_size) for trace in traces if trace.world_size > trace.rank + 1}
+    return (*_differing("devices", devices), *_differing("world sizes", sizes))
+
+
+def _differing(what: str, found: set[str]) -> tuple[Note, ...]:
+    if len(found) < 2:
         return ()
-    text = f"traces of different devices ({', '.join(devices)}): are they of one run?"
-    return (Note("mixed_devices", text),)
+    text = f"traces of different {what} ({', '.join(sorted(found))}): are they of one run?"
+    return (Note(f"mixed_{what.replace(' ', '_')}", text),)
 
 
 def _of_this_run(

@@ -24,6 +24,7 @@ MOST_RANKS = 1 << 20
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 MESSAGES = ("send", "recv")
 _TENSOR = re.compile(r"Tensor\(([^)]*)\)")
+_CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 _TORCH_NAMES = {
     "long int": "long",
     "short int": "short",
@@ -66,11 +67,24 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 
 
 class _Config(Struct):
-    pg_name: str | int
+    """A group; ids are what calls name it by before torch 2.4, and in 2.1 it has no name.
+
+    ranks are global, in 2.1 the keys of a mapping to those within the group; none are all.
+    """
+
+    pg_name: str | int | None = None
+    pg_id: str | int | None = None
     backend_id: str | int | None = None
+    uid: str | int | None = None
     pg_desc: str | None = None
-    ranks: list[_Rank] = []
+    ranks: list[_Rank] | dict[_Rank, int] = []
     group_size: int = -1
+
+    @property
+    def names(self) -> list[str]:
+        """All that calls may name it by, its own name first."""
+        told = (self.pg_name, self.pg_id, self.backend_id, self.uid)
+        return [str(name) for name in told if name is not None]
 
 
 class GroupBook:
@@ -82,20 +96,24 @@ class GroupBook:
         self.world_size = -1
 
     def add(self, node: Node) -> bool:
-        """Adds the groups that an init node lists; whether they could be read."""
+        """Adds the groups that an init node lists; whether all of them could be read."""
+        listed = _values(node.inputs, node.input_types).values
+        text = listed[0] if listed and isinstance(listed[0], str) else ""
         try:
-            text = _values(node.inputs, node.input_types).values[0]
-            configs = msgspec.json.decode(text, type=list[_Config])
-        except (*NOT_JSON, IndexError, TypeError):
-            return False
+            configs, whole = msgspec.json.decode(text, type=list[_Config]), True
+        except NOT_JSON:  # torch cuts a long list short
+            configs, whole = _whole_configs(text), False
         for config in configs:
-            # A group of all ranks is listed with none.
-            ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MOST_RANKS)))
-            number = self._enter(str(config.pg_name), ranks, config.pg_desc or "")
-            if config.backend_id is not None:  # by which calls named it before torch 2.3
-                self._numbers.setdefault(str(config.backend_id), number)
-            self.world_size = max(self.world_size, config.group_size)
-        return True
+            self._add(config)
+        return whole
+
+    def _add(self, config: _Config) -> None:
+        ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MOST_RANKS)))
+        self.world_size = max(self.world_size, config.group_size, len(ranks))
+        own, *others = config.names or [""]
+        number = self._enter(own, ranks, config.pg_desc or "")
+        for name in others:
+            self._numbers.setdefault(name, number)
 
     @property
     def ranks_in_all(self) -> frozenset[int]:
@@ -136,6 +154,17 @@ class GroupBook:
             self._numbers[name] = len(self.groups)
             self.groups.append(Group(name, ranks, description))
         return self._numbers[name]
+
+
+def _whole_configs(text: str) -> list[_Config]:
+    """The groups of a list that is damaged or cut, those that can be read."""
+    found = []
+    for one in _CONFIG.findall(text):
+        try:
+            found.append(msgspec.json.decode(one, type=_Config))
+        except NOT_JSON:
+            continue
+    return found
 
 
 def comm_of(node: Node) -> Comm:

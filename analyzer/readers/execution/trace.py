@@ -185,12 +185,13 @@ class _Reading:
             if len(ranks) == 1:
                 return min(ranks), False
         named = _RANK_IN_NAME.search(file_name)
-        return (-1, False) if named is None else (int(named[1]), True)
+        rank = -1 if named is None else int(named[1])
+        return (rank, True) if rank >= 0 and (not shared or rank in shared) else (-1, False)
 
     def notes(self) -> Iterator[Note]:
         """What of the groups and calls could not be told."""
         if self._unreadable:
-            yield Note("groups_skipped", f"{self._unreadable} lists of groups are unreadable")
+            yield Note("groups_skipped", f"{self._unreadable} lists of groups are not whole")
         if self._unknown:
             yield Note("calls_skipped", f"{self._unknown} calls are of a kind that is not known")
         if not self.comms and any(name.startswith("c10d::") for name in self._names):

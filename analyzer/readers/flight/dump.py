@@ -165,7 +165,8 @@ def _rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
         or _ENDS_IN_NUMBER.search(path.name)
         or _SAYS_RANK.search(path.parent.name)
     )
-    return int(match[1]) if match else -1
+    named = int(match[1]) if match else -1
+    return named if not shared or named in shared else -1
 
 
 def _calls(

@@ -19,26 +19,20 @@ CATEGORIES = {
     "cpu_op": Category.OP,
     "operator": Category.OP,
     "user_annotation": Category.ANNOTATION,
-    "cuda_runtime": Category.RUNTIME,
-    "cuda_driver": Category.RUNTIME,
-    "runtime": Category.RUNTIME,
-    "driver": Category.RUNTIME,
-    "privateuse1_runtime": Category.RUNTIME,
-    "privateuse1_driver": Category.RUNTIME,
-    "mtia_runtime": Category.RUNTIME,
-    "glow_runtime": Category.RUNTIME,
-    "xpu_runtime": Category.RUNTIME,
-    "xpu_driver": Category.RUNTIME,
     "kernel": Category.KERNEL,
     "mtia_ccp_events": Category.KERNEL,
     "hpu_op": Category.KERNEL,
-    "gpu_memcpy": Category.MEMCPY,
-    "memcpy": Category.MEMCPY,
-    "gpu_memset": Category.MEMSET,
-    "memset": Category.MEMSET,
+    "privateuse1": Category.KERNEL,
     "gpu_user_annotation": Category.GPU_ANNOTATION,
     "python_function": Category.PYTHON,
 }
+_LAST_WORDS = {
+    "runtime": Category.RUNTIME,
+    "driver": Category.RUNTIME,
+    "memcpy": Category.MEMCPY,
+    "memset": Category.MEMSET,
+}
+"""What is common to "cuda_runtime", "xpu_driver", "gpu_memcpy" and "Runtime" of 2020."""
 PARAM_COMMS = "record_param_comms"
 _PLACED = np.zeros(len(Category), dtype=np.bool_)
 _PLACED[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
@@ -110,7 +104,9 @@ class _Categories(dict[str, int]):
     """What a category's name of any age means."""
 
     def __missing__(self, name: str) -> int:
-        self[name] = code = int(CATEGORIES.get(name.lower(), Category.OTHER))
+        told = name.lower()
+        by_end = _LAST_WORDS.get(told.rpartition("_")[2], Category.OTHER)
+        self[name] = code = int(CATEGORIES.get(told, by_end))
         return code
 
 

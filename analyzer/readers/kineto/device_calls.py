@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,11 +17,14 @@ from stepsplit.analyzer.readers.communication import (
     message_bytes,
     op_named,
 )
+from stepsplit.analyzer.readers.flight.entries import MOST_CALL_BYTES
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS
 from stepsplit.analyzer.readers.kineto.launches import launches_of, ops_around
 from stepsplit.analyzer.readers.kineto.rows import Sorted
-from stepsplit.analyzer.readers.kineto.schema import Args
+from stepsplit.analyzer.readers.kineto.schema import Args, comm_args, ranks_in
 from stepsplit.analyzer.trace import Bool, Category, Group
+
+_MOST_DIMS = 64
 
 
 def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
@@ -32,19 +35,19 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
     """
     book = _GroupBook(known)
     events = rows.events
-    own = {row: rows.args_of(row) for row in rows.noted_row.tolist()}
+    own = dict(zip(rows.noted_row.tolist(), map(comm_args, rows.noted_args), strict=True))
     kernels = rows.noted_row[events.of(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
     launches = launches_of(events, kernels)
     around = ops_around(events, rows.noted_row[_params(rows)], launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
-    any_named = any(args is not None and args.collective is not None for args in own.values())
+    any_named = any(args.collective is not None for args in own.values())
     calls = []
     for event, op, issued_ns in zip(
         kernels.tolist(), around.tolist(), issued.tolist(), strict=True
     ):
         args, name = _stated(own[event], own.get(op)), events.name_of(event)
         call = _call(event, name, args, book.number(args), issued_ns)
-        batch = args.collective is None and any_named and "SendRecv" in name
+        batch = call.op == "unknown" and any_named and "SendRecv" in name
         calls.append(replace(call, op="send_recv") if batch else call)
     return FoundCalls(to_calls(calls), tuple(book.groups))
 
@@ -66,15 +69,21 @@ def _stated(kernel: Args | None, op: Args | None) -> Args:
 
 def _sized(op: Args) -> Args:
     """The op with the size of its first tensors, for traces that name no message."""
-    dims = op.dims[0] if op.dims else []
-    kind = op.types[0] if op.types else ""
-    shapes = [dims] if dims and isinstance(dims[0], int) else dims
-    if not shapes or element_bytes(str(kind)) < 0:
+    nelems = _elements(op.dims[0] if op.dims else None)
+    kind = str(op.types[0]) if op.types else ""
+    if nelems < 0 or element_bytes(kind) < 0:
         return op
-    try:
-        return msgspec.structs.replace(op, in_nelems=sum(map(math.prod, shapes)), dtype=kind)
-    except TypeError:
-        return op
+    return msgspec.structs.replace(op, in_nelems=nelems, dtype=kind)
+
+
+def _elements(dims: Any) -> int:
+    """Of tensors of these shapes, or of one of this shape; -1 for what is no shape."""
+    if not isinstance(dims, list) or not dims:
+        return -1
+    shapes = [dims] if isinstance(dims[0], int) else dims
+    known = all(isinstance(shape, list) and len(shape) <= _MOST_DIMS for shape in shapes)
+    whole = known and all(isinstance(dim, int) for shape in shapes for dim in shape)
+    return sum(map(math.prod, shapes)) if whole else -1
 
 
 class _GroupBook:
@@ -86,7 +95,7 @@ class _GroupBook:
 
     def number(self, args: Args) -> int:
         """The number of the group that the arguments name, -1 where they do not say enough."""
-        ranks = _ranks(args.group_ranks)
+        ranks = ranks_in(args.group_ranks)
         if not ranks:
             named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
             return named[0] if len(named) == 1 else -1
@@ -99,6 +108,8 @@ class _GroupBook:
 
 def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> Call:
     op = op_named(args.collective or name)
+    if op == "unknown":  # "coalesced" says nothing of what the kernel does
+        op = op_named(name)
     input_bytes = _bytes(args.in_nelems, args.dtype)
     output_bytes = _bytes(args.out_nelems, args.dtype)
     return Call(
@@ -110,18 +121,15 @@ def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> C
         dtype=dtype_named(args.dtype),
         peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
         input_bytes=input_bytes,
-        message_bytes=message_bytes(op, input_bytes, output_bytes, args.group_size),
+        message_bytes=_known(message_bytes(op, input_bytes, output_bytes, args.group_size)),
     )
 
 
 def _bytes(nelems: int, dtype: str) -> int:
     width = element_bytes(dtype)
-    return nelems * width if nelems >= 0 and width > 0 else -1
+    return _known(nelems * width) if nelems >= 0 and width > 0 else -1
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    """The ranks of "[0, 1]"; none where torch has cut a long list short with dots."""
-    try:
-        return tuple(map(int, json.loads(text)))
-    except (ValueError, TypeError):
-        return ()
+def _known(size_bytes: int) -> int:
+    """The size, -1 where no call is of such a one."""
+    return size_bytes if 0 <= size_bytes <= MOST_CALL_BYTES else -1

@@ -19,10 +19,12 @@ from stepsplit.analyzer.readers.kineto.gloo_lanes import Range, Request, assign
 from stepsplit.analyzer.readers.kineto.rows import Sorted
 from stepsplit.analyzer.trace import Category, Group, Note
 
+_NUMBER = re.compile(r"[0-9]{1,19}")
 MESSAGES = ("gloo:send", "gloo:recv")
 _ANNOTATED = re.compile(
-    r"stepsplit::(?P<op>send|recv) group=(?P<group>\S*) src=(?P<src>-?\d+) dst=(?P<dst>-?\d+) "
-    r"tag=\S+ n=\d+ bytes=(?P<bytes>-?\d+) dtype=(?P<dtype>\S*)"
+    r"stepsplit::(?P<op>send|recv) group=(?P<group>\S*) src=(?P<src>-?\d{1,9}) "
+    r"dst=(?P<dst>-?\d{1,9}) tag=\S+ n=\d+ bytes=(?P<bytes>-?\d{1,15}) dtype=(?P<dtype>\S*)",
+    re.ASCII,
 )
 
 
@@ -94,7 +96,7 @@ def _by_thread(rows: Sorted, ranges: Sequence[Range]) -> list[list[Range]]:
     lanes: dict[int, list[Range]] = {}
     for found in ranges:
         thread = rows.events.lanes[rows.events.lane[found.event]].tid
-        lanes.setdefault(int(thread) if thread.isdigit() else 0, []).append(found)
+        lanes.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(found)
     return [lanes[thread] for thread in sorted(lanes)]
 
 
@@ -183,7 +185,8 @@ def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> C
     place = _place(rows, around)
     group_id = _pipeline_group(groups)
     peer = -1
-    if group_id >= 0 and place.isdigit() and int(place) < len(groups[group_id].ranks):
+    known = group_id >= 0 and _NUMBER.fullmatch(place)
+    if known and int(place) < len(groups[group_id].ranks):
         peer = groups[group_id].ranks[int(place)]
     issued = int(rows.events.start_ns[around])
     return Call(event, op, issued, group_id, peer=peer)

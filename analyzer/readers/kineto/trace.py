@@ -16,7 +16,7 @@ from stepsplit.analyzer.readers.kineto.rows import Sorted, in_order
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.unpack import Unpacked, unpacked
-from stepsplit.analyzer.trace import Note
+from stepsplit.analyzer.trace import Category, Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +99,7 @@ def _notes(rows: Sorted, last: Part) -> tuple[Note, ...]:
     if counts.negative:
         text = f"{counts.negative:,} events state a negative duration, taken as 0"
         notes.append(Note("negative_durations", text))
+    if len(rows.events) and not (rows.events.category != Category.OTHER).any():
+        text = "no event is of a category that torch.profiler writes: nothing of it is split"
+        notes.append(Note("unknown_categories", text))
     return tuple(notes)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 _MARK = re.compile(rb"NCCL (INFO|WARN) ?")
 _SPEAKER = re.compile(
-    rb"(?:([^\s:\[\]]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
+    rb"(?:([^\s:\[\]|]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
     rb"(?:[^\s:\[\]]+:\d+ (?:\([^)]*\) )?)?$"
 )
 _STAMP = re.compile(
@@ -18,6 +21,8 @@ _STAMP = re.compile(
     rb"(?:Z|([+-])(\d\d):?(\d\d))?\S*\s*"
 )
 _COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
+_REPEATED = re.compile(rb" *\[repeated \d+x across cluster\].*")
+"""What Ray says after a line that it shows once for several processes."""
 _MOST_HEADS = 20_000
 _MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
 
@@ -49,8 +54,7 @@ class Splitter:
 
     def messages(self, line: bytes) -> list[Message]:
         """The line's messages in order; several where writers ran into one another."""
-        if b"\x1b" in line:
-            line = _COLOR.sub(b"", line)
+        line = _bare(line)
         marks = list(_MARK.finditer(line))
         if len(marks) != 1:
             return self._glued(line, marks) if marks else []
@@ -108,6 +112,24 @@ class Splitter:
             host = max(whole, key=len, default=host)
             hosts.add(host)
         return Speaker(host, pid, int(match[3]), dev)
+
+
+class _Wrapped(msgspec.Struct):
+    """A line of Docker's log files."""
+
+    log: str
+    time: str = ""
+
+
+def _bare(line: bytes) -> bytes:
+    """The line without colors and without what Docker or Ray put around it; a time comes first."""
+    if line.startswith(b'{"log":'):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            wrapped = msgspec.json.decode(line, type=_Wrapped)
+            line = f"{wrapped.time} {wrapped.log}".encode()
+    if b"\x1b" in line:
+        line = _COLOR.sub(b"", line)
+    return _REPEATED.sub(b"", line) if b"x across cluster]" in line else line
 
 
 def _unix_ns(stamp: re.Match[bytes]) -> int:

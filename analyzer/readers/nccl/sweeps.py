@@ -7,63 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepsplit.analyzer.readers.communication import dtype_named, element_bytes, op_named
+from stepsplit.analyzer.readers.nccl.sweep_nouns import Sweep, SweepRow, Sweeps, Timing
+from stepsplit.analyzer.readers.nccl.sweep_reports import is_report, sweep_in
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.unpack import unpacked
+from stepsplit.analyzer.readers.unpack import head_of, unpacked
 from stepsplit.analyzer.trace import Note
 
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One half of a row. wrong is the number of wrong elements, -1 where none were counted.
-
-    algbw and busbw are as printed; before 2020 all_gather and reduce_scatter printed busbw twice.
-    """
-
-    time_ns: int
-    algbw_bytes_per_s: int
-    busbw_bytes_per_s: int
-    wrong: int
-
-
-@dataclass(frozen=True, slots=True)
-class SweepRow:
-    """One message size. count is elements of a rank; redop is "" and root -1 where none is told."""
-
-    message_bytes: int
-    count: int
-    dtype: str
-    redop: str
-    root: int
-    out_of_place: Timing | None
-    in_place: Timing | None
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """One table: an op ("" where ambiguous), its ranks (-1 unknown), the name of each's device.
-
-    avg_busbw_bytes_per_s is what the table ends with, -1 where it is cut.
-    """
-
-    source: str
-    op: str
-    nranks: int
-    devices: tuple[str, ...]
-    rows: tuple[SweepRow, ...]
-    avg_busbw_bytes_per_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sweeps:
-    """The tables of a file with at least one row, in order."""
-
-    source: str
-    sweeps: tuple[Sweep, ...]
-    notes: tuple[Note, ...]
-
+__all__ = ["Sweep", "SweepRow", "Sweeps", "Timing", "read_sweeps", "recognizes"]
 
 _NUMBER = rb"(?:-?\d{1,12}(?:\.\d{1,6})?(?:e[+-]\d\d)?|-?nan|inf|N/A)"
 _HALF = rb"\s+".join([rb"(" + _NUMBER + rb")"] * 4)
+_FOUR = rb"(?:\s+" + _NUMBER + rb"){4}"
+_END = rb"(?:\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)?\s*$"
+"""A row may end with the time of day (-S)."""
 _DTYPE = rb"(?:u?int\d{1,2}|int|char|half|b?float\d{0,2}|double|f8e\dm\d|fp8_e\dm\d)"
 _BEGIN = rb"(?:^|[\s:>|])(\d{1,16})\s+(\d{1,16})\s+(" + _DTYPE + rb")\b"
 _BEGUN = re.compile(_BEGIN)
@@ -71,11 +27,12 @@ _ROW = re.compile(
     _BEGIN
     + rb"\s+(?:([a-z]{3,12})\s+)?(?:(-?\d{1,6})\s+)?"
     + _HALF
-    + rb"(?:\s+"
-    + _HALF
-    + rb")?\s*$"
-)
-_HEADING = re.compile(rb"#\s+(?:size|bytes)\s+(?:count|N)\s+type\s.*\btime\s+algbw\s+busbw")
+    + rb"(?:" + _FOUR + rb"(?=" + _FOUR + _FOUR + _END + rb"))?"
+    + rb"(?:\s+" + _HALF + rb"(?:" + _FOUR + rb")?)?"
+    + _END
+)  # fmt: skip
+"""A report of single iterations adds four columns to each half."""
+_HEADING = re.compile(rb"#\s+(?:size|bytes)\s+(?:count|N)\s+type\s.*\b(?:cpu)?time\s+algbw\s+busbw")
 _UNIT = re.compile(rb"#\s+\(B\)\s+\(elements\)\s+\((us|ms)\)")
 _RANK = re.compile(rb"#\s+Rank\s+(\d{1,5})\s.*?\bdevice\s+\d+\s+\[[0-9a-fA-Fx:.]+\]\s+(\S.*?)\s*$")
 _RUN = re.compile(rb"#\s*nThread\s+\d+\s+nGpus\s+\d")
@@ -89,18 +46,28 @@ _MOST_BYTES = 4096
 
 def recognizes(head: bytes) -> bool:
     """Whether what nccl-tests print before a table, or a row of one, is among these first bytes."""
+    if is_report(head):
+        return True
     lines = [line for line in head.split(b"\n") if len(line) < _MOST_BYTES]
     return any(kind.search(line) for line in lines for kind in (_RUN, _HEADING, _ROW))
 
 
 def read_sweeps(source: Source) -> Sweeps:
-    """The file's tables. Raises DataError where it cannot be opened."""
+    """The file's tables. Raises DataError where it cannot be opened, or is a report and cut."""
+    if is_report(head_of(source)):
+        return _of_report(source)
     reading = _Reading(source.where)
     with unpacked(source) as content:
         for line in content.lines():
             if len(line) < _MOST_BYTES:
                 reading.take(line)
     return reading.sweeps(content.torn)
+
+
+def _of_report(source: Source) -> Sweeps:
+    with unpacked(source) as content:
+        sweep = sweep_in(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
+    return Sweeps(source.where, (sweep,) if sweep.rows else (), ())
 
 
 @dataclass(slots=True)
@@ -157,7 +124,8 @@ class _Reading:
         self.rows, self.devices, self.program = [], {}, ""
 
     def _op(self, rows: Sequence[SweepRow], nranks: int) -> str:
-        possible = _possible_ops(rows, nranks)
+        has_root = any(match[5] for match in self.rows)
+        possible = _possible_ops(rows, nranks, has_root)
         if self.program in possible:
             return self.program
         table = f"table {len(self.done) + 1}"
@@ -217,16 +185,20 @@ def _likely_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
     return 10**3
 
 
-def _possible_ops(rows: Sequence[SweepRow], nranks: int) -> tuple[str, ...]:
+def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tuple[str, ...]:
     """The ops that print such rows: which columns they fill, and whose bytes count is.
 
     Where count is the whole message nothing is gathered or scattered. all_gather alone has ever
-    printed equal bandwidths for a gathered message.
+    printed equal bandwidths for a gathered message. Where every op prints a root, send_recv prints
+    a redop too, which it does not use.
     """
     row = max(rows, key=lambda row: row.message_bytes)
     each = row.count * _BYTES.get(row.dtype, element_bytes(row.dtype))
+    half = row.out_of_place
+    equal = half is not None and half.algbw_bytes_per_s == half.busbw_bytes_per_s > 0
     reduces, rooted = row.redop not in ("", "none"), row.root >= 0
-    whole = ("reduce",) if reduces and rooted else ("all_reduce",) if reduces else (
+    sums = _sums(nranks) if equal and has_root else ("all_reduce",)
+    whole = ("reduce",) if reduces and rooted else sums if reduces else (
         ("broadcast",) if rooted else ("send_recv",)
     )  # fmt: skip
     parts = () if reduces and rooted else ("reduce_scatter",) if reduces else (
@@ -236,6 +208,9 @@ def _possible_ops(rows: Sequence[SweepRow], nranks: int) -> tuple[str, ...]:
         return whole + parts
     if each == row.message_bytes:
         return whole
-    half = row.out_of_place
-    equal = half is not None and half.algbw_bytes_per_s == half.busbw_bytes_per_s > 0
     return ("all_gather",) if equal and not reduces and not rooted else parts
+
+
+def _sums(nranks: int) -> tuple[str, ...]:
+    """What prints a redop and equal bandwidths: all_reduce does so on two ranks alone."""
+    return ("send_recv",) if nranks > 2 else ("all_reduce", "send_recv")

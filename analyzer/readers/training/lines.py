@@ -71,10 +71,13 @@ class _Family:
     field: re.Pattern[str]
 
 
-_BARRED = re.compile(
-    rf"(?:^|\|)\s*([^|\s][^|]{{0,60}}?)\s*[:\s]\s*({NUMBER})\s*([A-Za-z%/]*)\s*(?=\||$)"
-)
+_BAR = rf"([^|\s][^|]{{0,60}}?)\s*[:=\s]\s*({NUMBER})\s*([A-Za-z%/]*)\s*(?=\||$)"
+_BARRED = re.compile(rf"(?:^|\|)\s*{_BAR}")
+_BARRED_BY_TOKENS = re.compile(rf"(?:^|\|)\s*(?!global_batch_size){_BAR}")
+"""nanotron's global batch is of tokens since its time is no longer called elapsed."""
 _PAIRS = re.compile(rf"([A-Za-z][\w /.()-]{{0,60}}?)\s*[:=]\s*({NUMBER})([A-Za-z%]*)")
+_QUOTED = re.compile(rf"'(\w+)': '?({NUMBER})('?)(?=[,}}])")
+_PER_GPU = re.compile(rf"\| (loss|tps(?= [\d.]+\()) (?:[\d.]+\()?({NUMBER})(/gpu)?")
 _WORDS = re.compile(rf"(loss|time|mfu) ({NUMBER})(ms|%)?")
 _STEP = r"(?P<step>\d{1,18})"
 
@@ -83,53 +86,78 @@ FAMILIES = (
             re.compile(rf"Training epoch \d+, iteration {_STEP}/\d+ (?=\|)"), _BARRED),
     _Family("nemo", "global_step=",
             re.compile(rf"Epoch \d+:.{{0,600}}\bglobal_step={_STEP}(?:\.0*)?(?=[,\]])"), _PAIRS),
+    _Family("nemo", "| epoch ",
+            re.compile(rf"\| step {_STEP} \| epoch \d+ (?=\| loss )"), _PER_GPU),
+    _Family("nanotron", "| time_per_iteration_ms: ",
+            re.compile(rf"\biteration: {_STEP} / \d+ (?=\|)"), _BARRED_BY_TOKENS),
     _Family("nanotron", "iteration: ",
             re.compile(rf"\biteration: {_STEP} / \d+ (?=\|)"), _BARRED),
     _Family("megatron", "iteration",
-            re.compile(rf"(?:samples/sec: [\d.]+ \| )?\biteration\s+{_STEP}\s*/\s*\d+\s*(?=\|)"),
-            _BARRED),
+            re.compile(rf"(?:samples/sec: [\d.]+ \| )?\biteration[=\s]\s*{_STEP}\s*/\s*\d+\s*"
+                       r"(?=\|)"), _BARRED),
     _Family("torchtitan", "step:",
             re.compile(rf"(?<!validate )\bstep:\s*{_STEP}\s+loss:"), _PAIRS),
     _Family("deepspeed", "iter time (s):",
             re.compile(rf"\bsteps: {_STEP} loss: \S+ iter time \(s\):"), _PAIRS),
     _Family("deepspeed", "AvgSamplesPerSec=",
             re.compile(rf"\bglobal_step={_STEP}, RunningAvgSamplesPerSec="), _PAIRS),
-    _Family("deepspeed", ", SamplesPerSec=", re.compile(rf"\b\d+/{_STEP}, SamplesPerSec="), _PAIRS),
+    _Family("deepspeed", "SamplesPerSec=",
+            re.compile(rf"\b\d+/{_STEP}, (?:RunningAvg)?SamplesPerSec="), _PAIRS),
     _Family("maxtext", "completed step:", re.compile(rf"\bcompleted step: {_STEP}, "), _PAIRS),
+    _Family("ms-swift", "'global_step/max_steps': '",
+            re.compile(r"(?:^|[\])>|]:?)\s*\{'loss': .{1,8000}'global_step/max_steps': '"
+                       rf"{_STEP}/"), _QUOTED),
     _Family("nanogpt", "iter ", re.compile(rf"(?:^|\s)iter {_STEP}: loss "), _WORDS),
+    _Family("composer", "[batch=",
+            re.compile(rf"(?:\[epoch=(?P<epoch>\d{{1,9}})\])?\[batch={_STEP}/(?P<of>\d{{1,9}})\]:"),
+            _PAIRS),
 )  # fmt: skip
 STEP_SIGNS = (
     "elapsed time per iteration", "SamplesPerSec=", "iter time (s):", "train_step_timing in s",
+    "{'loss': ",
 )  # fmt: skip
-"""What only a line on a step holds: where it cannot be read, it is odd."""
+"""What only a line on a step holds: where it cannot be read, it is odd.
+
+Those of transformers' Trainer do not say which step they are about.
+"""
 
 _MS, _S, _TERA = 10**6, 10**9, 10**12
 _COLUMN = {
-    "elapsed time per iteration (ms)": ("step_ns", _MS),
-    "elapsed time per iteration (s)": ("step_ns", _S),
+    "elapsed time per iteration(ms)": ("step_ns", _MS),
+    "elapsed time per iteration(s)": ("step_ns", _S),
     "elapsed time per iteration ms": ("step_ns", _MS),
+    "time per iteration ms": ("step_ns", _MS),
     "train step timing in s": ("step_ns", _S),
-    "iter time (s)": ("step_ns", _S),
+    "iter time(s)": ("step_ns", _S),
     "seconds": ("step_ns", _S),
     "time": ("step_ns", _MS),
-    "throughput per gpu (tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),
+    "throughput per gpu(tflop/s/gpu)": ("flops_per_s_per_gpu", _TERA),
     "approx flops per gpu": ("flops_per_s_per_gpu", _TERA),
     "model tflops per gpu": ("flops_per_s_per_gpu", _TERA),
     "tflop/s/device": ("flops_per_s_per_gpu", _TERA),
+    "tflop/s": ("flops_per_s_per_gpu", _TERA),
     "tflops": ("flops_per_s_per_gpu", _TERA),
+    "tflops per gpu": ("flops_per_s_per_gpu", _TERA),
+    "train throughput/device/flops per sec": ("flops_per_s_per_gpu", 1),
     "mfu": ("mfu", 1),
+    "train throughput/device/mfu": ("mfu", 1),
     "tps": ("tokens_per_s_per_gpu", 1),
     "wps": ("tokens_per_s_per_gpu", 1),
-    "tokens per gpu per second (tgs)": ("tokens_per_s_per_gpu", 1),
+    "tokens per gpu per second(tgs)": ("tokens_per_s_per_gpu", 1),
+    "tokens per gpu per second tgs": ("tokens_per_s_per_gpu", 1),
     "tokens per sec per gpu": ("tokens_per_s_per_gpu", 1),
     "tokens/s/device": ("tokens_per_s_per_gpu", 1),
+    "tokens/sec/gpu": ("tokens_per_s_per_gpu", 1),
+    "train throughput/device/tokens per sec": ("tokens_per_s_per_gpu", 1),
     "samples per second": ("samples_per_s", 1),
     "samples/sec": ("samples_per_s", 1),
     "samplespersec": ("samples_per_s", 1),
     "currsamplespersec": ("samples_per_s", 1),
+    "train throughput/samples per sec": ("samples_per_s", 1),
     "lm loss": ("loss", 1),
     "loss": ("loss", 1),
     "reduced train loss": ("loss", 1),
+    "train loss/train/total": ("loss", 1),
     "global batch size": ("global_batch", 1),
     "global step": ("step", 1),
 }
@@ -141,13 +169,38 @@ def step_in(text: str) -> StepLine | None:
     """The step that a line is about; None where it is about none."""
     for number, family in enumerate(FAMILIES):
         if family.needle in text and (found := family.pattern.search(text)):
-            known: dict[str, Any] = {"step": int(found["step"])}
-            for name, value, unit in family.field.findall(text[found.start() :]):
-                column, scale = _COLUMN.get(name.lower().replace("_", " "), ("", 0))
-                if column:
-                    known[column] = _value(column, value, scale * _UNIT.get(unit, 1), unit)
+            known = {"step": _step(found.groupdict()), **_known(family, text[found.start() :])}
             return StepLine(number, **known)
     return None
+
+
+def step_below(text: str, above: StepLine) -> StepLine | None:
+    """The step above with what this line adds to it; None for nothing. Composer's have many."""
+    family = FAMILIES[above.family]
+    if family.framework != "composer" or "Train " not in text:
+        return None
+    return above.filled(StepLine(above.family, above.step, **_known(family, text)))
+
+
+def _step(told: dict[str, str | None]) -> int:
+    """The step of the run; Composer may count batches within an epoch."""
+    before = (int(told.get("epoch") or 1) - 1) * int(told.get("of") or 0)
+    return before + int(told["step"] or 0)
+
+
+def _known(family: _Family, text: str) -> dict[str, Any]:
+    """The columns that the text states."""
+    known: dict[str, Any] = {}
+    for name, value, unit in family.field.findall(text):
+        column, scale = _COLUMN.get(_plain(name), ("", 0))
+        if column:
+            known[column] = _value(column, value, scale * _UNIT.get(unit, 1), unit)
+    return known
+
+
+def _plain(name: str) -> str:
+    """The name as _COLUMN has it, however it is spelled."""
+    return name.lower().replace("_", " ").replace(" (", "(")
 
 
 def _value(column: str, text: str, scale: int, unit: str) -> int | float:
@@ -179,9 +232,13 @@ _MEGATRON_MEMORY = re.compile(
 )
 _USAGE = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB\s+Max_CA ([\d.]+) GB")
 _TIMER_MEMORY = re.compile(
-    r"global_step=(\d{1,18}),.{0,200}[ ,]MemAllocated=([\d.]+)GB, MaxMemAllocated=([\d.]+)GB"
+    r"(?:global_step=|\b\d+/)(\d{1,18}),.{0,200}[ ,]MemAllocated=([\d.]+)GB, "
+    r"MaxMemAllocated=([\d.]+)GB"
 )
 _TITAN_MEMORY = re.compile(r"(?<!validate )\bstep:\s*(\d{1,18})\s.{0,200}memory:\s*([\d.]+)GiB")
+_NEMO_MEMORY = re.compile(
+    r"global_step: (\d{1,18}) \|.{0,200}max_memory_reserved: (\d+) \| max_memory_allocated: (\d+)"
+)
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
@@ -200,6 +257,10 @@ def memory_in(text: str) -> tuple[MemoryLine, ...]:
         return (MemoryLine(-1, -1, *(whole(size, _GIB) for size in found.groups())),)
     if "MaxMemAllocated" in text and (found := _TIMER_MEMORY.search(text)):
         return (MemoryLine(-1, int(found[1]), whole(found[2], _GIB), whole(found[3], _GIB)),)
+    if "max_memory_reserved" in text and (found := _NEMO_MEMORY.search(text)):
+        reserved, allocated = (whole(size, 1) for size in found.groups()[1:])
+        peaks = {"max_allocated_bytes": allocated, "max_reserved_bytes": reserved}
+        return (MemoryLine(-1, int(found[1]), **peaks),)
     if "GiB" in text and (found := _TITAN_MEMORY.search(text)):
         return (MemoryLine(-1, int(found[1]), max_reserved_bytes=whole(found[2], _GIB)),)
     return ()

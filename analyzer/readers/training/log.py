@@ -1,13 +1,14 @@
 """A training run's own log -> TrainLog: its steps, memory and timers as the framework printed them.
 
-Megatron-LM, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed, torchtitan, NeMo, nanotron, MaxText, nanoGPT.
+Megatron-LM, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed, torchtitan, NeMo, nanotron, MaxText, nanoGPT,
+Composer (LLM Foundry), ms-swift.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from stepsplit.analyzer.errors import DataError
@@ -19,6 +20,7 @@ from stepsplit.analyzer.readers.training.lines import (
     StepLine,
     Timer,
     memory_in,
+    step_below,
     step_in,
     timers_in,
 )
@@ -108,7 +110,8 @@ def read_train_log(source: Source) -> TrainLog:
 
 
 _ENDS = re.compile(rb"[\r\n]+")
-_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[(?:\d;)?(?:0|[39]\d)m")
+"""Where a log was copied off a page, the first byte of a color may be lost."""
 _UNFINISHED = re.compile(r"[\d.,]+$")
 _LONGEST_BYTES = 1 << 16
 
@@ -132,7 +135,7 @@ def _texts(blocks: Iterable[bytes]) -> Iterator[str]:
 
 def _text(line: bytes) -> str:
     text = line[:_LONGEST_BYTES].decode("utf-8", "replace")
-    return _COLORS.sub("", text) if "\x1b" in text else text
+    return _COLORS.sub("", text) if "\x1b" in text or "mstep:" in text else text
 
 
 _STARTING_UP = (
@@ -166,6 +169,8 @@ class _Reading:
     def take(self, text: str) -> None:
         if line := step_in(text):
             self._take_step(line, text)
+        elif self.printed and (line := step_below(text, self.printed[-1].line)):
+            self.printed[-1] = replace(self.printed[-1], line=line)
         elif any(sign in text for sign in STEP_SIGNS):
             self.unparsed += 1
         self.memory.update(dict.fromkeys(memory_in(text)))
@@ -241,6 +246,8 @@ class _Reading:
     def _notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):
             yield Note("no_steps", f"{where} states no step")
+        elif not (steps.step_ns >= 0).any():
+            yield Note("no_step_time", f"{where} states no step time, nor time stamps that give it")
         elif not any(each.line.step_ns >= 0 for each in self.printed):
             yield Note("step_time_by_clock", f"{where} states no step time; time stamps give it")
         if self.unparsed:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 _DEEPSPEED = re.compile(r"\[INFO\] \[\w+\.py:\d+:\w+\]")
 _TITAN_SIGNS = ("[titan] ", "device mesh with parallelism:", "D device mesh with ")
+_TRANSFORMERS = re.compile(r"(?:^|[\])>|]:?)\s*\{'(?:loss|train_runtime)': .*'epoch': ")
 _MEGATRON_SIGNS = ("using world size:", " tensor_model_parallel_size ...")
 
 
@@ -16,6 +17,8 @@ def framework_in(text: str) -> str:
         return "megatron"
     if any(sign in text for sign in _TITAN_SIGNS):
         return "torchtitan"
+    if "'epoch': " in text and _TRANSFORMERS.search(text):
+        return "transformers"
     return "deepspeed" if "[INFO] [" in text and _DEEPSPEED.search(text) else ""
 
 

@@ -132,7 +132,11 @@ def test_the_contract_of_options_is_frozen(
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("stepsplit.analyzer.analysis", ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich"]),
+        (
+            "stepsplit.analyzer.analysis",
+            ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich", "pandas"],
+        ),
+        ("stepsplit.analyzer.readers.kineto.trace_files", ["pyarrow", "pandas"]),
         ("stepsplit.collectors", ["torch", "numpy", "pandas", "msgspec"]),
         ("stepsplit.dashboard.cli", ["torch", "dash", "plotly", "pandas"]),
     ],

@@ -136,7 +136,7 @@ def _entries(found: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
     for one in found.entries:
         try:
             entries.append(to_entry(msgspec.convert(one, RawEntry)))
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):
             continue
     odd = len(found.entries) - len(entries)
     return tuple(sorted(entries, key=lambda entry: entry.created_unix_ns)), odd

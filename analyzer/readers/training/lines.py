@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 NAN = math.nan
-NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d*)?(?:[eE][-+]?\d{1,4})?"
+NUMBER = r"[-+]?\d++(?:,\d{3})*+(?:\.\d*+)?(?:[eE][-+]?\d{1,4})?"
 _NUMBER = re.compile(NUMBER)
 
 

@@ -112,6 +112,9 @@ def read_train_log(source: Source) -> TrainLog:
 _ENDS = re.compile(rb"[\r\n]+")
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[(?:\d;)?(?:0|[39]\d)m")
 """Where a log was copied off a page, the first byte of a color may be lost."""
+_WIDE = " " * 16
+_WIDER = re.compile(r"\s{16,}")
+"""A gap as wide as a damaged line may have costs the patterns its square."""
 _UNFINISHED = re.compile(r"[\d.,]+$")
 _LONGEST_BYTES = 1 << 16
 
@@ -135,6 +138,8 @@ def _texts(blocks: Iterable[bytes]) -> Iterator[str]:
 
 def _text(line: bytes) -> str:
     text = line[:_LONGEST_BYTES].decode("utf-8", "replace")
+    if _WIDE in text:
+        text = _WIDER.sub(_WIDE, text)
     return _COLORS.sub("", text) if "\x1b" in text or "mstep:" in text else text
 
 

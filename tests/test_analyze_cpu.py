@@ -197,3 +197,13 @@ def test_a_schedule_with_weight_gradients_of_their_own_is_zero_bubble(tmp_path: 
     found = analyze(tmp_path).pipeline
     assert found is not None
     assert (found.schedule, found.ideal_bubble_fraction) == ("zerobubble", None)
+
+
+def test_marks_of_steps_that_overlap_lose_no_time(tmp_path: Path) -> None:
+    """As where a damaged or merged trace states the same start for several."""
+    trace = CpuTrace().step(1, 0, 30).step(2, 0, 20).step(3, 0, 50).op("aten::mm", 5, 45)
+    report = analyze(trace.write(tmp_path))
+    assert [(row.step, row.step_ns, row.compute_ns) for row in report.steps] == [
+        (1, 30_000, 25_000),
+        (3, 20_000, 15_000),
+    ]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def steps_of(trace: RankTrace) -> Steps:
     ]
     kept = tuple(w for w in windows if w.end_ns > w.start_ns)
     notes = tuple(
-        Note("empty_step", f"step {w.step} has no device event and is left out", trace.rank)
+        Note("empty_step", f"step {w.step} has no time of its own and is left out", trace.rank)
         for w in windows
         if w.end_ns <= w.start_ns
     )
@@ -90,10 +91,11 @@ def _whole(trace: RankTrace) -> Steps:
 
 
 def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
-    starts = [marked[0].start_ns, *(step.end_ns for step in marked)]
+    """Each from the end of the step before to its own, also where the marks overlap."""
+    edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
     return [
-        StepWindow(step.step, "full", start, step.end_ns)
-        for step, start in zip(marked, starts, strict=False)
+        StepWindow(step.step, "full", start, end)
+        for step, (start, end) in zip(marked, pairwise(edges), strict=True)
     ]
 
 

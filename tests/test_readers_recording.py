@@ -362,3 +362,17 @@ def test_a_trace_of_another_tool_says_that_nothing_of_it_is_known(tmp_path: Path
     (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [event]}))
     [found] = read_recording([tmp_path]).traces
     assert [note.code for note in found.notes] == ["unknown_categories"]
+
+
+def test_a_key_without_a_value_costs_neither_its_event_nor_the_run(tmp_path: Path) -> None:
+    """Some builds of torch write groups without a description so."""
+    one = GpuTrace(1, 2, groups=[("0", "GAP", (0, 1))]).step(1, 0, 10).all_reduce(
+        2, 8, **{"Process Group Description": "GAP"}
+    )  # fmt: skip
+    text = json.dumps(one.body() | {"note": "NAN"})
+    text = text.replace('"GAP"', "").replace('"NAN"', "NaN")
+    (tmp_path / "trace.json").write_text(text)
+    [found] = read_recording([tmp_path]).traces
+    assert (found.rank, found.world_size, found.host) == (1, 2, "host0")
+    assert found.calls.message_bytes.tolist() == [4000]
+    assert [note.code for note in found.notes] == []

@@ -6,12 +6,11 @@ import bz2
 import io
 import lzma
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
-
-import pyarrow as pa
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.sources import Source
@@ -28,38 +27,59 @@ FREE_BYTES = 256 << 20
 """Up to this size nobody asks how well a file was packed."""
 MOST_RATIO = 100
 _TORN: tuple[Any, ...] = (
-    EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, pa.ArrowException,
+    EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
     zlib.error if igzip_lib is None else igzip_lib.IsalError,
 )  # fmt: skip
+_LOSSLESS = (EOFError, zlib.error)
+"""Of these, what comes before the damage was given."""
+_STEPS = (1 << 12, 1)
 
 
 class Unpacked:
     """The unpacked bytes of an open file. A cut or damaged end is remembered, not raised."""
 
-    def __init__(self, where: str, packed_bytes: int, content: Bytes) -> None:
-        self._where, self._content = where, content
+    def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
+        self._where, self._raw, self._content = where, raw, _content(raw)
         self._most = max(FREE_BYTES, MOST_RATIO * packed_bytes)
         self._given = 0
         self.torn = ""
         """Why the file ended early; "" where it did not."""
 
     def read(self, size: int) -> bytes:
-        """Up to size bytes more; none at the end, or where the file is torn.
+        """size bytes more; fewer only at the end, or where the file is torn.
 
         Raises DataError for a bomb: beyond FREE_BYTES and MOST_RATIO times the packed size.
         """
+        blocks = []
+        while size > 0 and (block := self._block(size)):
+            blocks.append(block)
+            size -= len(block)
+        return b"".join(blocks)
+
+    def _block(self, size: int) -> bytes:
         if self.torn:
             return b""
         try:
             block = self._content.read(size)
         except _TORN as error:
-            self.torn = str(error) or type(error).__name__
-            return b""
+            self.torn = " ".join(str(error).split()) or type(error).__name__
+            block = b"" if isinstance(error, _LOSSLESS) else self._before_the_damage(size)
         self._given += len(block)
         if self._given > self._most:
             problem = f"unpacks to over {MOST_RATIO} times its size"
             raise DataError(self._where, problem, "unpack it yourself if you trust it")
         return block
+
+    def _before_the_damage(self, size: int) -> bytes:
+        """What a read of so many bytes lost with the damage behind it, read in small steps."""
+        found = bytearray()
+        for step in _STEPS:
+            with suppress(*_TORN):
+                content = _content(self._raw)
+                _skip(content, self._given + len(found))
+                while (left := size - len(found)) and (block := content.read(min(step, left))):
+                    found += block
+        return bytes(found)
 
     def readinto(self, room: memoryview) -> int:
         """Fills the room as far as the next bytes go; 0 at the end, or where the file is torn."""
@@ -101,7 +121,7 @@ def unpacked(source: Source) -> Iterator[Unpacked]:
                 source.where, error.strerror or "unreadable", "check the path"
             ) from None
         with raw:
-            yield Unpacked(source.where, path.stat().st_size, _content(raw))
+            yield Unpacked(source.where, path.stat().st_size, raw)
 
 
 def head_of(source: Source) -> bytes:
@@ -135,10 +155,10 @@ class _Decompressor(Protocol):
 
 
 class _Zlib:
-    """zlib's gzip with the same words."""
+    """zlib's gzip with the same words; gives all that is before a damage, and only then fails."""
 
     def __init__(self) -> None:
-        self._inner, self._rest = zlib.decompressobj(wbits=31), b""
+        self._inner, self._rest, self._full = zlib.decompressobj(wbits=31), b"", False
 
     @property
     def eof(self) -> bool:
@@ -146,23 +166,39 @@ class _Zlib:
 
     @property
     def needs_input(self) -> bool:
-        return not self._rest
+        return not self._rest and not self._full
 
     @property
     def unused_data(self) -> bytes:
         return self._inner.unused_data
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
-        found = self._inner.decompress(self._rest + data, max_length)
-        self._rest = self._inner.unconsumed_tail
+        data, before = self._rest + data, self._inner.copy()
+        try:
+            found = self._inner.decompress(data, max_length)
+            self._rest = self._inner.unconsumed_tail
+        except zlib.error:
+            good = _good_bytes(before, data, max_length)
+            if not good:
+                raise
+            self._inner = before
+            found = before.decompress(data[:good], max_length)
+            self._rest = before.unconsumed_tail + data[good:]
+        self._full = len(found) == max_length
         return found
 
 
-def _gzip() -> _Decompressor:
-    if igzip_lib is None:
-        return _Zlib()
-    found: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
-    return found
+def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
+    """How many of the bytes come before the damage in them."""
+
+    def fails(count: int) -> bool:
+        try:
+            state.copy().decompress(data[:count], max_length)
+        except zlib.error:
+            return True
+        return False
+
+    return bisect_left(range(1, len(data)), True, key=fails)
 
 
 class _Members:
@@ -196,12 +232,53 @@ class _Members:
         return True
 
 
+class _Gzip:
+    """gzip by isal; where that fails, by zlib, for isal keeps to itself what is before the end."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw, self._given = raw, 0
+        self._fast = igzip_lib is not None
+        self._members = _Members(raw, _GZIP, _isal if self._fast else _Zlib)
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            block = self._members.read(size)
+        except _TORN:
+            if not self._fast:
+                raise
+            self._slow_down()
+            block = self._members.read(size)
+        self._given += len(block)
+        return block
+
+    def _slow_down(self) -> None:
+        self._fast = False
+        self._raw.seek(0)
+        self._members = _Members(self._raw, _GZIP, _Zlib)
+        _skip(self._members, self._given)
+
+
+def _isal() -> _Decompressor:
+    found: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+    return found
+
+
+def _xz() -> _Decompressor:
+    return lzma.LZMADecompressor(memlimit=FREE_BYTES)
+
+
+def _zstd(raw: io.RawIOBase) -> Bytes:
+    from stepsplit.analyzer.readers.zstd import Zstd
+
+    return Zstd(raw)
+
+
 _GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
 _OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
-    _GZIP: lambda raw: _Members(raw, _GZIP, _gzip),
-    _XZ: lambda raw: _Members(raw, _XZ, lzma.LZMADecompressor),
+    _GZIP: _Gzip,
+    _XZ: lambda raw: _Members(raw, _XZ, _xz),
     _BZ2: lambda raw: _Members(raw, _BZ2, bz2.BZ2Decompressor),
-    _ZSTD: lambda raw: pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"),
+    _ZSTD: _zstd,
 }
 
 
@@ -210,6 +287,13 @@ def _opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
 
 
 def _content(raw: io.RawIOBase) -> Bytes:
+    """The unpacked bytes from the start of the file."""
+    raw.seek(0)
     opener = _opener(raw.read(6))
-    raw.seek(0, io.SEEK_SET)
+    raw.seek(0)
     return raw if opener is None else opener(raw)
+
+
+def _skip(content: Bytes, size: int) -> None:
+    while size > 0 and (block := content.read(min(size, 1 << 20))):
+        size -= len(block)

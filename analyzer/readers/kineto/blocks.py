@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import Protocol
 
 from stepsplit.analyzer.readers.kineto.entries import (
     CutShort,
+    Damaged,
     EndsAt,
     Entries,
     entries_of,
-    salvaged,
+    last_entries,
+    walked,
 )
 
 BLOCK_BYTES = 2 << 20
@@ -20,7 +22,7 @@ MOST_BLOCK_BYTES = 32 << 20
 """An entry beyond this size is damage."""
 MOST_TAIL_BYTES = 64 << 20
 _TRIES = 4
-_MOST_TRIED_BYTES = 256 << 20
+_NEAR_BYTES = 1 << 16
 BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _OPEN, _CLOSE, _COMMA = b"[],"
 
@@ -81,27 +83,38 @@ class ArrayBlocks:
                 continue
             except EndsAt as end:
                 yield self._close(end.byte)
-                return
-            yield found
-            self._drop(comma + 1)
+            except Damaged:
+                yield self._one_by_one()
+            else:
+                yield found
+                self._drop(comma + 1)
             return
+
+    def _one_by_one(self) -> Entries:
+        """The entries of a damaged buffer."""
+        walk = walked(self._text())
+        if walk.closed:
+            self._end_at(walk.end)
+        else:
+            self._drop(walk.end)
+        return walk.found
 
     def _cuts(self) -> Iterator[int]:
         """Where the comma between two entries may be, from the end, then from the middle."""
         for stop in (self._have, self._have // 2):
-            yield from islice(self._cuts_before(stop), _TRIES)
+            yield from self._cuts_within(stop - _NEAR_BYTES, stop) or self._cuts_within(0, stop)
 
-    def _cuts_before(self, stop: int) -> Iterator[int]:
-        while (stop := self._buffer.rfind(b"}", 0, stop)) > 0:
-            if BETWEEN.match(self._buffer, stop, self._have):
-                yield self._buffer.index(_COMMA, stop)
+    def _cuts_within(self, begin: int, end: int) -> list[int]:
+        """The last few commas between what looks like two entries there, from the end."""
+        found = deque(BETWEEN.finditer(self._buffer, max(begin, 0), end), _TRIES)
+        return [self._buffer.index(_COMMA, match.start()) for match in reversed(found)]
 
     def _closed_at(self, place: int) -> Entries:
         """The entries before that place, if one may close the array there."""
         kept, self._buffer[place] = self._buffer[place], _CLOSE
         try:
             return entries_of(memoryview(self._buffer)[: place + 1])
-        except (CutShort, EndsAt):
+        except (CutShort, EndsAt, Damaged):
             self._buffer[place] = kept
             raise
 
@@ -113,10 +126,16 @@ class ArrayBlocks:
 
     def _close(self, end: int) -> Entries:
         """The last entries, of an array that ends at that place."""
-        found = entries_of(bytes(self._buffer[:end]))
-        self.tail = bytes(self._buffer[end : self._have]) + self._stream.read(MOST_TAIL_BYTES)
+        text = self._text()[:end]
+        self._end_at(end)
+        try:
+            return entries_of(text)
+        except (CutShort, EndsAt, Damaged):
+            return last_entries(text)
+
+    def _end_at(self, end: int) -> None:
+        self.tail = self._text()[end:] + self._stream.read(MOST_TAIL_BYTES)
         self.whole = True
-        return found
 
     def _last(self) -> Iterator[Entries]:
         """What is left when the text has ended."""
@@ -124,36 +143,24 @@ class ArrayBlocks:
         if self.whole:
             return
         try:
-            found = entries_of(bytes(self._buffer[: self._have]))
+            found = entries_of(self._text())
         except EndsAt as end:
             yield self._close(end.byte)
         except CutShort:
-            yield self._before_the_cut()
+            yield last_entries(self._text())
+        except Damaged:
+            yield self._one_by_one()
+            if not self.whole:
+                yield last_entries(self._text())
         else:
             self.whole = True
             yield found
 
-    def _before_the_cut(self) -> Entries:
-        """The entries of an array that nobody closed."""
-        tries = max(_MOST_TRIED_BYTES // self._have, _TRIES)
-        for brace in islice(self._braces(), tries):
-            try:
-                return self._closed_at(brace + 1)
-            except (CutShort, EndsAt):
-                continue
-        cut_one = BETWEEN.search(self._buffer, 0, self._have) is None
-        return Entries((), None) if cut_one else self._salvaged()
-
-    def _braces(self) -> Iterator[int]:
-        stop = self._have
-        while (stop := self._buffer.rfind(b"}", 0, stop)) > 0:
-            yield stop
-
     def _given_up(self) -> Entries:
         """What can be read of a buffer in which no cut is right."""
-        found = self._salvaged()
+        found = last_entries(self._text())
         self._have = 1
         return found
 
-    def _salvaged(self) -> Entries:
-        return salvaged(bytes(self._buffer[: self._have]))
+    def _text(self) -> bytes:
+        return bytes(self._buffer[: self._have])

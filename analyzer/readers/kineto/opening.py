@@ -9,12 +9,14 @@ import msgspec
 from msgspec import Raw
 
 from stepsplit.analyzer.readers.kineto.blocks import Stream
-from stepsplit.analyzer.readers.kineto.schema import KinetoHeader, lenient
+from stepsplit.analyzer.readers.kineto.loose import loose_object
+from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, KinetoHeader, lenient
 
 MOST_HEADER_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 _ARRAY = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
+_NUMBERS = msgspec.json.Encoder(decimal_format="number")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 
@@ -53,7 +55,7 @@ def _at_top(fields: bytes) -> bool:
     """Whether what follows these fields is of the outermost object."""
     try:
         _FIELDS.decode(fields + b'"":0}')
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         return "truncated" not in str(error)
     return True
 
@@ -64,6 +66,15 @@ def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
     whole = before + b'"":0' + (tail.strip() or b"}")
     try:
         _FIELDS.decode(whole)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        whole = before + b'"":0}'
+    except UNDECODABLE:
+        whole = _mended(whole) or _mended(before + b'"":0}') or b"{}"
     return lenient(whole, KinetoHeader)
+
+
+def _mended(text: bytes) -> bytes | None:
+    """The object as JSON that keeps JSON's rules; None where it is beyond that."""
+    found = loose_object(text)
+    try:
+        return None if found is None else _NUMBERS.encode(found)
+    except ValueError:
+        return None

@@ -6,14 +6,24 @@ import functools
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field
 
+from stepsplit.analyzer.readers.kineto.timestamps import MOST_US
+from stepsplit.analyzer.trace import Group
+
+Wide = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Narrow = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""Numbers that fit into a column; a larger one says nothing."""
+_Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
+_Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 NO_ARGS = Raw(b"{}")
 _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
 _T = TypeVar("_T")
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a text that it cannot decode."""
 
 
 class Complete(Struct, tag_field="ph", tag="X", gc=False):
@@ -28,29 +38,29 @@ class Complete(Struct, tag_field="ph", tag="X", gc=False):
     args: Raw = NO_ARGS
 
 
+class Times(Struct, tag_field="ph", tag="X", gc=False):
+    """The times of an event, with every digit."""
+
+    ts: Decimal | None = None
+    dur: Decimal = Decimal(0)
+
+
 def _other(phase: str) -> type[Struct]:
     return msgspec.defstruct(f"Phase{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
 
 
 Entry = Struct
 """An entry of traceEvents: Complete, or one of another phase, which is only counted."""
-ANY_ENTRY: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES), Complete)
-
-
-class Times(Struct, gc=False):
-    """The times of one entry, with every digit."""
-
-    ph: str = ""
-    ts: Decimal | None = None
-    dur: Decimal = Decimal(0)
+_OTHERS: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES))
+ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, Times | _OTHERS
 
 
 class DeviceArgs(Struct, gc=False):
     """The arguments that place a launch or a piece of device work."""
 
-    correlation: int = -1
-    stream: int = -1
-    device: int = -1
+    correlation: Wide = -1
+    stream: Narrow = -1
+    device: Narrow = -1
     collective: Raw | None = field(default=None, name="Collective name")
 
 
@@ -58,16 +68,16 @@ class Args(Struct, gc=False):
     """The arguments of a kernel or an op that communicates."""
 
     collective: str | None = field(default=None, name="Collective name")
-    in_nelems: int = field(default=-1, name="In msg nelems")
-    out_nelems: int = field(default=-1, name="Out msg nelems")
-    group_size: int = field(default=-1, name="Group size")
+    in_nelems: Wide = field(default=-1, name="In msg nelems")
+    out_nelems: Wide = field(default=-1, name="Out msg nelems")
+    group_size: Narrow = field(default=-1, name="Group size")
     dtype: str = ""
     group_name: str = field(default="", name="Process Group Name")
     group_description: str = field(default="", name="Process Group Description")
-    group_ranks: str = field(default="", name="Process Group Ranks")
-    seq: int = field(default=-1, name="Seq")
-    src_rank: int = field(default=-1, name="Src Rank")
-    dst_rank: int = field(default=-1, name="Dst Rank")
+    group_ranks: str | list[Narrow] = field(default="", name="Process Group Ranks")
+    seq: Wide = field(default=-1, name="Seq")
+    src_rank: Narrow = field(default=-1, name="Src Rank")
+    dst_rank: Narrow = field(default=-1, name="Dst Rank")
     dims: list[Any] = field(default=[], name="Input Dims")
     types: list[Any] = field(default=[], name="Input type")
     concrete: list[Any] = field(default=[], name="Concrete Inputs")
@@ -78,16 +88,25 @@ class PgConfig(Struct):
 
     pg_name: str = ""
     pg_desc: str = ""
-    ranks: list[int] = []
+    ranks: str | list[Narrow] = []
 
 
 class DistributedInfo(Struct):
-    """Which rank of what."""
+    """Which rank of what; an engine within a job states its own size, its groups tell the job's."""
 
     backend: str = ""
-    rank: int = -1
-    world_size: int = -1
+    rank: _Count = -1
+    world_size: _Count = -1
     pg_config: list[PgConfig] = []
+
+    def __post_init__(self) -> None:
+        named = [max(group.ranks) + 1 for group in self.groups if group.ranks]
+        self.world_size = max([self.world_size, *named])
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The process groups of the rank, as far as they are listed."""
+        return tuple(Group(pg.pg_name, ranks_in(pg.ranks), pg.pg_desc) for pg in self.pg_config)
 
 
 class DeviceProperties(Struct):
@@ -101,20 +120,31 @@ class KinetoHeader(Struct, gc=False):
 
     distributed: DistributedInfo = field(default_factory=DistributedInfo, name="distributedInfo")
     devices: list[DeviceProperties] = field(default=[], name="deviceProperties")
-    base_ns: int = field(default=0, name="baseTimeNanoseconds")
+    base_ns: _Time = field(default=0, name="baseTimeNanoseconds")
     host_name: str = ""
 
 
 _DEVICE_ARGS = msgspec.json.Decoder(DeviceArgs)
 _ARGS = msgspec.json.Decoder(Args)
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_RANKS = msgspec.json.Decoder(tuple[Narrow, ...], strict=False)
+
+
+def ranks_in(told: str | list[int]) -> tuple[int, ...]:
+    """The ranks of "[0, 1]" or [0, 1]; none where torch has cut a long list short with dots."""
+    if isinstance(told, list):
+        return tuple(told)
+    try:
+        return _RANKS.decode(told)
+    except UNDECODABLE:
+        return ()
 
 
 def device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
     """Where each event ran; arguments of an odd type are as good as absent."""
     try:
         return [_DEVICE_ARGS.decode(text) for text in texts]
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return [lenient(text, DeviceArgs) for text in texts]
 
 
@@ -122,7 +152,7 @@ def comm_args(text: Raw | bytes) -> Args:
     """What an event communicates; those of an odd type are as good as absent."""
     try:
         return _ARGS.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return lenient(text, Args)
 
 
@@ -130,7 +160,7 @@ def lenient(text: Raw | bytes, kind: type[_T]) -> _T:
     """The struct of that kind, each field as far as the text states it in the known form."""
     try:
         stated = _FIELDS.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return kind()
     values: dict[str, Any] = {}
     for one in msgspec.structs.fields(kind):  # type: ignore[arg-type]
@@ -147,5 +177,5 @@ def _decoded(text: Raw, kind: Any) -> Any:
         return lenient(text, kind)
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None

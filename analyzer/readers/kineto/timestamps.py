@@ -13,8 +13,8 @@ Microseconds = int | float | Decimal
 
 EXACT_BELOW_US = 2.0**43
 """Below this a float64 holds microseconds with three decimals exactly enough to round back."""
-MOST_US = 2**62 // 1000
-"""Times up to this, either side of zero, can be added without outgrowing 64 bits."""
+MOST_US = 2**61 // 1000
+"""73 years: a time and a duration up to this, on any clock, add up to what 64 bits hold."""
 
 
 def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
@@ -35,6 +35,6 @@ def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
 
 def exact_ns_of_decimal(microseconds: Decimal) -> int | None:
     """The time in ns, digits beyond the ns rounded; None where it outgrows 64 bits."""
-    if not abs(microseconds) < MOST_US:
+    if not (microseconds.is_finite() and -MOST_US < microseconds < MOST_US):
         return None
     return int((microseconds * 1000).to_integral_value())

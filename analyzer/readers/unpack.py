@@ -1,37 +1,21 @@
-"""A file's bytes, unpacked as they are read: gzip, zstd, xz and bzip2 by their first bytes."""
+"""A file's bytes, unpacked as they are read, with an eye on bombs and torn ends."""
 
 from __future__ import annotations
 
-import bz2
 import io
-import lzma
-import zlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.packings import LOSSLESS, TORN, content_of, opener, skip
 from stepsplit.analyzer.readers.sources import Source
-
-try:
-    from isal import igzip_lib
-except ImportError:  # the extra [fast] is not installed
-    igzip_lib = None  # type: ignore[assignment]
 
 HEAD_BYTES = 1 << 16
 """How much of a file tells what it is."""
-PACKED_BLOCK_BYTES = 1 << 16
 FREE_BYTES = 256 << 20
 """Up to this size nobody asks how well a file was packed."""
 MOST_RATIO = 100
-_TORN: tuple[Any, ...] = (
-    EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
-    zlib.error if igzip_lib is None else igzip_lib.IsalError,
-)  # fmt: skip
-_LOSSLESS = (EOFError, zlib.error)
-"""Of these, what comes before the damage was given."""
 _STEPS = (1 << 12, 1)
 
 
@@ -39,7 +23,7 @@ class Unpacked:
     """The unpacked bytes of an open file. A cut or damaged end is remembered, not raised."""
 
     def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
-        self._where, self._raw, self._content = where, raw, _content(raw)
+        self._where, self._raw, self._content = where, raw, content_of(raw)
         self._most = max(FREE_BYTES, MOST_RATIO * packed_bytes)
         self._given = 0
         self.torn = ""
@@ -61,9 +45,9 @@ class Unpacked:
             return b""
         try:
             block = self._content.read(size)
-        except _TORN as error:
+        except TORN as error:
             self.torn = " ".join(str(error).split()) or type(error).__name__
-            block = b"" if isinstance(error, _LOSSLESS) else self._before_the_damage(size)
+            block = b"" if isinstance(error, LOSSLESS) else self._before_the_damage(size)
         self._given += len(block)
         if self._given > self._most:
             problem = f"unpacks to over {MOST_RATIO} times its size"
@@ -74,9 +58,9 @@ class Unpacked:
         """What a read of so many bytes lost with the damage behind it, read in small steps."""
         found = bytearray()
         for step in _STEPS:
-            with suppress(*_TORN):
-                content = _content(self._raw)
-                _skip(content, self._given + len(found))
+            with suppress(*TORN):
+                content = content_of(self._raw)
+                skip(content, self._given + len(found))
                 while (left := size - len(found)) and (block := content.read(min(step, left))):
                     found += block
         return bytes(found)
@@ -133,167 +117,4 @@ def head_of(source: Source) -> bytes:
 def is_packed(path: Path) -> bool:
     """Whether the file's bytes have to be unpacked."""
     with path.open("rb") as raw:
-        return _opener(raw.read(6)) is not None
-
-
-class Bytes(Protocol):
-    """Where bytes come from, piece by piece."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
-class _Decompressor(Protocol):
-    """What bz2, lzma and isal agree on."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
-class _Zlib:
-    """zlib's gzip with the same words; gives all that is before a damage, and only then fails."""
-
-    def __init__(self) -> None:
-        self._inner, self._rest, self._full = zlib.decompressobj(wbits=31), b"", False
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def needs_input(self) -> bool:
-        return not self._rest and not self._full
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes:
-        data, before = self._rest + data, self._inner.copy()
-        try:
-            found = self._inner.decompress(data, max_length)
-            self._rest = self._inner.unconsumed_tail
-        except zlib.error:
-            good = _good_bytes(before, data, max_length)
-            if not good:
-                raise
-            self._inner = before
-            found = before.decompress(data[:good], max_length)
-            self._rest = before.unconsumed_tail + data[good:]
-        self._full = len(found) == max_length
-        return found
-
-
-def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
-    """How many of the bytes come before the damage in them."""
-
-    def fails(count: int) -> bool:
-        try:
-            state.copy().decompress(data[:count], max_length)
-        except zlib.error:
-            return True
-        return False
-
-    return bisect_left(range(1, len(data)), True, key=fails)
-
-
-class _Members:
-    """The members of a packed file, one after the other; what is no member ends it."""
-
-    def __init__(self, raw: io.RawIOBase, magic: bytes, new: Callable[[], _Decompressor]) -> None:
-        self._raw, self._magic, self._new = raw, magic, new
-        self._inner, self._ahead = new(), b""
-
-    def read(self, size: int, /) -> bytes:
-        while True:
-            if self._inner.eof and not self._next_member():
-                return b""
-            block = self._inner.decompress(self._more(), size)
-            if block:
-                return block
-
-    def _more(self) -> bytes:
-        if not self._inner.needs_input:
-            return b""
-        more, self._ahead = self._ahead or self._raw.read(PACKED_BLOCK_BYTES), b""
-        if not more:
-            raise EOFError("it ends early")
-        return more
-
-    def _next_member(self) -> bool:
-        self._ahead = self._inner.unused_data or self._raw.read(PACKED_BLOCK_BYTES)
-        if not self._ahead.startswith(self._magic):
-            return False
-        self._inner = self._new()
-        return True
-
-
-class _Gzip:
-    """gzip by isal; where that fails, by zlib, for isal keeps to itself what is before the end."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self._raw, self._given = raw, 0
-        self._fast = igzip_lib is not None
-        self._members = _Members(raw, _GZIP, _isal if self._fast else _Zlib)
-
-    def read(self, size: int, /) -> bytes:
-        try:
-            block = self._members.read(size)
-        except _TORN:
-            if not self._fast:
-                raise
-            self._slow_down()
-            block = self._members.read(size)
-        self._given += len(block)
-        return block
-
-    def _slow_down(self) -> None:
-        self._fast = False
-        self._raw.seek(0)
-        self._members = _Members(self._raw, _GZIP, _Zlib)
-        _skip(self._members, self._given)
-
-
-def _isal() -> _Decompressor:
-    found: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
-    return found
-
-
-def _xz() -> _Decompressor:
-    return lzma.LZMADecompressor(memlimit=FREE_BYTES)
-
-
-def _zstd(raw: io.RawIOBase) -> Bytes:
-    from stepsplit.analyzer.readers.zstd import Zstd
-
-    return Zstd(raw)
-
-
-_GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
-_OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
-    _GZIP: _Gzip,
-    _XZ: lambda raw: _Members(raw, _XZ, _xz),
-    _BZ2: lambda raw: _Members(raw, _BZ2, bz2.BZ2Decompressor),
-    _ZSTD: _zstd,
-}
-
-
-def _opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
-    return next((open_ for magic, open_ in _OPENERS.items() if begin.startswith(magic)), None)
-
-
-def _content(raw: io.RawIOBase) -> Bytes:
-    """The unpacked bytes from the start of the file."""
-    raw.seek(0)
-    opener = _opener(raw.read(6))
-    raw.seek(0)
-    return raw if opener is None else opener(raw)
-
-
-def _skip(content: Bytes, size: int) -> None:
-    while size > 0 and (block := content.read(min(size, 1 << 20))):
-        size -= len(block)
+        return opener(raw.read(6)) is not None

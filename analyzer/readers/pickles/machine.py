@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.packings import Bytes
 from stepsplit.analyzer.readers.pickles.walkable import MOST_VALUES, require_walkable, too_large
-from stepsplit.analyzer.readers.unpack import Bytes
 
 MOST_BYTES = 1 << 30
 

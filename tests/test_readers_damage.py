@@ -159,7 +159,7 @@ def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, siz
     assert stream.torn
 
 
-def _by_bytes(packed: bytes) -> bytes:
+def _by_bytes(packed: bytes | bytearray) -> bytes:
     state, found = zlib.decompressobj(wbits=31), b""
     for byte in packed:
         try:

@@ -74,7 +74,7 @@ def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | 
             # Where many are left, each of the others has one to go on with.
             while todo and len(running) < (2 * others if len(todo) > workers else others):
                 index, task = todo.popleft()
-                running[pool.submit(task.run)] = index
+                running[_submitted(pool, task)] = index
             mine = todo.popleft() if todo else None
             if mine is not None:
                 yield mine[0], mine[1].run()
@@ -83,12 +83,23 @@ def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | 
                 yield index, _result(future, tasks[index].where)
 
 
+def _submitted(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
+    try:
+        return pool.submit(task.run)
+    except BrokenProcessPool:
+        raise _died(task.where) from None
+
+
 def _result(future: Future[T | DataError], where: str) -> T | DataError:
     try:
         return future.result()
     except BrokenProcessPool:
-        mend = "name fewer files at once, or read with one worker"
-        raise DataError(where, "a worker process died, perhaps for lack of memory", mend) from None
+        raise _died(where) from None
+
+
+def _died(where: str) -> DataError:
+    mend = "name fewer files at once, or read with one worker"
+    return DataError(where, "a worker process died, perhaps for lack of memory", mend)
 
 
 @contextmanager

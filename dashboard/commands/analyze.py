@@ -33,7 +33,7 @@ def command(
     Nsight Systems exported to SQLite; several together are one recording.
     """
     with reading_bar() as progress:
-        analysis = examine(places, workers or len(os.sched_getaffinity(0)), progress)
+        analysis = examine(places, workers or _cores(), progress)
     if out is not None:
         save(out, analysis.report, analysis.tables)
     if json_file == "-":
@@ -42,3 +42,10 @@ def command(
     if json_file is not None:
         write(Path(json_file), to_json(analysis.report))
     Console(highlight=False).print(screen(analysis.report))
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

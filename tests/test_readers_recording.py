@@ -68,6 +68,14 @@ def test_small_numbers_at_the_end_of_names_are_taken_for_ranks_and_said(tmp_path
     assert codes(recording) == ["rank_guessed", "rank_guessed"]
 
 
+def test_many_guesses_are_one_warning(tmp_path: Path) -> None:
+    recording = read_recording([lay_out(tmp_path, *(f"trace_{i}.json" for i in range(12)))])
+    assert by_rank(recording) == {i: f"trace_{i}.json" for i in range(12)}
+    assert [note.message for note in recording.notes] == [
+        "12 traces name no rank; taken from trace_0.json as rank 0 to trace_11.json as 11"
+    ]
+
+
 def test_dates_in_names_are_no_ranks(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, "a_20260102.json", "b_20260101.json")])
     assert by_rank(recording) == {0: "a_20260102.json", 1: "b_20260101.json"}

@@ -13,6 +13,7 @@ from stepsplit.analyzer.readers.listing import natural
 from stepsplit.analyzer.trace import Note, RankTrace
 
 MOST_RANKS = 10_000_000
+_FEW = 4
 _NAMED = re.compile(
     r"(?:(?<!local)(?<!local[-_. ])rank[-_. ]?|\bworker|_worker)(\d{1,7})(?!\d)", re.I
 )
@@ -63,11 +64,20 @@ def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
         known[one.stated_rank] = as_rank(one.stated_rank, one.trace)
     nameless = [one.trace for one in one_capture if one.stated_rank is None]
     guessed = _guessed(nameless, set(known)) if nameless else []
-    notes = [
+    notes = (*renamed, *older, *_guesses(guessed))
+    return sorted([*known.values(), *guessed], key=lambda t: t.rank), notes
+
+
+def _guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
+    """Which ranks were guessed: one by one, or in one note where they are many."""
+    if len(traces) > _FEW:
+        first, last = traces[0], traces[-1]
+        some = f"from {first.source.name} as rank {first.rank} to {last.source.name} as {last.rank}"
+        return (Note("rank_guessed", f"{len(traces)} traces name no rank; taken {some}"),)
+    return tuple(
         Note("rank_guessed", f"{t.source.name} names no rank; taken for rank {t.rank}", t.rank)
-        for t in guessed
-    ]
-    return sorted([*known.values(), *guessed], key=lambda t: t.rank), (*renamed, *older, *notes)
+        for t in traces
+    )
 
 
 def as_rank(rank: int, trace: RankTrace) -> RankTrace:

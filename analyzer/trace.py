@@ -100,17 +100,20 @@ class Events:
         """Which events are of one of these categories."""
         return np.isin(self.category, categories)
 
+    def launches_of(self, rows: Int64) -> Int64:
+        """The row of the host's call that launched each of these, by correlation; -1 for none."""
+        calls = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
+        if not len(calls):
+            return np.full(len(rows), -1, dtype=np.int64)
+        calls = calls[np.argsort(self.correlation[calls], kind="stable")]
+        wanted = self.correlation[rows]
+        at = np.minimum(np.searchsorted(self.correlation[calls], wanted), len(calls) - 1)
+        return np.where(self.correlation[calls[at]] == wanted, calls[at], -1)
+
     def launch_ns(self) -> Int64:
         """When the host launched each event, by correlation; -1 where no launch was recorded."""
-        rows = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
-        order = rows[np.argsort(self.correlation[rows], kind="stable")]
-        launched = np.full(len(self), -1, dtype=np.int64)
-        if len(order):
-            at = np.searchsorted(self.correlation[order], self.correlation)
-            at = np.minimum(at, len(order) - 1)
-            found = self.correlation[order[at]] == self.correlation
-            launched[found] = self.start_ns[order[at]][found]
-        return launched
+        launches = self.launches_of(np.arange(len(self)))
+        return np.where(launches >= 0, self.start_ns[launches], -1)
 
 
 @dataclass(frozen=True, slots=True)

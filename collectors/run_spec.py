@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 SCHEMA = "stepsplit.run/1"
 _T = TypeVar("_T")
@@ -179,18 +180,25 @@ def write_run_json(folder: Path, spec: RunSpec) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes the file so that a reader sees all of it or none: write, fsync, rename."""
+    """Writes the file so that a reader sees all of it or none."""
+    with whole_file(path) as file:
+        file.write(content)
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, of which a reader sees all or nothing: write, fsync, rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    return path
 
 
 def _group(body: Mapping[str, Any]) -> GroupInfo:

@@ -68,6 +68,8 @@ _ELEMENT_BYTES = {
     "qint32": 4,
 }
 _MOST_NAMES = 4096
+MOST_CALL_BYTES = 1 << 50
+"""No call moves more; a size beyond is odd and taken for unknown."""
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 
@@ -94,3 +96,8 @@ def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int)
     if op != "all_gather" or input_bytes < 0:
         return input_bytes
     return input_bytes * group_size if group_size > 0 else output_bytes
+
+
+def known_bytes(size_bytes: int) -> int:
+    """The size, -1 where no call is of such a one."""
+    return size_bytes if 0 <= size_bytes <= MOST_CALL_BYTES else -1

@@ -23,7 +23,7 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.training import golden_values
 from stepsplit.analyzer.readers.training import log as training
 from stepsplit.analyzer.readers.training.log import TrainLog
-from stepsplit.analyzer.readers.unpack import unpacked
+from stepsplit.analyzer.readers.unpack import HEAD_BYTES, unpacked
 from stepsplit.analyzer.trace import RankTrace
 
 RankTraces = tuple[RankTrace, ...]
@@ -39,7 +39,6 @@ Content: TypeAlias = (
     | TrainLog
 )
 """What a reader makes of a file."""
-_HEAD_BYTES = 1 << 16
 _LONG_HEAD_BYTES = 1 << 20
 """A job's output may begin with pages of other programs' before a line tells what it is."""
 
@@ -74,8 +73,7 @@ KINDS = (
 def kinds_of(source: Source) -> tuple[Kind, ...]:
     """The kinds of which the file's content is; none where no reader knows it. Raises DataError."""
     with unpacked(source) as content:
-        head = content.read(_HEAD_BYTES)
+        head = content.read(HEAD_BYTES)
         if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
-            while len(head) < _LONG_HEAD_BYTES and (more := content.read(_LONG_HEAD_BYTES)):
-                head += more
+            head += content.read(_LONG_HEAD_BYTES)
     return tuple(kind for kind in KINDS if kind.recognizes(head))

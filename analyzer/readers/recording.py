@@ -54,10 +54,10 @@ def read_recording(
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
     named = [str(place) for place in places]
     with files_of(with_neighbors(named)) as sources:
-        files, skipped = sorted_out(sources, named)
+        files, left_alone = sorted_out(sources, named)
         found, unreadable = _traces(files, named, workers, progress)
         spec = _spec(files.runs)
-    notes = (*skipped, *unreadable)
+    notes = (*left_alone, *unreadable)
     if not found:
         raise _nothing(named[0], files, notes)
     traces, guessed = ranked(found)

@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 
 from stepsplit.analyzer.readers.calls import Call, to_calls
-from stepsplit.analyzer.readers.communication import dtype_named, message_bytes
+from stepsplit.analyzer.readers.communication import dtype_named, known_bytes, message_bytes
 from stepsplit.analyzer.readers.flight.entries import (
-    MOST_CALL_BYTES,
     FlightEntry,
     Frame,
     op_of,
@@ -212,8 +211,7 @@ def _call(entry: FlightEntry, group_id: int, groups: Sequence[Group], t0_unix_ns
 
 
 def _whole_bytes(op: str, entry: FlightEntry, group_size: int) -> int:
-    size = message_bytes(op, entry.input_bytes, entry.output_bytes, group_size)
-    return size if size <= MOST_CALL_BYTES else -1
+    return known_bytes(message_bytes(op, entry.input_bytes, entry.output_bytes, group_size))
 
 
 def _statuses(

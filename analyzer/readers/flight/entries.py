@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stepsplit.analyzer.readers.communication import element_bytes, op_named
+from stepsplit.analyzer.readers.communication import (
+    MOST_CALL_BYTES,
+    element_bytes,
+    known_bytes,
+    op_named,
+)
 from stepsplit.analyzer.readers.flight.format import RawEntry
 
-MOST_CALL_BYTES = 1 << 50
-"""No call moves more; a size beyond is odd and taken for unknown."""
 _MOST_DIMS = 64
 
 
@@ -123,8 +126,7 @@ def _bytes(sizes: Any, dtypes: Sequence[str]) -> int:
     counts = [_elements(shape) for shape in shapes]
     if not widths or min(widths + counts) < 0:
         return -1
-    total = sum(count * width for count, width in zip(counts, widths, strict=True))
-    return total if total <= MOST_CALL_BYTES else -1
+    return known_bytes(sum(c * width for c, width in zip(counts, widths, strict=True)))
 
 
 def _elements(shape: Any) -> int:

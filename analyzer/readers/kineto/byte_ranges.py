@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 
-from stepsplit.analyzer.readers.kineto.blocks import BETWEEN, ArrayBlocks
-from stepsplit.analyzer.readers.kineto.columns import rows_of
+from stepsplit.analyzer.readers.kineto.blocks import BETWEEN
 from stepsplit.analyzer.readers.kineto.entries import begins_entries
-from stepsplit.analyzer.readers.kineto.trace import Part
+from stepsplit.analyzer.readers.kineto.trace import Part, part_of
 
 LEAST_BYTES = 32 << 20
 """A range below this is not worth a process."""
@@ -70,6 +69,4 @@ class _Range(io.RawIOBase):
 def read_range(path: Path, wanted: ByteRange) -> Part:
     """The entries that begin in the range of the file."""
     with path.open("rb", buffering=0) as file:
-        blocks = ArrayBlocks(_Range(file, wanted), b"")
-        rows = rows_of(blocks)
-    return Part(rows, blocks.whole, blocks.tail, "")
+        return part_of(_Range(file, wanted), b"")

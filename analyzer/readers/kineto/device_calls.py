@@ -14,12 +14,12 @@ from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
 from stepsplit.analyzer.readers.communication import (
     dtype_named,
     element_bytes,
+    known_bytes,
     message_bytes,
     op_named,
 )
-from stepsplit.analyzer.readers.flight.entries import MOST_CALL_BYTES
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS
-from stepsplit.analyzer.readers.kineto.launches import launches_of, ops_around
+from stepsplit.analyzer.readers.kineto.launches import ops_around
 from stepsplit.analyzer.readers.kineto.rows import Sorted
 from stepsplit.analyzer.readers.kineto.schema import Args, comm_args, ranks_in
 from stepsplit.analyzer.trace import Bool, Category, Group
@@ -37,7 +37,7 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
     events = rows.events
     own = dict(zip(rows.noted_row.tolist(), map(comm_args, rows.noted_args), strict=True))
     kernels = rows.noted_row[events.of(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
-    launches = launches_of(events, kernels)
+    launches = events.launches_of(kernels)
     around = ops_around(events, rows.noted_row[_params(rows)], launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
     any_named = any(args.collective is not None for args in own.values())
@@ -121,15 +121,10 @@ def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> C
         dtype=dtype_named(args.dtype),
         peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
         input_bytes=input_bytes,
-        message_bytes=_known(message_bytes(op, input_bytes, output_bytes, args.group_size)),
+        message_bytes=known_bytes(message_bytes(op, input_bytes, output_bytes, args.group_size)),
     )
 
 
 def _bytes(nelems: int, dtype: str) -> int:
     width = element_bytes(dtype)
-    return _known(nelems * width) if nelems >= 0 and width > 0 else -1
-
-
-def _known(size_bytes: int) -> int:
-    """The size, -1 where no call is of such a one."""
-    return size_bytes if 0 <= size_bytes <= MOST_CALL_BYTES else -1
+    return known_bytes(nelems * width) if nelems >= 0 and width > 0 else -1

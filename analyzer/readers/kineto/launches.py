@@ -1,18 +1,10 @@
-"""Which host event launched a device event, and which op surrounded the launch."""
+"""Which op surrounded the launch of a device event."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from stepsplit.analyzer.trace import Category, Events, Int64
-
-
-def launches_of(events: Events, rows: Int64) -> Int64:
-    """The row of the runtime call that launched each of these device rows; -1 where none did."""
-    wanted = events.correlation[rows]
-    calls = np.flatnonzero(events.of(Category.RUNTIME) & (events.correlation >= 0))
-    calls = calls[np.isin(events.correlation[calls], wanted)]
-    return _matching(events.correlation[calls], calls, wanted)
+from stepsplit.analyzer.trace import Events, Int64
 
 
 def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
@@ -33,12 +25,3 @@ def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
         inside = (at >= 0) & (starts <= ends[at])
         found[asking[inside]] = here[at[inside]]
     return found
-
-
-def _matching(keys: Int64, values: Int64, wanted: Int64) -> Int64:
-    """The first value of each wanted key, -1 where there is none."""
-    order = np.argsort(keys, kind="stable")
-    if not len(order):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    at = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
-    return np.where(keys[order[at]] == wanted, values[order[at]], -1)

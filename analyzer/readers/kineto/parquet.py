@@ -5,7 +5,6 @@ pyarrow is asked for buffers alone: its conversions from and to numpy would impo
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsplit.analyzer.trace import Events, Lane
+from stepsplit.collectors.run_spec import whole_file
 
 _SCHEMA = pa.schema(
     {"start_ns": pa.int64(), "dur_ns": pa.int64(), "category": pa.uint8(), "name_id": pa.int32(),
@@ -71,21 +71,15 @@ def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
 
 def write_events(path: Path, events: Events, about: bytes) -> None:
     """Writes the file so that a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            with pq.ParquetWriter(
-                file, _SCHEMA, compression="none", use_dictionary=False, write_statistics=False,
-                write_page_checksum=True, store_schema=False,
-            ) as writer:  # fmt: skip
-                writer.write_table(_table(events), row_group_size=_GROUP_ROWS)
-                writer.add_key_value_metadata({_ABOUT: about})
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with (
+        whole_file(path) as file,
+        pq.ParquetWriter(
+            file, _SCHEMA, compression="none", use_dictionary=False, write_statistics=False,
+            write_page_checksum=True, store_schema=False,
+        ) as writer,
+    ):  # fmt: skip
+        writer.write_table(_table(events), row_group_size=_GROUP_ROWS)
+        writer.add_key_value_metadata({_ABOUT: about})
 
 
 def _table(events: Events) -> pa.Table:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepsplit.analyzer.readers.calls import FoundCalls
-from stepsplit.analyzer.readers.kineto.blocks import ArrayBlocks
+from stepsplit.analyzer.readers.kineto.blocks import ArrayBlocks, Stream
 from stepsplit.analyzer.readers.kineto.columns import Rows, rows_of
 from stepsplit.analyzer.readers.kineto.device_calls import calls_of_device
 from stepsplit.analyzer.readers.kineto.opening import Opening, header_of, opening_of
 from stepsplit.analyzer.readers.kineto.rows import Sorted, in_order
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.unpack import Unpacked, unpacked
+from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import Category, Note
 
 
@@ -35,15 +35,11 @@ class KinetoFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of a range of a trace's bytes; the text behind the array where it was closed.
-
-    torn says why the file ended early, "" where it did not.
-    """
+    """The rows of a range of a trace's bytes; the text behind the array where it was closed."""
 
     rows: Rows
     whole: bool
     tail: bytes
-    torn: str
 
 
 def recognizes(head: bytes) -> bool:
@@ -58,7 +54,9 @@ def read_kineto(source: Source) -> KinetoFile | None:
     """The trace in the file; None where its JSON is something else. Raises DataError."""
     with unpacked(source) as content:
         opening = opening_of(content)
-        return None if opening is None else joined(opening, [_part(content, opening.begin)])
+        if opening is None:
+            return None
+        return joined(opening, [part_of(content, opening.begin)], content.torn)
 
 
 def opening_of_file(source: Source) -> Opening | None:
@@ -67,12 +65,12 @@ def opening_of_file(source: Source) -> Opening | None:
         return opening_of(content)
 
 
-def joined(opening: Opening, parts: list[Part]) -> KinetoFile:
-    """The trace of which these are all parts, in their order."""
+def joined(opening: Opening, parts: list[Part], torn: str = "") -> KinetoFile:
+    """The trace of which these are all parts, in their order; torn says why its file ends early."""
     last = parts[-1]
     header = header_of(opening.fields, last.tail)
     rows = in_order([part.rows for part in parts], header.base_ns)
-    notes = _notes(rows, last)
+    notes = _notes(rows, last.whole, torn)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
     calls = calls_of_device(rows, header.distributed.groups)
@@ -80,17 +78,18 @@ def joined(opening: Opening, parts: list[Part]) -> KinetoFile:
     return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
 
 
-def _part(content: Unpacked, begin: bytes) -> Part:
-    blocks = ArrayBlocks(content, begin)
+def part_of(stream: Stream, begin: bytes) -> Part:
+    """The entries of the stream, of which begin was read before."""
+    blocks = ArrayBlocks(stream, begin)
     rows = rows_of(blocks)
-    return Part(rows, blocks.whole, blocks.tail, content.torn)
+    return Part(rows, blocks.whole, blocks.tail)
 
 
-def _notes(rows: Sorted, last: Part) -> tuple[Note, ...]:
+def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:
     """What was wrong with the file."""
     counts, notes = rows.counts, []
-    if not last.whole:
-        why = f" ({last.torn})" if last.torn else ""
+    if not whole:
+        why = f" ({torn})" if torn else ""
         text = f"the file is cut off{why}: {counts.entries:,} whole entries were read before it"
         notes.append(Note("trace_cut_off", text))
     if counts.lost:

@@ -14,7 +14,7 @@ from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
 from stepsplit.analyzer.readers.communication import COMMUNICATES, message_bytes, op_named
 from stepsplit.analyzer.readers.nsys.database import Database
 from stepsplit.analyzer.readers.nsys.tables import Process, range_condition
-from stepsplit.analyzer.trace import Category, Events, Group, Int64
+from stepsplit.analyzer.trace import Category, Group
 
 _NCCL = re.compile(r"nccl[A-Z]")
 _HEADER_BYTES = 32
@@ -195,12 +195,11 @@ def _asked_of(
 ) -> Mapping[int, tuple[_Asked, ...]]:
     """What was asked of each kernel, where the API call that launched it is known."""
     events = process.events
-    launches = _launches(events)
+    launches = events.launches_of(np.array(kernels, dtype=np.int64)).tolist()
     windows = _windows(process, payloads)
     starts = {lane: [window.start_ns for window in found] for lane, found in windows.items()}
     inside: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for kernel in kernels:
-        launch = int(launches[kernel])
+    for kernel, launch in zip(kernels, launches, strict=True):
         lane = int(events.lane[launch]) if launch >= 0 else -1
         at = bisect_right(starts.get(lane, ()), int(events.start_ns[launch])) - 1
         if at >= 0 and events.start_ns[launch] <= windows[lane][at].end_ns:
@@ -210,18 +209,6 @@ def _asked_of(
         ops = [op_named(events.names[name]) for name in events.name_id[together].tolist()]
         found.update(zip(together, _shares(windows[lane][at].asked, ops), strict=True))
     return found
-
-
-def _launches(events: Events) -> Int64:
-    """The row of the call to CUDA that launched each event, -1 where none was recorded."""
-    rows = np.flatnonzero(events.of(Category.RUNTIME) & (events.correlation >= 0))
-    if not len(rows):
-        return np.full(len(events), -1, dtype=np.int64)
-    order = rows[np.argsort(events.correlation[rows], kind="stable")]
-    at = np.searchsorted(events.correlation[order], events.correlation)
-    nearest = order[np.minimum(at, len(order) - 1)]
-    same = events.correlation[nearest] == events.correlation
-    return np.where(same, nearest, -1)
 
 
 def _windows(

@@ -40,8 +40,6 @@ _TORCH_NAMES = {
     "signed char": "int8",
     "byte": "uint8",
     "unsigned char": "uint8",
-    "c10::half": "float16",
-    "c10::bfloat16": "bfloat16",
     "complexhalf": "complex32",
     "complexfloat": "complex64",
     "complexdouble": "complex128",
@@ -88,7 +86,8 @@ def element_bytes(dtype: str) -> int:
 @lru_cache(_MOST_NAMES)
 def dtype_named(dtype: str) -> str:
     """torch's name of a dtype that NCCL or the Flight Recorder spells in C."""
-    return _TORCH_NAMES.get(dtype.lower(), dtype.lower())
+    spelled = dtype.lower().removeprefix("c10::")
+    return _TORCH_NAMES.get(spelled, spelled)
 
 
 def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:

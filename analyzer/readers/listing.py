@@ -21,7 +21,7 @@ from stepsplit.analyzer.readers.sources import (
     ZipMember,
     fsspec,
 )
-from stepsplit.analyzer.readers.unpack import FREE_BYTES, MOST_RATIO, unpacked
+from stepsplit.analyzer.readers.unpack import bomb, most_bytes, unpacked
 
 MOST_MEMBERS = 1_000_000
 _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
@@ -141,6 +141,5 @@ def _tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
 def _refuse_a_bomb(shown: str, members: int, unpacked_bytes: int, path: Path) -> None:
     if members > MOST_MEMBERS:
         raise DataError(shown, f"over {MOST_MEMBERS:,} files", "pack the traces alone")
-    if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * path.stat().st_size):
-        problem = f"unpacks to over {MOST_RATIO} times its size"
-        raise DataError(shown, problem, "unpack it yourself if you trust it")
+    if unpacked_bytes > most_bytes(path.stat().st_size):
+        raise bomb(shown)

@@ -19,12 +19,23 @@ MOST_RATIO = 100
 _STEPS = (1 << 12, 1)
 
 
+def most_bytes(packed_bytes: int) -> int:
+    """What a file of that size may unpack to."""
+    return max(FREE_BYTES, MOST_RATIO * packed_bytes)
+
+
+def bomb(where: str) -> DataError:
+    """What is wrong with a file that unpacks to more."""
+    problem = f"unpacks to over {MOST_RATIO} times its size"
+    return DataError(where, problem, "unpack it yourself if you trust it")
+
+
 class Unpacked:
     """The unpacked bytes of an open file. A cut or damaged end is remembered, not raised."""
 
     def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
         self._where, self._raw, self._content = where, raw, content_of(raw)
-        self._most = max(FREE_BYTES, MOST_RATIO * packed_bytes)
+        self._most = most_bytes(packed_bytes)
         self._given = 0
         self.torn = ""
         """Why the file ended early; "" where it did not."""
@@ -50,8 +61,7 @@ class Unpacked:
             block = b"" if isinstance(error, LOSSLESS) else self._before_the_damage(size)
         self._given += len(block)
         if self._given > self._most:
-            problem = f"unpacks to over {MOST_RATIO} times its size"
-            raise DataError(self._where, problem, "unpack it yourself if you trust it")
+            raise bomb(self._where)
         return block
 
     def _before_the_damage(self, size: int) -> bytes:

@@ -25,12 +25,6 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 MESSAGES = ("send", "recv")
 _TENSOR = re.compile(r"Tensor\(([^)]*)\)")
 _CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
-_TORCH_NAMES = {
-    "long int": "long",
-    "short int": "short",
-    "unsigned char": "byte",
-    "signed char": "char",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +246,7 @@ def _tensor_bytes(value: Any) -> int:
 def _dtype(types: list[Any]) -> str:
     """The dtype of the first tensor of a type as C++ spells it."""
     found = _TENSOR.search(str(types[0])) if types else None
-    spelled = "" if found is None else found[1].removeprefix("c10::")
-    return _TORCH_NAMES.get(spelled, spelled)
+    return "" if found is None else found[1]
 
 
 def _first_known(*values: int) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis, analyze, examine
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+    from stepsplit.analyzer.hang.find import find_hang
+    from stepsplit.analyzer.hang.hang import Hang
     from stepsplit.analyzer.readers.any_file import FileRead, read_files
     from stepsplit.analyzer.report.report import Report
 
@@ -19,11 +21,13 @@ __all__ = [
     "Analysis",
     "DataError",
     "FileRead",
+    "Hang",
     "Report",
     "StepsplitError",
     "UsageError",
     "analyze",
     "examine",
+    "find_hang",
     "read_files",
 ]
 
@@ -31,11 +35,13 @@ _HOME = {
     "Analysis": "analysis",
     "DataError": "errors",
     "FileRead": "readers.any_file",
+    "Hang": "hang.hang",
     "Report": "report.report",
     "StepsplitError": "errors",
     "UsageError": "errors",
     "analyze": "analysis",
     "examine": "analysis",
+    "find_hang": "hang.find",
     "read_files": "readers.any_file",
 }
 

@@ -9,8 +9,13 @@ import click
 from rich.console import Console
 
 from stepsplit.analyzer import examine
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.hang.find import only_dumps, read_calls
+from stepsplit.analyzer.hang.hang import HANG_NAME
+from stepsplit.analyzer.hang.hang import to_json as hang_to_json
 from stepsplit.analyzer.report.files import save, write
 from stepsplit.analyzer.report.wire import to_json
+from stepsplit.dashboard.reporters.hang import screen as hang_screen
 from stepsplit.dashboard.reporters.progress import reading_bar
 from stepsplit.dashboard.reporters.terminal import screen
 
@@ -30,10 +35,17 @@ def command(
     """Split every step of a recording.
 
     PATH is a file, a folder, a zip or tar archive, or a URL, of traces of torch.profiler or of
-    Nsight Systems exported to SQLite; several together are one recording.
+    Nsight Systems exported to SQLite; several together are one recording. Of Flight Recorder
+    dumps alone it says where their job hangs.
     """
-    with reading_bar() as progress:
-        analysis = examine(places, workers or _cores(), progress)
+    try:
+        with reading_bar() as progress:
+            analysis = examine(places, workers or _cores(), progress)
+    except DataError:
+        if not only_dumps(places):
+            raise
+        _tell_hang(places, json_file, out)
+        return
     if out is not None:
         save(out, analysis.report, analysis.tables)
     if json_file == "-":
@@ -42,6 +54,19 @@ def command(
     if json_file is not None:
         write(Path(json_file), to_json(analysis.report))
     Console(highlight=False).print(screen(analysis.report))
+
+
+def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None) -> None:
+    """The same for a place of Flight Recorder dumps alone: where their job hangs."""
+    hang = read_calls(places)
+    if out is not None:
+        write(out / HANG_NAME, hang_to_json(hang))
+    if json_file == "-":
+        click.echo(hang_to_json(hang), nl=False)
+        return
+    if json_file is not None:
+        write(Path(json_file), hang_to_json(hang))
+    Console(highlight=False).print(hang_screen(hang))
 
 
 def _cores() -> int:

@@ -1,28 +1,189 @@
-"""The bridge to HolisticTraceAnalysis: the same recording, opened there."""
+"""The bridge to HolisticTraceAnalysis: the same recording, analyzed there."""
 
 from __future__ import annotations
 
-import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    Bool,
+    Category,
+    Events,
+    Int64,
+    RankTrace,
+    wall_lead_ns,
+)
 
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis
 
+_NAME_OF = {
+    Category.OP: "cpu_op",
+    Category.ANNOTATION: "user_annotation",
+    Category.RUNTIME: "cuda_runtime",
+    Category.KERNEL: "kernel",
+    Category.MEMCPY: "gpu_memcpy",
+    Category.MEMSET: "gpu_memset",
+    Category.GPU_ANNOTATION: "gpu_user_annotation",
+    Category.PYTHON: "python_function",
+}
+_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
+_MOST_DIGITS = 18
+_WAITS = ("wait_on_stream", "wait_on_cuda_event_record_corr_id")
 
-def open_in_hta(*paths: str | Path) -> TraceAnalysis:
-    """HTA's TraceAnalysis of the recording's ranks, as stepsplit tells them apart.
 
-    HTA shrinks events to whole microseconds by default, which loses short kernels; that is turned
-    off for the process. Raises errors.DataError for the files, errors.UsageError without HTA.
+def open_in_hta(*places: str | Path) -> TraceAnalysis:
+    """HTA's TraceAnalysis of the recording in the files, folders, archives and URLs; see in_hta.
+
+    Raises errors.DataError for the places, errors.UsageError without HTA.
     """
-    os.environ.setdefault("HTA_DISABLE_NS_ROUNDING", "1")
+    return in_hta(read_recording(places).traces)
+
+
+def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
+    """HTA's TraceAnalysis of ranks that stepsplit has read; its times are microseconds.
+
+    No file is read again, so none needs a form that HTA knows; no time is rounded, and the ranks
+    stand on their wall clocks. As by HTA's own loader, of several marked steps the last is dropped
+    and with it the kernels that no earlier step launched.
+
+    A RankTrace keeps no synchronization events and few arguments of events. So the critical path
+    has no edges from the device back to the host; get_memory_bw_*, generate_trace_with_counters,
+    get_frequent_cuda_kernel_sequences and overlay_critical_path_analysis raise KeyError; there are
+    no CUPTI counters, no links from forward to backward and no ids of an execution trace: for those
+    load the file with HTA. HTA knows no run on CPUs: its breakdowns raise IndexError for one.
+
+    Raises errors.UsageError without HTA.
+    """
     try:
+        from hta.common.trace import Trace
+        from hta.common.trace_parser import infer_gpu_type
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
         raise UsageError("this needs hta; install it with: pip install 'stepsplit[hta]'") from None
-    recording = read_recording([Path(path) for path in paths])
-    return TraceAnalysis(trace_files={t.rank: str(t.source.resolve()) for t in recording.traces})
+    handed = Trace(trace_files={})
+    ids, base_ns = handed.symbol_table.get_sym_id_map(), min(t.t0_unix_ns for t in traces)
+    for trace, lead_ns in zip(traces, wall_lead_ns(traces).tolist(), strict=True):
+        handed.symbol_table.add_symbols(_symbols(trace.events))
+        if not (frame := _frame(trace.events, lead_ns, ids)).empty:
+            handed.traces[trace.rank] = frame
+            meta = _metadata(trace, base_ns)
+            handed.meta_data[trace.rank] = meta | {"device_type": infer_gpu_type(meta, ids)}
+    handed.align_and_filter_trace()
+    for rank, frame in handed.traces.items():
+        # HTA has moved ts to the first event's, and forgets end.
+        frame["end"] = frame["ts"] + frame["dur"]
+        handed.traces[rank] = frame.set_index("index", drop=False).rename_axis(None)
+    handed.is_parsed = True
+    # A TraceAnalysis makes itself of files only.
+    analysis = TraceAnalysis.__new__(TraceAnalysis)
+    analysis.t = handed
+    return analysis
+
+
+def _known(events: Events) -> Int64:
+    """The rows of a category that HTA knows and RankTrace tells apart."""
+    return np.flatnonzero(events.category != Category.OTHER)
+
+
+def _symbols(events: Events) -> list[str]:
+    used = np.unique(events.name_id[_known(events)]).tolist()
+    return [*_NAME_OF.values(), *(events.names[name] for name in used)]
+
+
+def _metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
+    """What HTA looks up in a file's header; ts counts from base_unix_ns."""
+    info = {"rank": trace.rank, "world_size": trace.world_size, "backend": trace.backend}
+    return {"distributedInfo": info, "baseTimeNanoseconds": base_unix_ns}
+
+
+def _frame(events: Events, lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
+    """The events as HTA's loader would leave them, one row each, in microseconds.
+
+    index begins at 1, for HTA takes an index_correlation of 0 for a launch that is not there.
+    """
+    rows = _known(events)
+    ts, dur = _us(events.start_ns[rows] + lead_ns), _us(events.dur_ns[rows])
+    on_device = events.of(*DEVICE_CATEGORIES)
+    pid, tid, stream = _places(events, on_device)
+    linked = _linked(events, on_device)
+    category = np.array([ids.get(_NAME_OF.get(c, ""), -1) for c in Category])
+    name = np.array([ids.get(name, -1) for name in events.names], dtype=np.int64)
+    index = np.zeros(len(events) + 1, dtype=np.int64)
+    index[rows] = np.arange(1, len(rows) + 1)
+    partner = np.where(linked >= 0, index[linked], np.minimum(events.correlation, 0))
+    columns = {
+        "index": index[rows],
+        "cat": category[events.category[rows]],
+        "name": name[events.name_id[rows]],
+        "pid": pid[rows],
+        "tid": tid[rows],
+        "ts": ts,
+        "dur": dur,
+        "stream": stream[rows],
+        "correlation": events.correlation[rows],
+        **{wait: np.full(len(rows), -1) for wait in _WAITS},
+        "index_correlation": partner[rows],
+        "iteration": _steps(events, on_device, linked)[rows],
+        "end": ts + dur,
+    }
+    return pd.DataFrame(columns)
+
+
+def _us(ns: Int64) -> Any:
+    """Microseconds: whole ones, in which HTA's sums are exact, where the trace has no finer."""
+    return ns / 1000 if (ns % 1000).any() else ns // 1000
+
+
+def _linked(events: Events, on_device: Bool) -> Int64:
+    """The row of each launch's last kernel and of each kernel's launch; -1 where there is none."""
+    linked = np.full(len(events), -1, dtype=np.int64)
+    work = np.flatnonzero(on_device & (events.correlation >= 0))
+    linked[work] = events.launches_of(work)
+    launched = work[linked[work] >= 0]
+    linked[linked[launched]] = launched
+    return linked
+
+
+def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
+    """The number of the ProfilerStep in which the host did or launched each event, else -1."""
+    marks = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
+    steps = [(row, int(m[1])) for row in np.flatnonzero(marks).tolist()
+             if (m := _STEP.match(events.name_of(row))) is not None]  # fmt: skip
+    step = np.full(len(events), -1, dtype=np.int64)
+    for row, number in steps:
+        start = events.start_ns[row]
+        first, after = np.searchsorted(events.start_ns, (start, start + events.dur_ns[row]))
+        step[first:after] = number
+    return np.where(on_device, np.where(linked >= 0, step[linked], -1), step)
+
+
+def _places(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
+    """Each event's pid, tid and stream as numbers: on a device its own and the stream's."""
+    pid = _numbers([lane.pid for lane in events.lanes])[events.lane]
+    tid = _numbers([lane.tid for lane in events.lanes])[events.lane]
+    device = np.array([lane.device for lane in events.lanes], dtype=np.int64)[events.lane]
+    stream = np.array([lane.stream for lane in events.lanes], dtype=np.int64)[events.lane]
+    stream = np.maximum(stream, 0)
+    return (
+        np.where(on_device & (device >= 0), device, pid),
+        np.where(on_device, stream, tid),
+        np.where(on_device, stream, -1),
+    )
+
+
+def _numbers(texts: Sequence[str]) -> Int64:
+    """The number that each text is; a text that is none has one of its own beyond them."""
+    are = {text: int(text) for text in texts if text.isdecimal() and len(text) <= _MOST_DIGITS}
+    beyond = max(are.values(), default=0) + 1
+    others = (text for text in dict.fromkeys(texts) if text not in are)
+    are |= {text: beyond + nth for nth, text in enumerate(others)}
+    return np.array([are[text] for text in texts], dtype=np.int64)

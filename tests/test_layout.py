@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from builders import CpuTrace
+import pytest
+from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.split.layout import layout_of
-from stepsplit.analyzer.trace import Group
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.group_names import Named, named
+from stepsplit.analyzer.split.layout import Layout, layout_of
+from stepsplit.analyzer.trace import Group, RankTrace
 from stepsplit.collectors.run_spec import GroupInfo, Mesh, RunSpec
 
 MESH = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
@@ -41,10 +44,12 @@ def test_the_names_of_groups_make_the_same_mesh() -> None:
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
 
 
-def test_groups_that_do_not_make_up_the_world_are_no_mesh() -> None:
+def test_groups_that_do_not_make_up_the_world_are_no_mesh_but_name_stages_and_axes() -> None:
     layout = layout_of(spec(None, *mesh_groups("pp", "tp")), [])
-    assert (layout.mesh, layout.pipelines) == (None, ())
-    assert [note.code for note in layout.notes] == ["mesh_unknown"]
+    assert (layout.mesh, layout.source) == (None, "group names")
+    assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert [note.code for note in layout.notes] == ["mesh_inferred"]
+    assert layout.axis_of(Group("8", (0, 1), "mesh_tp")) == "tp"
 
 
 def test_a_chain_of_messages_is_a_pipeline_and_who_sends_first_is_its_start(tmp_path: Path) -> None:
@@ -92,3 +97,268 @@ def test_two_ranks_that_swap_data_are_a_ring_and_no_pipeline(tmp_path: Path) -> 
     report = analyze(tmp_path)
     assert {row.bubble_ns for row in report.steps} == {0}
     assert report.steps[0].skew_ns > 0
+
+
+MEGATRON_RANK_9 = (
+    ("TENSOR_MODEL_PARALLEL_GROUP", (8, 9, 10, 11)),
+    ("TENSOR_AND_CONTEXT_PARALLEL_GROUP", (8, 9, 10, 11)),
+    ("PIPELINE_MODEL_PARALLEL_GROUP", (1, 9)),
+    ("EMBEDDING_GROUP", (1, 9)),
+    ("DATA_PARALLEL_GROUP_WITH_CP", (9, 13)),
+    ("MODEL_PARALLEL_GROUP", (0, 1, 2, 3, 8, 9, 10, 11)),
+    ("EXPERT_MODEL_PARALLEL_GROUP", (8, 9, 10, 11, 12, 13, 14, 15)),
+    ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", (8, 9, 10, 11, 12, 13, 14, 15)),
+)
+"""Of the groups of rank 9 in a real job on 16 ranks: tp 4, pp 2, dp 2, experts over 8."""
+
+
+def described(world_size: int, *groups: tuple[str, tuple[int, ...]]) -> Layout:
+    infos = [GroupInfo(f"{i}", description, ranks) for i, (description, ranks) in enumerate(groups)]
+    return layout_of(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
+
+
+def axes(layout: Layout, *groups: tuple[str, tuple[int, ...]]) -> list[str | None]:
+    return [layout.axis_of(Group(f"{i}", ranks, text)) for i, (text, ranks) in enumerate(groups)]
+
+
+def read(folder: Path, *traces: GpuTrace | CpuTrace) -> Layout:
+    for trace in traces:
+        trace.write(folder)
+    return layout_of(None, recorded(folder))
+
+
+def recorded(folder: Path) -> tuple[RankTrace, ...]:
+    return read_recording([folder]).traces
+
+
+@pytest.mark.parametrize(
+    ("description", "found"),
+    [
+        ("mesh_tp", Named(("tp",), whole=True)),
+        ("mesh_dp", Named(("dp_replicate", "dp_shard"), whole=True)),
+        ("mesh_dp_shard_cp", Named(("dp_shard", "cp"), whole=True)),
+        ("mesh_dp_shard_in_ep", Named(("dp_shard",))),
+        ("mesh_ep", Named(("ep",), whole=True, experts=True)),
+        ("mesh_efsdp", Named(("dp_shard",), whole=True, experts=True)),
+        ("mesh_default", Named()),
+        ("DATA_PARALLEL_GROUP_GLOO", Named(("dp_replicate",), whole=True)),
+        ("DATA_PARALLEL_GROUP_WITH_CP_AG", Named(("dp_replicate", "cp"), whole=True)),
+        ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", Named(("dp_replicate", "cp"))),
+        ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", Named(("cp",))),
+        ("POSITION_EMBEDDING_GROUP", Named(("pp",))),
+        ("EXPERT_DATA_PARALLEL_GROUP", Named(("dp_replicate",), whole=True, experts=True)),
+        ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", Named()),
+        ("pipe_parallel", Named(("pp",), whole=True)),
+        ("ep_size_8", Named(("ep",), whole=True, experts=True)),
+        ("default_pg", Named()),
+        ("undefined", Named()),
+    ],
+)
+def test_frameworks_name_axes_each_in_its_own_way(description: str, found: Named) -> None:
+    assert named(description) == found
+
+
+def test_the_groups_of_one_rank_of_a_megatron_job_tell_the_mesh_of_all() -> None:
+    """Data parallel ranks are named only together with cp, and the ranks of tp and cp are tp's."""
+    layout = described(16, *MEGATRON_RANK_9)
+    assert layout.mesh == Mesh.of({"pp": 2, "dp": 2, "tp": 4})
+    assert layout.pipelines == tuple((rank, rank + 8) for rank in range(8))
+    assert axes(layout, *MEGATRON_RANK_9) == [
+        "tp", "tp", "pp", "pp", "dp_replicate", None, "ep", "ep",
+    ]  # fmt: skip
+
+
+def test_the_dims_of_torchtitan_tell_the_axes_that_they_flatten() -> None:
+    groups = (
+        ("mesh_pp", (0, 8)), ("mesh_fsdp", (0, 2, 4, 6)), ("mesh_loss", (0, 2, 4, 6)),
+        ("mesh_cp", (0, 2)), ("mesh_tp", (0, 1)), ("mesh_efsdp", (0, 4)), ("mesh_ep", (0, 1, 2, 3)),
+    )  # fmt: skip
+    layout = described(16, *groups)
+    assert layout.mesh == Mesh.of({"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2})
+    assert axes(layout, *groups) == ["pp", None, None, "cp", "tp", "dp_shard", "ep"]
+
+
+def test_a_group_of_experts_lies_along_ep_though_the_stated_mesh_does_not_hold_it() -> None:
+    stated = RunSpec("run", 4, "nccl", mesh=Mesh.of({"dp": 4}))
+    layout = layout_of(stated, [])
+    pairs = (("mesh_ep", (0, 1)), ("mesh_dp", (0, 1, 2, 3)))
+    assert axes(layout, *pairs) == ["ep", "dp_replicate"]
+
+
+def test_names_that_contradict_one_another_are_no_mesh() -> None:
+    layout = described(4, ("mesh_pp", (0, 1)), ("mesh_pp", (0, 2)), ("mesh_tp", (0, 1)))
+    assert (layout.mesh, layout.pipelines, layout.source) == (None, (), None)
+    assert [note.code for note in layout.notes] == ["mesh_unknown"]
+
+
+def test_one_named_pipeline_tells_where_the_others_lie_in_the_grid() -> None:
+    layout = described(8, ("mesh_pp", (1, 5)))
+    assert layout.mesh is None
+    assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_a_named_pipeline_that_is_no_line_of_a_grid_stands_alone() -> None:
+    layout = described(8, ("mesh_pp", (1, 2, 5)))
+    assert layout.pipelines == ((1, 2, 5),)
+
+
+def step_of(
+    rank: int,
+    world_size: int,
+    groups: list[tuple[str, str, list[int]]],
+    forward: list[tuple[str, str]],
+    backward: list[tuple[str, str]],
+) -> GpuTrace:
+    """A step of one rank: (op, group) of the collectives before its first backward, and after."""
+    kinds = {"allreduce": "AllReduce", "_allgather_base": "AllGather",
+             "_reduce_scatter_base": "ReduceScatter", "all_to_all": "SendRecv"}  # fmt: skip
+    trace = GpuTrace(rank, world_size, groups=groups).step(1, 0, 1000).kernel("gemm", 0, 5)
+    for i, (op, group) in enumerate(forward):
+        trace.collective(kinds[op], op, 10 + 10 * i, 15 + 10 * i, group=group, nelems=1000 + i)
+    trace.annotation("autograd::engine::evaluate_function: MmBackward0", 500, 900)
+    for i, (op, group) in enumerate(backward):
+        trace.collective(kinds[op], op, 510 + 10 * i, 515 + 10 * i, group=group, nelems=1000 + i)
+    return trace
+
+
+def plain(*groups: list[int]) -> list[tuple[str, str, list[int]]]:
+    return [(f"{i}", "undefined", ranks) for i, ranks in enumerate(groups)]
+
+
+def test_sums_in_both_passes_are_tp_and_sums_after_the_backward_are_dp(tmp_path: Path) -> None:
+    """Rank 0 alone was recorded: its groups have shapes, and shapes make up the four ranks."""
+    groups = plain([0, 1], [0, 2], [0, 1, 2, 3])
+    both = [("allreduce", "0")] * 4
+    layout = read(tmp_path, step_of(0, 4, groups, both, [*both, ("allreduce", "1")]))
+    assert (layout.mesh, layout.source) == (
+        Mesh.of({"dp": 2, "tp": 2}),
+        "rank sets and operations",
+    )
+    assert axes(layout, *((d, tuple(ranks)) for _, d, ranks in groups)) == [
+        "tp", "dp_replicate", None,
+    ]  # fmt: skip
+    assert [note.code for note in layout.notes] == ["mesh_inferred"]
+
+
+def test_weights_gathered_in_both_passes_and_scattered_in_one_are_dp_shard(tmp_path: Path) -> None:
+    gather, scatter = ("_allgather_base", "0"), ("_reduce_scatter_base", "0")
+    trace = step_of(0, 2, plain([0, 1]), [gather] * 2, [gather, scatter, scatter])
+    assert read(tmp_path, trace).mesh == Mesh.of({"fsdp": 2})
+
+
+def test_gathers_of_ranks_whose_gradients_a_larger_group_sums_may_be_of_attention(
+    tmp_path: Path,
+) -> None:
+    gather, scatter = ("_allgather_base", "0"), ("_reduce_scatter_base", "0")
+    groups = plain([0, 1], [0, 1, 2, 3])
+    trace = step_of(0, 4, groups, [gather], [gather, scatter, ("allreduce", "1")])
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, layout.axis_of(Group("0", (0, 1), "undefined"))) == (None, None)
+
+
+def test_experts_get_ever_other_sizes_and_attention_heads_alike_ones(tmp_path: Path) -> None:
+    tokens = step_of(0, 8, plain([0, 1], [0, 2]), [("all_to_all", "0")] * 6, [("all_to_all", "1")])
+    layout = read(tmp_path, tokens)
+    assert axes(layout, ("undefined", (0, 1)), ("undefined", (0, 2))) == ["ep", None]
+    assert [note.code for note in layout.notes] == ["mesh_unknown"]
+
+
+def test_sums_that_span_stages_are_embeddings_and_not_data_parallel(tmp_path: Path) -> None:
+    groups = [("0", "mesh_pp", [0, 1]), ("1", "undefined", [0, 1])]
+    trace = step_of(0, 4, groups, [], [("allreduce", "1")])
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, layout.pipelines) == (None, ((0, 1), (2, 3)))
+    assert layout.axis_of(Group("1", (0, 1), "undefined")) == "pp"
+
+
+def swap(rank: int, *, works_first: bool, mark: str = "") -> CpuTrace:
+    """Rank 0 sends first and rank 1 receives first; rank 1 works before it answers, or after."""
+    trace = CpuTrace(rank, 2, [("0", "default_pg", [0, 1])]).step(2, 0, 200)
+    if rank == 0:
+        for at in (10, 110):
+            trace.op("aten::mm", at - 10, at).message("send", 1, at, at + 5)
+            trace.message("recv", 1, at + 5, at + 60)
+    for at in (15, 115) if rank == 1 else ():
+        trace.message("recv", 0, at - 10, at)
+        sends = at + 50 if works_first else at + 1
+        trace.message("send", 0, sends, sends + 5)
+        start = at if works_first else at + 10
+        trace.op("aten::mm", start, start + 40)
+    return trace.annotation(mark, 0, 10) if mark else trace
+
+
+def test_of_two_ranks_the_later_stage_works_before_it_answers(tmp_path: Path) -> None:
+    layout = read(tmp_path, *(swap(rank, works_first=True) for rank in (0, 1)))
+    assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
+
+
+def test_two_ranks_that_swap_before_they_work_are_no_pipeline(tmp_path: Path) -> None:
+    layout = read(tmp_path, *(swap(rank, works_first=False) for rank in (0, 1)))
+    assert (layout.mesh, layout.pipelines) == (None, ())
+    assert [note.message for note in layout.notes] == [
+        "no mesh known: every wait counts as skew, none as bubble; ranks 0, 1 send to each other "
+        "as a pipeline or a ring might"
+    ]
+
+
+@pytest.mark.parametrize(("stages", "pipelines"), [((1, 0), ((1, 0),)), ((0, 0), ())])
+def test_marks_of_stages_say_who_is_a_pipeline_and_in_which_order(
+    tmp_path: Path, stages: tuple[int, int], pipelines: tuple[tuple[int, ...], ...]
+) -> None:
+    marks = [f"stepsplit::F stage={stage} mb=0" for stage in stages]
+    traces = [swap(rank, works_first=False, mark=mark) for rank, mark in enumerate(marks)]
+    assert read(tmp_path, *traces).pipelines == pipelines
+
+
+def circle(rank: int, sends: list[int], first: str) -> CpuTrace:
+    """One of three ranks that sends to these ranks and receives from the others that send here."""
+    trace = CpuTrace(rank, 3, [("0", "default_pg", [0, 1, 2])]).step(2, 0, 100)
+    trace.op("aten::mm", 0, 10)
+    receives = [r for r in range(3) if r != rank and (len(sends) == 2 or r not in sends)]
+    for i, op in enumerate(("send", "recv") if first == "send" else ("recv", "send")):
+        for j, peer in enumerate(sends if op == "send" else receives):
+            trace.message(op, peer, 20 + 40 * i + 10 * j, 30 + 40 * i + 10 * j)
+    return trace
+
+
+def test_equal_messages_around_one_way_are_cp_and_no_pipeline(tmp_path: Path) -> None:
+    layout = read(tmp_path, *(circle(rank, [(rank + 1) % 3], "send") for rank in range(3)))
+    assert (layout.mesh, layout.source) == (Mesh.of({"cp": 3}), "messages")
+    assert layout.pipelines == ()
+
+
+def test_around_both_ways_from_one_rank_that_begins_is_an_interleaved_pipeline(
+    tmp_path: Path,
+) -> None:
+    traces = [circle(0, [1, 2], "send"), circle(1, [2, 0], "recv"), circle(2, [0, 1], "recv")]
+    layout = read(tmp_path, *traces)
+    assert (layout.source, layout.pipelines) == ("messages", ((0, 1, 2),))
+
+
+def test_a_chain_that_may_go_on_at_an_absent_rank_is_no_whole_mesh(tmp_path: Path) -> None:
+    """Rank 2 is not there: whether it passes on what it receives from rank 1 nobody knows."""
+    world = [("0", "default_pg", [0, 1, 2])]
+    first = CpuTrace(0, 3, world).step(2, 0, 100).op("aten::mm", 0, 10).message("send", 1, 10, 20)
+    second = CpuTrace(1, 3, world).step(2, 0, 100).message("recv", 0, 10, 20)
+    second.op("aten::mm", 20, 30).message("send", 2, 30, 40)
+    layout = read(tmp_path, first, second)
+    assert (layout.mesh, layout.pipelines) == (None, ((0, 1, 2),))
+
+
+def test_on_a_device_too_the_later_stage_works_before_it_answers(tmp_path: Path) -> None:
+    """Its optimizer runs after it has sent: that alone would look like a ring."""
+    pair = plain([0, 1])
+    first = GpuTrace(0, 2, groups=pair).step(1, 0, 100).kernel("F0", 0, 10)
+    first.message("send", 1, 10, 20).message("recv", 1, 20, 60).kernel("B0", 60, 80)
+    last = GpuTrace(1, 2, groups=pair).step(1, 0, 100).message("recv", 0, 5, 20)
+    last.kernel("F0B0", 20, 50).message("send", 0, 50, 60).kernel("adam", 60, 90)
+    layout = read(tmp_path, first, last)
+    assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
+
+
+def test_where_peers_are_unknown_sums_over_the_world_are_no_mesh(tmp_path: Path) -> None:
+    """A kernel of messages without arguments may belong to a pipeline."""
+    trace = step_of(0, 2, plain([0, 1]), [], [("allreduce", "0")])
+    trace.kernel("ncclDevKernel_SendRecv", 950, 960, stream=20)
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, [note.code for note in layout.notes]) == (None, ["mesh_unknown"])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from stepsplit.analyzer.trace import OP_CODE, Group, Note, RankTrace
-from stepsplit.collectors.run_spec import AXES, SHORTHAND, Mesh, RunSpec
+from stepsplit.analyzer.split.group_names import named, one_axis
+from stepsplit.analyzer.split.mesh_inference import lines_of, used_axes
+from stepsplit.analyzer.split.named_groups import axes_by_name, expert_axes, named_pipelines
+from stepsplit.analyzer.split.rank_lines import Line, mesh_of, named_lines
+from stepsplit.analyzer.split.stage_chains import Exchanges, exchanges
+from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.collectors.run_spec import Mesh, RunSpec
 
-_DESCRIBED = re.compile(r"^mesh_(\w+)$")
-_MEGATRON = {
-    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "CONTEXT_PARALLEL_GROUP": "cp",
-    "DATA_PARALLEL_GROUP": "dp",
+Lines = Mapping[str, Line]
+NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
+"""What a layout may be taken from where run.json states no mesh."""
+_NO_MESH = "run.json states no mesh"
+_UNKNOWN = "no mesh known: every wait counts as skew, none as bubble"
+_EVIDENCE = {
+    NAMES: "the names of the groups, which do not make up all ranks",
+    MESSAGES: "the messages between ranks",
+    USE: "the ranks of the groups and the operations on them",
 }
 
 
@@ -24,6 +30,7 @@ class Layout:
     """Where ranks sit; mesh and source are None where unknown.
 
     pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
+    told holds the axes of groups of which more is known than the mesh tells, as of experts.
     """
 
     mesh: Mesh | None
@@ -31,21 +38,34 @@ class Layout:
     pipelines: tuple[tuple[int, ...], ...]
     stage_of: Mapping[int, int]
     notes: tuple[Note, ...] = ()
+    told: Mapping[Group, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
     def along(
-        cls, mesh: Mesh | None, source: str | None, pipelines: Sequence[Sequence[int]], *notes: Note
+        cls,
+        mesh: Mesh | None,
+        source: str | None,
+        pipelines: Sequence[Sequence[int]],
+        *notes: Note,
+        told: Mapping[Group, frozenset[str]] | None = None,
     ) -> Layout:
         """The layout whose pipelines are these."""
         stages = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
-        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes)
+        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, told or {})
 
     def stage(self, rank: int) -> int:
         """The rank's pp coordinate, 0 where there is no pipeline."""
         return self.stage_of.get(rank, 0)
 
     def axes_of(self, group: Group) -> frozenset[str]:
-        """The axes along which the group's ranks differ; none where the mesh is not known."""
+        """The axes along which the group's ranks differ; none where nobody knows.
+
+        A group of experts lies along their own axes, whatever the mesh makes of its ranks.
+        """
+        if group in self.told:
+            return self.told[group]
+        if (name := named(group.description)).experts:
+            return frozenset(name.axes)
         if self.mesh is None:
             described = described_axis(group)
             return frozenset({described} if described else ())
@@ -57,33 +77,69 @@ class Layout:
         """The axis along which the group lies; None for a group along several or of one rank."""
         if len(group.ranks) < 2:
             return None
-        if self.mesh is not None:
-            lines = (a for a in self.mesh.axes if self.mesh.line(group.ranks[0], a) == group.ranks)
-            return next(lines, None)
-        if described := described_axis(group):
-            return described
+        axes = self.axes_of(group)
+        if axes or self.mesh is not None:
+            return next(iter(axes)) if len(axes) == 1 else None
         stages = {self.stage(rank) for rank in group.ranks}
         return "pp" if len(stages) == len(group.ranks) else None
 
 
 def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> Layout:
-    """The layout that run.json states, else what group names or the chain of messages tell."""
-    if spec is not None and spec.mesh is not None:
-        return Layout.along(spec.mesh, "run.json", _pipelines(spec.mesh))
+    """The layout that run.json states, else what group names, messages and use tell."""
     groups = _all_groups(spec, traces)
+    if spec is not None and spec.mesh is not None:
+        told = expert_axes(groups)
+        return Layout.along(spec.mesh, "run.json", _pipelines(spec.mesh), told=told)
     world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
-    if (mesh := _mesh_of_names(groups, world_size)) is not None:
-        note = Note("mesh_inferred", "run.json states no mesh: taken from the names of the groups")
-        return Layout.along(mesh, "group names", _pipelines(mesh), note)
-    return _layout_of_messages(traces, world_size)
+    lines = named_lines(groups)
+    if (mesh := mesh_of(lines, groups, world_size)) is not None:
+        note = Note("mesh_inferred", f"{_NO_MESH}: taken from the names of the groups")
+        told = expert_axes(groups)
+        return Layout.along(mesh, NAMES, _pipelines(mesh), note, told=told)
+    if world_size == 1:
+        return Layout.along(None, None, ())
+    return _inferred(traces, groups, lines, world_size)
 
 
 def described_axis(group: Group) -> str | None:
-    """The axis that a group's description names, as DeviceMesh and Megatron describe groups."""
-    match = _DESCRIBED.match(group.description)
-    named = match[1] if match else _MEGATRON.get(group.description)
-    axis = SHORTHAND.get(named, named) if named else None
-    return axis if axis in AXES else None
+    """The axis that a group's description names, as DeviceMesh, Megatron and DeepSpeed do."""
+    return one_axis(group.description)
+
+
+def _inferred(
+    traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
+) -> Layout:
+    """The layout by messages and the use of groups, where names alone do not make up the world."""
+    found = exchanges(traces)
+    pipelines = named_pipelines(groups, lines, world_size) or found.pipelines
+    stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
+    used = used_axes(traces, found.rings, stage)
+    told = axes_by_name(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
+    seen = {**lines_of(used, found, {trace.rank for trace in traces}), **lines}
+    mesh = mesh_of(seen, groups, world_size)
+    if mesh is not None and set(_pipelines(mesh)) >= set(pipelines) and _clear(traces, found, seen):
+        source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
+        text = f"{_NO_MESH}: taken from {_EVIDENCE[source]}"
+        note = Note("mesh_inferred", text)
+        return Layout.along(mesh, source, _pipelines(mesh), note, told=told)
+    if pipelines:
+        source = MESSAGES if pipelines == found.pipelines else NAMES
+        note = Note("mesh_inferred", f"{_NO_MESH}: stages taken from {_EVIDENCE[source]}")
+        return Layout.along(None, source, pipelines, note, told=told)
+    note = Note("mesh_unknown", _UNKNOWN + _doubt(found))
+    return Layout.along(None, USE if used else None, (), note, told=told)
+
+
+def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
+    """Whether no message may belong to a pipeline that the mesh would lack."""
+    unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
+    return "pp" in lines or not (found.doubtful or unknown)
+
+
+def _doubt(found: Exchanges) -> str:
+    some = ", ".join(map(str, found.doubtful[:8])) + (", ..." if len(found.doubtful) > 8 else "")
+    text = f"; ranks {some} send to each other as a pipeline or a ring might"
+    return text if found.doubtful else ""
 
 
 def _pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -93,75 +149,5 @@ def _pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
 
 def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
     stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
-    return list(dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)]))
-
-
-def _mesh_of_names(groups: Iterable[Group], world_size: int) -> Mesh | None:
-    """The mesh whose lines are the described groups; None where they do not make up the world."""
-    lines: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for group in groups:
-        if (axis := described_axis(group)) is not None and len(group.ranks) > 1:
-            lines[axis].add(group.ranks)
-    if not lines:
-        return None
-    stride = {axis: min(r[1] - r[0] for r in ranks) for axis, ranks in lines.items()}
-    outermost_first = sorted(lines, key=lambda axis: -stride[axis])
-    mesh = Mesh.of({axis: len(next(iter(lines[axis]))) for axis in outermost_first})
-    fits = mesh.world_size == world_size and all(
-        mesh.line(ranks[0], axis) == ranks for axis in lines for ranks in lines[axis]
-    )
-    return mesh if fits else None
-
-
-def _layout_of_messages(traces: Sequence[RankTrace], world_size: int) -> Layout:
-    """Ranks that pass messages along a chain are stages; the first to send is the first."""
-    first_is_send, neighbors = _messages(traces)
-    chains = [chain for chain in _chains(neighbors) if not _exchange(chain, first_is_send)]
-    pipelines = [chain if first_is_send.get(chain[0], True) else chain[::-1] for chain in chains]
-    if pipelines:
-        note = Note(
-            "mesh_inferred", "run.json states no mesh: stages taken from the chain of messages"
-        )
-        return Layout.along(None, "messages", pipelines, note)
-    if world_size == 1:
-        return Layout.along(None, None, ())
-    note = Note("mesh_unknown", "no mesh known: every wait counts as skew, none as bubble")
-    return Layout.along(None, None, (), note)
-
-
-def _messages(traces: Sequence[RankTrace]) -> tuple[dict[int, bool], dict[int, set[int]]]:
-    """Whether each rank's first message is a send, and with whom each rank exchanges messages."""
-    first: dict[int, bool] = {}
-    neighbors: dict[int, set[int]] = defaultdict(set)
-    for trace in traces:
-        known = trace.calls.is_message & (trace.calls.peer >= 0) & (trace.calls.peer != trace.rank)
-        for op, peer in zip(
-            trace.calls.op[known].tolist(), trace.calls.peer[known].tolist(), strict=True
-        ):
-            first.setdefault(trace.rank, op == OP_CODE["send"])
-            neighbors[trace.rank].add(peer)
-            neighbors[peer].add(trace.rank)
-    return first, neighbors
-
-
-def _exchange(chain: Sequence[int], first_is_send: Mapping[int, bool]) -> bool:
-    """Two ranks that begin alike swap data, as a ring does; of two stages one sends first."""
-    return len(chain) == 2 and len({first_is_send.get(rank) for rank in chain}) == 1
-
-
-def _chains(neighbors: Mapping[int, set[int]]) -> list[list[int]]:
-    """The paths among the neighbors, from end to end; rings and branches are none."""
-    chains, seen = [], set()
-    for end in sorted(rank for rank, others in neighbors.items() if len(others) == 1):
-        if end in seen:
-            continue
-        chain, following = [end], neighbors[end]
-        while following:
-            chain.append(min(following))
-            following = neighbors[chain[-1]] - {chain[-2]}
-            if len(following) > 1:
-                break
-        seen |= set(chain)
-        if not following:
-            chains.append(chain)
-    return chains
+    every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
+    return [group for group in every if group.ranks]

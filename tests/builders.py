@@ -120,6 +120,39 @@ class GpuTrace:
         path.write_bytes(gzip.compress(json.dumps(self.body()).encode()))
         return path
 
+    def op(self, name: str, start: float, end: float, *, tid: int = MAIN) -> Self:
+        """An op of the host; backward's have a thread of their own."""
+        return self._add(name, "cpu_op", start, end, tid=tid)
+
+    def call(self, name: str, start: float, end: float, *, tid: int = MAIN) -> Self:
+        """A call of the runtime that launches nothing."""
+        return self._add(name, "cuda_runtime", start, end, tid=tid)
+
+    def python(self, name: str, start: float, end: float) -> Self:
+        """A Python function, as traces with stacks have them."""
+        return self._add(name, "python_function", start, end, tid=MAIN)
+
+    def launch(
+        self,
+        name: str,
+        called: tuple[float, float],
+        ran: tuple[float, float],
+        *,
+        tid: int = MAIN,
+        call: str = "cudaLaunchKernel",
+        category: str = "kernel",
+    ) -> Self:
+        """What a call that took a while launched, and when the device ran it."""
+        correlation = len(self.events) + 1
+        self._add(call, "cuda_runtime", *called, tid=tid, correlation=correlation)
+        place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": correlation}
+        return self._add(name, category, *ran, tid=COMPUTE_STREAM, **place)
+
+    def unlaunched(self, name: str, start: float, end: float) -> Self:
+        """A kernel whose launch was not recorded."""
+        place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": len(self.events) + 1}
+        return self._add(name, "kernel", start, end, tid=COMPUTE_STREAM, **place)
+
 
 @dataclass
 class CpuTrace:

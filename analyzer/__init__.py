@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.hang.find import find_hang
     from stepsplit.analyzer.hang.hang import Hang
     from stepsplit.analyzer.readers.any_file import FileRead, read_files
+    from stepsplit.analyzer.readers.rules import Rules
+    from stepsplit.analyzer.readers.rules_file import read_rules
     from stepsplit.analyzer.report.report import Report
 
 __all__ = [
@@ -23,12 +25,14 @@ __all__ = [
     "FileRead",
     "Hang",
     "Report",
+    "Rules",
     "StepsplitError",
     "UsageError",
     "analyze",
     "examine",
     "find_hang",
     "read_files",
+    "read_rules",
 ]
 
 _HOME = {
@@ -37,12 +41,14 @@ _HOME = {
     "FileRead": "readers.any_file",
     "Hang": "hang.hang",
     "Report": "report.report",
+    "Rules": "readers.rules",
     "StepsplitError": "errors",
     "UsageError": "errors",
     "analyze": "analysis",
     "examine": "analysis",
     "find_hang": "hang.find",
     "read_files": "readers.any_file",
+    "read_rules": "readers.rules_file",
 }
 
 

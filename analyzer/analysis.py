@@ -11,6 +11,8 @@ import numpy as np
 from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
 from stepsplit.analyzer.readers.processes import Progress, no_progress
 from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables
@@ -34,14 +36,17 @@ def analyze(*places: str | Path) -> Report:
 
 
 def examine(
-    places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
+    places: Sequence[str | Path],
+    workers: int = 1,
+    progress: Progress = no_progress,
+    rules: Rules = BUILT_IN,
 ) -> Analysis:
     """The report of the recording with its tables, read by up to that many processes.
 
-    Raises errors.DataError.
+    rules tell which kernels communicate and which compute. Raises errors.DataError.
     """
-    recording = read_recording(places, workers, progress)
-    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
+    recording = read_recording(places, workers, progress, rules)
+    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction, rules)
     return Analysis(build_report(recording, found), _tables(found))
 
 
@@ -52,21 +57,24 @@ def _tables(found: RunSplit) -> Tables:
 def _segments(found: RunSplit, origin: int) -> Segments:
     bands = [rank.attribution.band for rank in found.ranks]
     steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in found.ranks]
-    starts = [b.start_ns + r.lead_ns - origin for b, r in zip(bands, found.ranks, strict=True)]
+    starts, ends = (
+        [r.clock.common_ns(at) - origin for r, at in zip(found.ranks, edge, strict=True)]
+        for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
+    )
     ranks = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int32)
     return Segments(
         rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
         step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
         bucket=np.concatenate([band.bucket for band in bands]),
         start_ns=np.concatenate(starts),
-        dur_ns=np.concatenate([band.end_ns - band.start_ns for band in bands]),
+        dur_ns=np.concatenate(ends) - np.concatenate(starts),
     )
 
 
 def _boxes(found: RunSplit, origin: int) -> Boxes:
     rows = [
         (g.rank, g.step, box.stage, box.microbatch, PHASES.index(box.phase),
-         box.start_ns + rank.lead_ns - origin, box.end_ns - box.start_ns)
+         box.start_ns - origin, box.end_ns - box.start_ns)
         for rank in found.ranks for g in rank.grids for box in g.boxes
     ]  # fmt: skip
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 7)

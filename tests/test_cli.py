@@ -111,7 +111,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 HELP = {
     (): ["analyze", "dashboard", "demo", "--version", "--help"],
-    ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--help"],
+    ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--rules FILE", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
 }

@@ -1,23 +1,15 @@
-"""Which kernels communicate, and which collective a name means: the only patterns on such names."""
+"""Which collective a name means, and the sizes of what it moves."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
 
-COMMUNICATES = re.compile(
-    r"nccl\w*Kernel|^ncclSym|deep_ep::|dpsk::ep::|nvshmem|multimem_|symm_mem|"
-    r"(one|two)_shot_all_reduce|cross_device_reduce|allreduce_fusion_kernel|userbuffers_|"
-    r"\bEp(Dispatch|Combine)\w*Kernel|^hccl|oneccl|Memcpy PtoP",
-    re.IGNORECASE,
-)
-FUSED = re.compile(r"fused_(all_gather|reduce_scatter|all_reduce|matmul_reduce_scatter)", re.I)
-
 _OP_OF = (
-    ("all_reduce", re.compile(r"all_?reduce|cross_device_reduce", re.I)),
+    ("all_reduce", re.compile(r"all_?reduce", re.I)),
     ("all_gather", re.compile(r"all_?gather", re.I)),
     ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
-    ("all_to_all", re.compile(r"all_?to_?all|deep_ep|dpsk::ep|dispatch|combine", re.I)),
+    ("all_to_all", re.compile(r"all_?to_?all", re.I)),
     ("broadcast", re.compile(r"broadcast", re.I)),
     ("barrier", re.compile(r"barrier", re.I)),
     ("recv", re.compile(r"^(irecv|recv|gloo:recv)", re.I)),

@@ -24,6 +24,8 @@ from stepsplit.analyzer.readers.membership import with_members
 from stepsplit.analyzer.readers.nsys.export import read_nsys
 from stepsplit.analyzer.readers.processes import Progress, no_progress
 from stepsplit.analyzer.readers.ranks import MOST_RANKS, Found, rank_in_name, ranked
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import Note, RankTrace
@@ -43,19 +45,22 @@ class Recording:
 
 
 def read_recording(
-    places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
+    places: Sequence[str | Path],
+    workers: int = 1,
+    progress: Progress = no_progress,
+    rules: Rules = BUILT_IN,
 ) -> Recording:
     """The recording in the files, folders, archives and URLs, read by up to that many processes.
 
-    Raises DataError where a place is missing, a file that was named cannot be read, or nothing in
-    all of them is a trace.
+    rules tell which kernels communicate. Raises DataError where a place is missing, a file that was
+    named cannot be read, or nothing in all of them is a trace.
     """
     if not places:
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
     named = [str(place) for place in places]
     with files_of(with_neighbors(named)) as sources:
         files, left_alone = sorted_out(sources, named)
-        found, unreadable = _traces(files, named, workers, progress)
+        found, unreadable = _traces(files, named, workers, progress, rules)
         spec = _spec(files.runs)
     notes = (*left_alone, *unreadable)
     if not found:
@@ -67,12 +72,12 @@ def read_recording(
 
 
 def _traces(
-    files: Files, named: Sequence[str], workers: int, progress: Progress
+    files: Files, named: Sequence[str], workers: int, progress: Progress, rules: Rules
 ) -> tuple[list[Found], tuple[Note, ...]]:
     """The traces in the files; one that cannot be read is skipped, with a note, unless named."""
     flights, notes = _flights(files.flights)
     found = []
-    read = read_traces(files.traces, workers, progress)
+    read = read_traces(files.traces, workers, progress, rules)
     for source, one in zip(files.traces, read, strict=True):
         try:
             found += _found(source, one, flights)
@@ -81,7 +86,7 @@ def _traces(
                 raise
             notes.append(skipped(source, error))
     for source in files.nsys:
-        found += map(_of_nsys, read_nsys(source))
+        found += map(_of_nsys, read_nsys(source, rules))
     return found, tuple(notes)
 
 

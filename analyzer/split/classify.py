@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.readers.communication import FUSED
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.split.intervals import Intervals, empty, union
 from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace
 
@@ -23,17 +24,29 @@ class Work:
     fused: Intervals
 
 
-def work_of(trace: RankTrace) -> Work:
+def work_of(trace: RankTrace, rules: Rules = BUILT_IN) -> Work:
     """The rank's work: kernels and copies of a device, else the ops of its training threads."""
+    events, compute = trace.events, computing(trace, rules)
     if not trace.on_device:
-        return Work(_covered(trace.events, computing_ops(trace.events)), empty(), empty())
-    events = trace.events
-    communicates = np.zeros(len(events), dtype=np.bool_)
-    communicates[trace.calls.event] = True
-    fused = events.of(Category.KERNEL) & events.name_mask(_matches(events))
-    compute = events.of(Category.KERNEL) & (~communicates | fused)
-    copy = events.of(Category.MEMCPY, Category.MEMSET) & ~communicates
+        return Work(_covered(events, compute), empty(), empty())
+    fused = _fused(events, rules)
+    copy = events.of(Category.MEMCPY, Category.MEMSET) & ~_communicating(trace)
     return Work(_covered(events, compute), _covered(events, copy), _covered(events, fused))
+
+
+def computing(trace: RankTrace, rules: Rules = BUILT_IN) -> Bool:
+    """Which events are compute: kernels that do not only communicate, else ops of a CPU run."""
+    if not trace.on_device:
+        return computing_ops(trace.events)
+    only_communicates = _communicating(trace) & ~_fused(trace.events, rules)
+    return trace.events.of(Category.KERNEL) & ~only_communicates
+
+
+def _communicating(trace: RankTrace) -> Bool:
+    """Which events carry out a call."""
+    found = np.zeros(len(trace.events), dtype=np.bool_)
+    found[trace.calls.event] = True
+    return found
 
 
 def computing_ops(events: Events) -> Bool:
@@ -79,5 +92,10 @@ def _starts(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple(name.startswith(prefixes) for name in events.names)
 
 
-def _matches(events: Events) -> tuple[bool, ...]:
-    return tuple(FUSED.search(name) is not None for name in events.names)
+def _fused(events: Events, rules: Rules) -> Bool:
+    """Which kernels compute and communicate at once; other names are many, and are not asked."""
+    kernels = events.of(Category.KERNEL)
+    chosen = np.zeros(len(events.names), dtype=np.bool_)
+    for number in np.unique(events.name_id[kernels]).tolist():
+        chosen[number] = rules.kind_of(events.names[number]) == "fused"
+    return kernels & chosen[events.name_id]

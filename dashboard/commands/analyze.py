@@ -13,6 +13,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.hang.find import only_dumps, read_calls
 from stepsplit.analyzer.hang.hang import HANG_NAME
 from stepsplit.analyzer.hang.hang import to_json as hang_to_json
+from stepsplit.analyzer.readers.rules_file import BUILT_IN, read_rules
 from stepsplit.analyzer.report.files import save, write
 from stepsplit.analyzer.report.wire import to_json
 from stepsplit.dashboard.reporters.hang import screen as hang_screen
@@ -29,8 +30,14 @@ from stepsplit.dashboard.reporters.terminal import screen
               help="Write report.json and tables/ into this folder.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; one a core by default.")  # fmt: skip
+@click.option("--rules", "rules_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Take kernels for what the rules in this TOML file say.")  # fmt: skip
 def command(
-    places: tuple[str, ...], json_file: str | None, out: Path | None, workers: int | None
+    places: tuple[str, ...],
+    json_file: str | None,
+    out: Path | None,
+    workers: int | None,
+    rules_file: Path | None,
 ) -> None:
     """Split every step of a recording.
 
@@ -38,9 +45,10 @@ def command(
     Nsight Systems exported to SQLite; several together are one recording. Of Flight Recorder
     dumps alone it says where their job hangs.
     """
+    rules = BUILT_IN if rules_file is None else read_rules(rules_file)
     try:
         with reading_bar() as progress:
-            analysis = examine(places, workers or _cores(), progress)
+            analysis = examine(places, workers or _cores(), progress, rules)
     except DataError:
         if not only_dumps(places):
             raise

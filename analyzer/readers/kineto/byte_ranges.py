@@ -10,6 +10,8 @@ from pathlib import Path
 from stepsplit.analyzer.readers.kineto.blocks import BETWEEN
 from stepsplit.analyzer.readers.kineto.entries import begins_entries
 from stepsplit.analyzer.readers.kineto.trace import Part, part_of
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 
 LEAST_BYTES = 32 << 20
 """A range below this is not worth a process."""
@@ -66,7 +68,7 @@ class _Range(io.RawIOBase):
         return got
 
 
-def read_range(path: Path, wanted: ByteRange) -> Part:
+def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> Part:
     """The entries that begin in the range of the file."""
     with path.open("rb", buffering=0) as file:
-        return part_of(_Range(file, wanted), b"")
+        return part_of(_Range(file, wanted), b"", rules)

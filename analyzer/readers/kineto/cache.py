@@ -1,8 +1,8 @@
 """Traces as read before, in Parquet files under the user's cache folder.
 
 A cached trace is used only where the source's place, size, time of change, and first and last MiB
-are those that were read, and by the version of the reader that wrote it. Whatever cannot be read
-is as good as absent. STEPSPLIT_CACHE names another folder, or is "off".
+are those that were read, and by the version of the reader and the rules that made it. Whatever
+cannot be read is as good as absent. STEPSPLIT_CACHE names another folder, or is "off".
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from stepsplit.analyzer.readers.kineto.columns import Counts
 from stepsplit.analyzer.readers.kineto.rows import Sorted
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace import KinetoFile
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Calls, Group, Lane, Note
 
@@ -89,7 +91,7 @@ def has(source: Source) -> bool:
     return cached is not None and cached.is_file()
 
 
-def load(source: Source, path: Path) -> KinetoFile | None:
+def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace as it was read before; None where that is not known or no longer true."""
     # pyarrow takes as long to import as a small trace to read.
     from stepsplit.analyzer.readers.kineto.parquet import EventsFile
@@ -100,7 +102,7 @@ def load(source: Source, path: Path) -> KinetoFile | None:
     try:
         file = EventsFile(cached)
         about = msgspec.msgpack.decode(file.about, type=_About)
-        if about.stamp != _stamp(source, path):
+        if about.stamp != _stamp(source, path, rules):
             return None
         events = file.events(about.names, about.lanes)
         os.utime(cached)
@@ -111,14 +113,14 @@ def load(source: Source, path: Path) -> KinetoFile | None:
         return None
 
 
-def save(source: Source, path: Path, read: KinetoFile) -> None:
+def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) -> None:
     """Keeps what was read; where that cannot be, nothing is kept."""
     from stepsplit.analyzer.readers.kineto.parquet import write_events
 
     cached = _place(source)
     if cached is None:
         return
-    about = msgspec.msgpack.encode(_about(_stamp(source, path), read))
+    about = msgspec.msgpack.encode(_about(_stamp(source, path, rules), read))
     if len(about) > _MOST_ABOUT_BYTES:
         return
     try:
@@ -163,14 +165,14 @@ def _place(source: Source) -> Path | None:
     return folder / f"{hashlib.sha256(source.identity.encode()).hexdigest()[:32]}.parquet"
 
 
-def _stamp(source: Source, path: Path) -> str:
-    """Which content, read by which reader."""
+def _stamp(source: Source, path: Path, rules: Rules) -> str:
+    """Which content, read by which reader under which rules."""
     edges = hashlib.sha256()
     with path.open("rb") as file:
         edges.update(file.read(_EDGE_BYTES))
         file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
         edges.update(file.read(_EDGE_BYTES))
-    return f"{READER}|{source.stamp}|{edges.hexdigest()}"
+    return f"{READER}|{rules.reading_key}|{source.stamp}|{edges.hexdigest()}"
 
 
 def _prune(folder: Path) -> None:

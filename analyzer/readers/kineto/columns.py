@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.readers.communication import COMMUNICATES
 from stepsplit.analyzer.readers.kineto.entries import Entries, exact_times
 from stepsplit.analyzer.readers.kineto.schema import Complete, device_args
 from stepsplit.analyzer.readers.kineto.timestamps import exact_ns, exact_ns_of_decimal
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.trace import Category, Int32, Int64, Lane, UInt8
 
 CATEGORIES = {
@@ -36,6 +37,8 @@ _LAST_WORDS = {
 PARAM_COMMS = "record_param_comms"
 _PLACED = np.zeros(len(Category), dtype=np.bool_)
 _PLACED[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
+_CARRIES = np.zeros(len(Category), dtype=np.bool_)
+_CARRIES[[Category.KERNEL, Category.MEMCPY]] = True
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
 
@@ -82,14 +85,21 @@ _LaneKey = tuple[int | str, int | str, int, int]
 class _Numbers(dict[str, int]):
     """A number for each distinct name, in the order of their coming; noted are those to keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.noted: list[bool] = []
+        self._texts, self._asked, self._rules = list[str](), set[int](), rules
 
     def __missing__(self, name: str) -> int:
         self[name] = number = len(self)
-        told = name == PARAM_COMMS or name.startswith("c10d::")
-        self.noted.append(told or COMMUNICATES.search(name) is not None)
+        self.noted.append(name == PARAM_COMMS or name.startswith("c10d::"))
+        self._texts.append(name)
         return number
+
+    def note_of_device(self, numbers: Iterable[int]) -> None:
+        """Notes which of these names of kernels and copies communicate; each is asked once."""
+        for number in set(numbers) - self._asked:
+            self.noted[number] |= self._rules.communicates(self._texts[number])
+            self._asked.add(number)
 
 
 class _Lanes(dict[_LaneKey, int]):
@@ -110,9 +120,9 @@ class _Categories(dict[str, int]):
         return code
 
 
-def rows_of(blocks: Iterable[Entries]) -> Rows:
+def rows_of(blocks: Iterable[Entries], rules: Rules = BUILT_IN) -> Rows:
     """The complete events of the blocks."""
-    builder = _Builder()
+    builder = _Builder(rules)
     for block in blocks:
         builder.add(block)
     return builder.rows()
@@ -121,8 +131,8 @@ def rows_of(blocks: Iterable[Entries]) -> Rows:
 class _Builder:
     """Rows as blocks of entries arrive; columns grow in place, so that no row is there twice."""
 
-    def __init__(self) -> None:
-        self._names, self._lanes, self._categories = _Numbers(), _Lanes(), _Categories()
+    def __init__(self, rules: Rules) -> None:
+        self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), _Categories()
         self._columns = tuple(bytearray() for _ in _COLUMNS)
         self._noted_rows: list[int] = []
         self._noted_args: list[bytes] = []
@@ -148,6 +158,7 @@ class _Builder:
         category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
         lane = np.array([lanes[e.pid, e.tid, -1, -1] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
+        names.note_of_device(np.unique(name_id[_CARRIES[category]]).tolist())
         to_note = np.array(names.noted, dtype=np.bool_)[name_id]
         placed = np.flatnonzero(_PLACED[category]).tolist()
         found = device_args([events[row].args for row in placed])

@@ -18,16 +18,20 @@ from stepsplit.analyzer.readers.communication import (
     message_bytes,
     op_named,
 )
+from stepsplit.analyzer.readers.kineto.batches import posted_before
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS
 from stepsplit.analyzer.readers.kineto.launches import ops_around
 from stepsplit.analyzer.readers.kineto.rows import Sorted
 from stepsplit.analyzer.readers.kineto.schema import Args, comm_args, ranks_in
-from stepsplit.analyzer.trace import Bool, Category, Group
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.trace import Bool, Category, Group, Int64
 
 _MOST_DIMS = 64
+_MESSAGES = ("send", "recv")
 
 
-def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
+def calls_of_device(rows: Sorted, known: Sequence[Group], rules: Rules = BUILT_IN) -> FoundCalls:
     """A call for each kernel that communicates; groups seen only in arguments are added.
 
     What a kernel does not state, the record_param_comms around its launch does. Where other
@@ -40,16 +44,38 @@ def calls_of_device(rows: Sorted, known: Sequence[Group]) -> FoundCalls:
     launches = events.launches_of(kernels)
     around = ops_around(events, rows.noted_row[_params(rows)], launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
+    posts = _posted(rows, own, kernels, around, launches)
     any_named = any(args.collective is not None for args in own.values())
-    calls = []
-    for event, op, issued_ns in zip(
-        kernels.tolist(), around.tolist(), issued.tolist(), strict=True
+    by_name = {name: rules.op_of(name) for name in set(map(events.name_of, kernels.tolist()))}
+    calls: list[Call] = []
+    for event, op, issued_ns, batch in zip(
+        kernels.tolist(), around.tolist(), issued.tolist(), posts, strict=True
     ):
         args, name = _stated(own[event], own.get(op)), events.name_of(event)
-        call = _call(event, name, args, book.number(args), issued_ns)
-        batch = call.op == "unknown" and any_named and "SendRecv" in name
-        calls.append(replace(call, op="send_recv") if batch else call)
+        parts = [own[post] for post in batch] or [args]
+        found = [_call(event, by_name[name], part, book.number(part), issued_ns) for part in parts]
+        unnamed = not batch and any_named and _is_batch(name, args)
+        calls += [replace(call, op="send_recv") for call in found] if unnamed else found
     return FoundCalls(to_calls(calls), tuple(book.groups))
+
+
+def _is_batch(name: str, args: Args) -> bool:
+    """Whether the kernel carries out messages and does not say which."""
+    return "SendRecv" in name and op_named(args.collective or "") == "unknown"
+
+
+def _posted(
+    rows: Sorted, own: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
+) -> list[list[int]]:
+    """The ops that posted the messages of each kernel that does not describe itself."""
+    events, ops = rows.events, rows.noted_row[_params(rows)]
+    messages = [op for op in ops.tolist() if op_named(own[op].collective or "") in _MESSAGES]
+    free = np.setdiff1d(np.array(messages, dtype=np.int64), around)
+    batches = [
+        _is_batch(events.name_of(event), _stated(own[event], own.get(op)))
+        for event, op in zip(kernels.tolist(), around.tolist(), strict=True)
+    ]
+    return posted_before(events, free, np.where(batches, launches, -1))
 
 
 def _params(rows: Sorted) -> Bool:
@@ -106,10 +132,10 @@ class _GroupBook:
         return self._numbers[key]
 
 
-def _call(event: int, name: str, args: Args, group_id: int, issued_ns: int) -> Call:
-    op = op_named(args.collective or name)
+def _call(event: int, by_name: str, args: Args, group_id: int, issued_ns: int) -> Call:
+    op = op_named(args.collective or "")
     if op == "unknown":  # "coalesced" says nothing of what the kernel does
-        op = op_named(name)
+        op = by_name
     input_bytes = _bytes(args.in_nelems, args.dtype)
     output_bytes = _bytes(args.out_nelems, args.dtype)
     return Call(

@@ -14,6 +14,8 @@ from stepsplit.analyzer.readers.kineto.device_calls import calls_of_device
 from stepsplit.analyzer.readers.kineto.opening import Opening, header_of, opening_of
 from stepsplit.analyzer.readers.kineto.rows import Sorted, in_order
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import Category, Note
@@ -50,13 +52,14 @@ def recognizes(head: bytes) -> bool:
     )
 
 
-def read_kineto(source: Source) -> KinetoFile | None:
+def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace in the file; None where its JSON is something else. Raises DataError."""
     with unpacked(source) as content:
         opening = opening_of(content)
         if opening is None:
             return None
-        return joined(opening, [part_of(content, opening.begin)], content.torn)
+        part = part_of(content, opening.begin, rules)
+        return joined(opening, [part], rules, content.torn)
 
 
 def opening_of_file(source: Source) -> Opening | None:
@@ -65,7 +68,9 @@ def opening_of_file(source: Source) -> Opening | None:
         return opening_of(content)
 
 
-def joined(opening: Opening, parts: list[Part], torn: str = "") -> KinetoFile:
+def joined(
+    opening: Opening, parts: list[Part], rules: Rules = BUILT_IN, torn: str = ""
+) -> KinetoFile:
     """The trace of which these are all parts, in their order; torn says why its file ends early."""
     last = parts[-1]
     header = header_of(opening.fields, last.tail)
@@ -73,15 +78,15 @@ def joined(opening: Opening, parts: list[Part], torn: str = "") -> KinetoFile:
     notes = _notes(rows, last.whole, torn)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
-    calls = calls_of_device(rows, header.distributed.groups)
+    calls = calls_of_device(rows, header.distributed.groups, rules)
     nothing = np.zeros(0, dtype=np.int64)
     return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
 
 
-def part_of(stream: Stream, begin: bytes) -> Part:
+def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> Part:
     """The entries of the stream, of which begin was read before."""
     blocks = ArrayBlocks(stream, begin)
-    rows = rows_of(blocks)
+    rows = rows_of(blocks, rules)
     return Part(rows, blocks.whole, blocks.tail)
 
 

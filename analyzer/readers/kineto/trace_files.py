@@ -18,6 +18,8 @@ from stepsplit.analyzer.readers.kineto.trace import (
     read_kineto,
 )
 from stepsplit.analyzer.readers.processes import Progress, Task, run_all
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import DiskFile, Source
 from stepsplit.analyzer.readers.unpack import is_packed
 
@@ -33,46 +35,49 @@ class _Plan:
     """How a file is read: as a whole, or, where opening is known, in ranges."""
 
     source: Source
+    rules: Rules
     opening: Opening | None
     tasks: tuple[Task[_Piece], ...]
 
 
 def read_traces(
-    sources: Sequence[Source], workers: int, progress: Progress
+    sources: Sequence[Source], workers: int, progress: Progress, rules: Rules = BUILT_IN
 ) -> list[KinetoFile | DataError | None]:
     """What each file holds, in their order: a trace, no trace (None), or what is wrong with it."""
     fair_bytes = sum(map(_size_bytes, sources)) // workers
-    plans = [_plan(source, fair_bytes, workers) for source in sources]
+    plans = [_plan(source, fair_bytes, workers, rules) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
     results = run_all(tasks, workers, progress)
     pieces = iter(results)
     return [_assembled(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
 
 
-def read_or_recall(source: Source) -> KinetoFile | None:
+def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace in the file, from the cache where it was read before. Raises DataError."""
     with source.local() as path:
         if not cache.worth_caching(path):
-            return read_kineto(DiskFile(path, source.where))
-        found = cache.load(source, path)
-        if found is None and (found := read_kineto(DiskFile(path, source.where))) is not None:
-            cache.save(source, path, found)
+            return read_kineto(DiskFile(path, source.where), rules)
+        found = cache.load(source, path, rules)
+        if found is None:
+            found = read_kineto(DiskFile(path, source.where), rules)
+            if found is not None:
+                cache.save(source, path, found, rules)
         return found
 
 
-def _plan(source: Source, fair_bytes: int, workers: int) -> _Plan:
+def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
     """In ranges, where one worker would have more than its share of the bytes with this file."""
-    whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source,))
+    whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source, rules))
     if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
-        return _Plan(source, None, (whole,))
+        return _Plan(source, rules, None, (whole,))
     opening = opening_of_file(source)
     if opening is None:
-        return _Plan(source, None, (whole,))
+        return _Plan(source, rules, None, (whole,))
     tasks: list[Task[_Piece]] = [
-        Task(source.where, wanted.end - wanted.begin, read_range, (source.path, wanted))
+        Task(source.where, wanted.end - wanted.begin, read_range, (source.path, wanted, rules))
         for wanted in ranges_of(source.path, opening.array_at, _RANGES_A_WORKER * workers)
     ]
-    return _Plan(source, opening, tuple(tasks))
+    return _Plan(source, rules, opening, tuple(tasks))
 
 
 def _is_large(source: DiskFile, fair_bytes: int) -> bool:
@@ -99,7 +104,7 @@ def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile 
         if isinstance(piece, DataError):
             return piece
     parts = [piece for piece in pieces if isinstance(piece, Part)]
-    found = joined(plan.opening, parts)
+    found = joined(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
-    cache.save(plan.source, plan.source.path, found)
+    cache.save(plan.source, plan.source.path, found, plan.rules)
     return found

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepsplit.analyzer.readers.calls import Call, FoundCalls, to_calls
-from stepsplit.analyzer.readers.communication import COMMUNICATES, message_bytes, op_named
+from stepsplit.analyzer.readers.communication import message_bytes, op_named
 from stepsplit.analyzer.readers.nsys.database import Database
 from stepsplit.analyzer.readers.nsys.tables import Process, range_condition
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.trace import Category, Group
 
 _NCCL = re.compile(r"nccl[A-Z]")
@@ -125,7 +127,10 @@ class _Launching:
 
 
 def calls_of(
-    process: Process, payloads: Mapping[int, Payload], known: Mapping[int, Communicator]
+    process: Process,
+    payloads: Mapping[int, Payload],
+    known: Mapping[int, Communicator],
+    rules: Rules = BUILT_IN,
 ) -> FoundCalls:
     """A call for each kernel and copy that communicates.
 
@@ -134,15 +139,17 @@ def calls_of(
     are missing in the export is a group without ranks.
     """
     events = process.events
-    by_name = events.name_mask(tuple(COMMUNICATES.search(n) is not None for n in events.names))
-    kernels = np.flatnonzero(by_name & events.of(Category.KERNEL, Category.MEMCPY)).tolist()
-    asked = _asked_of(process, payloads, kernels)
+    carries = events.of(Category.KERNEL, Category.MEMCPY)
+    names = {n: events.names[n] for n in np.unique(events.name_id[carries]).tolist()}
+    moving = [n for n, name in names.items() if rules.communicates(name)]
+    kernels = np.flatnonzero(carries & np.isin(events.name_id, moving)).tolist()
+    by_name = {names[n]: rules.op_of(names[n]) for n in moving}
+    asked = _asked_of(process, payloads, kernels, by_name)
     groups: dict[int, int] = {}
     issued = events.launch_ns()
     calls = []
     for kernel in kernels:
-        name = events.names[events.name_id[kernel]]
-        one = _merged(name, asked.get(kernel, ()))
+        one = _merged(by_name[events.name_of(kernel)], asked.get(kernel, ()))
         number = one.payload.communicator
         group = -1 if number < 0 else groups.setdefault(number, len(groups))
         calls.append(_call(kernel, one, int(issued[kernel]), group, known.get(number, _UNKNOWN)))
@@ -174,10 +181,10 @@ def _known(size_bytes: int) -> int:
     return size_bytes if size_bytes < _MOST_BYTES else -1
 
 
-def _merged(kernel_name: str, asked: Sequence[_Asked]) -> _Asked:
+def _merged(op_by_name: str, asked: Sequence[_Asked]) -> _Asked:
     """What one kernel carries out, as one call; several messages are a batch without a peer."""
     if len(asked) < 2:
-        return asked[0] if asked else _Asked(op_named(kernel_name), Payload())
+        return asked[0] if asked else _Asked(op_by_name, Payload())
     ops = {one.op for one in asked}
     sizes = [one.payload.sent_bytes for one in asked if one.op != "recv"]
     communicators = {one.payload.communicator for one in asked}
@@ -191,7 +198,10 @@ def _merged(kernel_name: str, asked: Sequence[_Asked]) -> _Asked:
 
 
 def _asked_of(
-    process: Process, payloads: Mapping[int, Payload], kernels: Sequence[int]
+    process: Process,
+    payloads: Mapping[int, Payload],
+    kernels: Sequence[int],
+    by_name: Mapping[str, str],
 ) -> Mapping[int, tuple[_Asked, ...]]:
     """What was asked of each kernel, where the API call that launched it is known."""
     events = process.events
@@ -206,7 +216,7 @@ def _asked_of(
             inside[lane, at].append(kernel)
     found: dict[int, tuple[_Asked, ...]] = {}
     for (lane, at), together in inside.items():
-        ops = [op_named(events.names[name]) for name in events.name_id[together].tolist()]
+        ops = [by_name[events.name_of(kernel)] for kernel in together]
         found.update(zip(together, _shares(windows[lane][at].asked, ops), strict=True))
     return found
 

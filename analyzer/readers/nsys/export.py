@@ -11,6 +11,8 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.nsys.calls import calls_of, communicators_of, payloads_of
 from stepsplit.analyzer.readers.nsys.database import EXPORT_AGAIN, Database, opened
 from stepsplit.analyzer.readers.nsys.tables import Process, process_key, processes_of
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Note, RankTrace
 
@@ -35,7 +37,7 @@ def recognizes(head: bytes) -> bool:
     return is_elsewhere or _TABLES.search(head) is not None
 
 
-def read_nsys(source: Source) -> tuple[RankTrace, ...]:
+def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
     """The traces of the export, in the order of their ranks, at least one.
 
     Raises DataError where the file is damaged, no such export, or has no kernels.
@@ -53,7 +55,7 @@ def read_nsys(source: Source) -> tuple[RankTrace, ...]:
     world_size = max(session.world_size, 1 + max(ranks.of_process))
     traces = []
     for process, rank in zip(processes, ranks.of_process, strict=True):
-        found = calls_of(process, payloads, groups)
+        found = calls_of(process, payloads, groups, rules)
         notes = tuple(Note(n.code, n.message, rank) for n in (*session.notes, *ranks.notes))
         traces.append(
             RankTrace(

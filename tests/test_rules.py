@@ -1,0 +1,238 @@
+"""Rules over names: what is built in, what a user adds, and how a wrong file is told."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from builders import GpuTrace
+
+from stepsplit.analyzer import DataError, examine, read_rules
+from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto.trace import KinetoFile
+from stepsplit.analyzer.readers.kineto.trace_files import read_or_recall
+from stepsplit.analyzer.readers.rules import FamilyRule, KernelRule, Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN, BUILT_IN_FILE, rules_in
+from stepsplit.analyzer.readers.sources import DiskFile
+from stepsplit.dashboard import cli
+
+NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*)"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "op"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "communication", "all_reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication",
+         "all_gather"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication", "unknown"),
+        ("ncclSymkDevKernel_ReduceScatter_LD_sum_f32", "communication", "reduce_scatter"),
+        ("ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)", "communication", "unknown"),
+        ("void rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)", "communication",
+         "unknown"),
+        ("mscclKernel_Sum_half_Simple_false(ncclDevComm*, mscclAlgo*)", "communication", "unknown"),
+        ("void deep_ep::intranode::dispatch<8, 768>(int4*, float*)", "communication", "all_to_all"),
+        ("void dpsk::ep::internode::combine<true>(int4*)", "communication", "all_to_all"),
+        ("void deep_ep::internode_ll::dispatch<true, 4>(void*)", "communication", "all_to_all"),
+        ("_ZN7deep_ep9intranode15notify_dispatchILi8EEEvPKi", "communication", "all_to_all"),
+        ("void ep::intranode::cached_notify_combine<8>(void**)", "communication", "all_to_all"),
+        ("mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>", "communication", "all_to_all"),
+        ("void tensorrt_llm::kernels::moe_comm::moeAllToAllKernel<2>", "communication",
+         "all_to_all"),
+        ("nvshmemi_proxy_barrier_all_kernel", "communication", "barrier"),
+        ("rocshmem_broadcast_kernel", "communication", "broadcast"),
+        ("void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 16>",
+         "communication", "all_reduce"),
+        ("void one_shot_all_reduce_kernel<float, 4, 8>(float**)", "communication", "all_reduce"),
+        ("void c10d::symmetric_memory::barrier_kernel(unsigned int**)", "communication", "barrier"),
+        ("void tensorrt_llm::kernels::twoShotAllReduceKernel<half, 8>", "communication",
+         "all_reduce"),
+        ("void flashinfer::trtllm_mnnvl_allreduce::oneshotAllreduceFusionKernel<8>",
+         "communication", "all_reduce"),
+        ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>",
+         "communication", "all_reduce"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>", "communication", "all_reduce"),
+        ("void quickreduce::allreduce_prototype_twoshot<AllReduceTwoshot>", "communication",
+         "all_reduce"),
+        ("userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<4>", "communication", "unknown"),
+        ("kuserbuffers_pushsend", "communication", "unknown"),
+        ("hcclAllReduce", "communication", "all_reduce"),
+        ("hcom_allGather__503_0_1", "communication", "all_gather"),
+        ("oneccl_allreduce_pcie<sycl::half>", "communication", "all_reduce"),
+        ("Memcpy PtoP (Device -> Device)", "communication", "unknown"),
+        ("cutlass_fused_all_gather_matmul_sm90", "fused", ""),
+        ("kernel_gemm_rs_persistent", "fused", ""),
+        ("void deep_ep::layout::get_dispatch_layout<256>(long const*)", "compute", ""),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "compute", ""),
+        (NORM, "compute", ""),
+        ("void cub::DeviceReduceKernel<Policy, float*>", "compute", ""),
+        ("void at::native::_scatter_gather_elementwise_kernel<128, 4>", "compute", ""),
+        ("hipblasLt_gemm_Cijk_Ailk_Bljk_BBS_BH_MT128x128x64", "compute", ""),
+        ("void hipcub::DeviceReduceSingleTileKernel<float>", "compute", ""),
+        ("triton_poi_fused_all_gather_into_tensor_wait_tensor_3", "compute", ""),
+        ("triton_red_fused_all_reduce_symm_mem_add_2", "compute", ""),
+        ("void flash::flash_fwd_splitkv_combine_kernel<Traits>", "compute", ""),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "compute", ""),
+        ("void broadcast_gradient_args_kernel<int>", "compute", ""),
+        ("fused_adamw_dmask", "compute", ""),
+        ("Memcpy DtoD (Device -> Device)", "compute", ""),
+    ],
+)  # fmt: skip
+def test_names_are_what_their_makers_mean(name: str, kind: str, op: str) -> None:
+    assert BUILT_IN.kind_of(name) == kind
+    assert BUILT_IN.communicates(name) == (kind == "communication")
+    if kind == "communication":
+        assert BUILT_IN.op_of(name) == op
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "rules.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_says_its_rules_in_order(tmp_path: Path) -> None:
+    text = """
+        schema = "stepsplit.rules/1"
+        [[kernel]]
+        match = 'ring_\\w+'
+        is = "communication"
+        op = "all_gather"
+        [[kernel]]
+        match = "ring"
+        is = "compute"
+        [[family]]
+        match = "ring"
+        family = "rings"
+    """
+    found = rules_in(written(tmp_path, text))
+    assert found == Rules(
+        (KernelRule(r"ring_\w+", "communication", "all_gather"), KernelRule("ring", "compute")),
+        (FamilyRule("ring", "rings"),),
+    )
+    assert [found.kind_of(name) for name in ("RING_x", "ring", "gemm")] == [
+        "communication", "compute", "compute",
+    ]  # fmt: skip
+    assert [found.family_of(name) for name in ("Ring", "gemm")] == ["rings", "other"]
+
+
+def test_a_users_rules_come_before_the_built_in_ones_which_stay(tmp_path: Path) -> None:
+    text = '[[kernel]]\nmatch = "^ncclDevKernel_Mine"\nis = "compute"\n'
+    text += '[[kernel]]\nmatch = "batch_norm_gather"\nis = "communication"\n'
+    found = read_rules(written(tmp_path, text))
+    assert found.kind_of("ncclDevKernel_Mine(int)") == "compute"
+    assert found.kind_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL") == "communication"
+    assert (found.kind_of(NORM), found.op_of(NORM)) == ("communication", "gather")
+    assert found.family_of("nvjet_hsh") == "gemm"
+
+
+@pytest.mark.parametrize("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
+def test_a_rule_is_found_in_names_of_any_case(tmp_path: Path, match: str) -> None:
+    found = read_rules(written(tmp_path, f"[[kernel]]\nmatch = '{match}'\nis = 'fused'\n"))
+    names = ("void mykernel<1>", "MYKERNEL", "MyKernel")
+    assert [found.kind_of(name) for name in names] == ["fused"] * 3
+    assert found.kind_of("my_other") == "compute"
+
+
+def test_an_empty_file_adds_nothing(tmp_path: Path) -> None:
+    assert read_rules(written(tmp_path, "")) == BUILT_IN
+
+
+def test_the_built_in_rules_stand_as_a_users_file_would() -> None:
+    assert rules_in(BUILT_IN_FILE) == BUILT_IN
+
+
+def test_rules_arrive_whole_in_another_process() -> None:
+    arrived = pickle.loads(pickle.dumps(BUILT_IN))
+    assert arrived == BUILT_IN
+    assert arrived.communicates("ncclDevKernel_Generic")
+
+
+KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "mend"),
+    [
+        ("kernel =", "not TOML", "docs/rules.md"),
+        ('schema = "stepsplit.rules/9"', "schema: 'stepsplit.rules/9'", "this version's form"),
+        ('[[kernels]]\nmatch = "x"', "kernels: unknown key", "kernel, family"),
+        ('kernel = "x"', "kernel: no list of tables", "[[kernel]]"),
+        (KERNEL + '[[kernel]]\nmatch = "x"', "kernel[1].is: None", "communication, compute, fused"),
+        ('[[kernel]]\nmatch = "a(b"\nis = "fused"', "kernel[0].match: 'a(b'", "mend the pattern"),
+        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "no regular expression", "mend the pattern"),
+        ('[[kernel]]\nmatch = "x*"\nis = "fused"', "matches every name", "mend the pattern"),
+        ('[[kernel]]\nmatch = \'(a)\\1\'\nis = "fused"', "refers to a group", "references"),
+        ('[[kernel]]\nmatch = 7\nis = "fused"', "kernel[0].match: 7", "in quotes"),
+        (KERNEL + "op = 'send'", "kernel[0].op: of a kernel that is compute", "leave op out"),
+        ('[[kernel]]\nmatch = "x"\nis = "communication"\nop = "allreduce"',
+         "kernel[0].op: 'allreduce' is unknown", "all_reduce"),
+        (KERNEL + "family = 'gemm'", "kernel[0].family: unknown key", "match, is, op"),
+        ('[[family]]\nmatch = "x"', "family[0].family: None", "name a family"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_told_in_one_line_with_key_and_mend(
+    tmp_path: Path, text: str, problem: str, mend: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(DataError) as caught:
+        read_rules(path)
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ")
+    assert problem in line
+    assert mend in line
+    assert "\n" not in line
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.toml: No such file"):
+        read_rules(tmp_path / "none.toml")
+
+
+def test_a_recording_is_split_by_the_rules_that_are_handed_in(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 20).kernel("gemm", 0, 8).kernel("my_exchange", 8, 12, stream=20)
+    trace.kernel("my_gemm_and_send", 12, 20)
+    file = trace.write(tmp_path)
+    text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\nop = "all_to_all"\n'
+    text += '[[kernel]]\nmatch = "gemm_and"\nis = "fused"\n'
+    rules = read_rules(written(tmp_path, text))
+    [plain], [ruled] = examine([file]).report.steps, examine([file], rules=rules).report.steps
+    assert (plain.compute_ns, plain.collective_ns, plain.fused_ns) == (20_000, 0, 0)
+    assert (ruled.compute_ns, ruled.collective_ns, ruled.fused_ns) == (16_000, 4_000, 8_000)
+
+
+def test_the_command_line_takes_a_file_of_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = GpuTrace().step(1, 0, 20).kernel("gemm", 0, 8).kernel("mine", 8, 20).write(tmp_path)
+    rules = written(tmp_path, '[[kernel]]\nmatch = "mine"\nis = "communication"\n')
+    assert cli.run(["analyze", str(file), "--rules", str(rules), "--json", "-"]) == 0
+    [step] = json.loads(capsys.readouterr().out)["steps"]
+    assert (step["compute_ns"], step["collective_ns"]) == (8_000, 12_000)
+    assert cli.run(["analyze", str(file), "--rules", str(written(tmp_path, "rule = 1"))]) == 2
+    assert "rule: unknown key" in capsys.readouterr().err
+
+
+def test_what_was_cached_under_other_rules_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_BYTES", 0)
+    file = GpuTrace().step(1, 0, 20).kernel("my_exchange", 8, 12).write(tmp_path)
+    text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\n'
+    rules = read_rules(written(tmp_path, text))
+    assert [_calls(read_or_recall(DiskFile(file), one)) for one in (BUILT_IN, rules)] == [0, 1]
+    assert cache.load(DiskFile(file), file, BUILT_IN) is None
+    assert _calls(cache.load(DiskFile(file), file, rules)) == 1
+
+
+def test_rules_of_families_alone_leave_the_cache_true(tmp_path: Path) -> None:
+    text = '[[family]]\nmatch = "mine"\nfamily = "mine"\n'
+    assert read_rules(written(tmp_path, text)).reading_key == BUILT_IN.reading_key
+
+
+def _calls(found: KinetoFile | None) -> int:
+    assert found is not None
+    assert found.calls is not None
+    return len(found.calls.calls)

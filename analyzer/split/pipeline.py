@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,18 @@ import numpy as np
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW
-from stepsplit.analyzer.trace import Category, Events, RankTrace
+from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
 
 BOX = re.compile(
-    r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d+)(?=[FBIW]\d))(?P<letter>[FBIW])"
-    r"(?: stage=(?P<stage>\d+) mb=(?P<mb>\d+)|(?P<pp_mb>\d+))$"
+    r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
+    r"(?: stage=(?P<stage>\d{1,9}) mb=(?P<mb>\d{1,9})|(?P<pp_mb>\d{1,9}))$"
 )
 PHASE_OF_LETTER = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+_AT_ONCE = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_OF_GPIPE = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
+_MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
+"""How the names of each kind of mark begin; the first kind that a trace holds counts alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +58,74 @@ class StageHoles:
     holes_ns: int
 
 
-def boxes_of(trace: RankTrace) -> tuple[Box, ...]:
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A stage's work on a microbatch, as a name tells it."""
+
+    stage: int
+    microbatch: int
+    phase: str
+
+
+def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
     """The boxes that annotations mark, on the device where it shows them, in order of time.
 
-    Some of torch's schedules mark them too; where the collector did, its marks alone count.
+    Some of torch's schedules mark them too; where the collector did, its marks alone count. The
+    marks of torch's GPipe name no stage: stage, the rank's pp coordinate, does; without it they
+    are no boxes. Two actions at once are two boxes of the same time.
     """
-    category = Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION
     events = trace.events
-    ours = events.of(category) & events.named("stepsplit::")
-    matches = [BOX.match(name) for name in events.names]
-    rows = events.of(category) & events.name_mask(tuple(m is not None for m in matches))
-    chosen = rows & ours if (rows & ours).any() else rows
-    return tuple(
-        _box(events, row, matches[events.name_id[row]]) for row in np.flatnonzero(chosen).tolist()
+    of_category = events.of(Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION)
+    for prefixes in _MARKERS:
+        marks = [_marks(name, stage) if name.startswith(prefixes) else () for name in events.names]
+        rows = np.flatnonzero(of_category & events.name_mask(tuple(map(bool, marks))))
+        if len(rows):
+            found = _on_compute_stream(trace, rows).tolist()
+            return tuple(
+                _box(events, row, mark) for row in found for mark in marks[events.name_id[row]]
+            )
+    return ()
+
+
+def _marks(name: str, stage: int | None) -> tuple[_Mark, ...]:
+    if (one := BOX.match(name)) is not None:
+        phase = PHASE_OF_LETTER[one["letter"]]
+        return (_Mark(int(one["stage"] or one["pp"]), int(one["mb"] or one["pp_mb"]), phase),)
+    if (several := _AT_ONCE.match(name)) is not None:
+        return tuple(
+            _Mark(int(at), int(microbatch), PHASE_OF_LETTER[letter])
+            for at, letter, microbatch in _ACTION.findall(several["actions"])
+        )
+    if stage is not None and (named := _OF_GPIPE.match(name)) is not None:
+        return (_Mark(stage, int(named["mb"]), named["phase"].lower()),)
+    return ()
+
+
+def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
+    """A device shows a mark once for each stream that worked in it: the one that computes most."""
+    events = trace.events
+    lanes = np.unique(events.lane[rows]).tolist()
+    if not trace.on_device or len(lanes) == 1:
+        return rows
+    computes = events.of(Category.KERNEL)
+    computes[trace.calls.event] = False
+    work = np.bincount(
+        events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
     )
+    of_stream: dict[tuple[str, str], float] = defaultdict(float)
+    for lane, busy in zip(events.lanes, work.tolist(), strict=True):
+        of_stream[lane.pid, lane.tid] += busy
+    streams = {lane: (events.lanes[lane].pid, events.lanes[lane].tid) for lane in lanes}
+    busiest = max(lanes, key=lambda lane: of_stream[streams[lane]])
+    return np.asarray(rows[events.lane[rows] == busiest])
 
 
-def _box(events: Events, row: int, match: re.Match[str] | None) -> Box:
-    assert match is not None
+def _box(events: Events, row: int, mark: _Mark) -> Box:
     start = int(events.start_ns[row])
-    return Box(
-        stage=int(match["stage"] or match["pp"]),
-        microbatch=int(match["mb"] or match["pp_mb"]),
-        phase=PHASE_OF_LETTER[match["letter"]],
-        start_ns=start,
-        end_ns=start + int(events.dur_ns[row]),
-    )
+    return Box(mark.stage, mark.microbatch, mark.phase, start, start + int(events.dur_ns[row]))
 
 
-def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band, lead_ns: int) -> StepGrid:
+def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band) -> StepGrid:
     """The boxes of one step; busy leaves out waits for the pipeline that lie inside of a box.
 
     A range may hold the wait for what it works on (torch's own annotations do), which is no work.
@@ -89,8 +134,7 @@ def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band, lead_ns: int
     end = np.array([box.end_ns for box in boxes], dtype=np.int64)
     waits = np.isin(band.bucket, (P2P, BUBBLE))
     worked = without(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
-    busy = Intervals(worked.start_ns + lead_ns, worked.end_ns + lead_ns)
-    return StepGrid(rank, step, tuple(boxes), busy)
+    return StepGrid(rank, step, tuple(boxes), worked)
 
 
 def holes_of(
@@ -122,34 +166,13 @@ def _holes(ranks: Sequence[int], step: int, parts: Sequence[StepGrid]) -> list[S
     ]
 
 
-def schedule_named(stated: str) -> str:
-    """The schedule's name as the model knows it, of what a person or torch's class calls it."""
-    name = stated.lower().replace("_", "").replace("-", "").removeprefix("schedule")
-    return "interleaved" if name in ("interleaved", "interleaved1f1b", "loopedbfs") else name
-
-
-def schedule_of(last_stage: Sequence[Box], chunks: int) -> str:
-    """The schedule by the boxes of the last stage.
-
-    Weight gradients of their own tell zero bubble; else the first backward follows the first
-    forward at once (1F1B) or comes after all of them (GPipe).
-    """
-    ordered = sorted(last_stage, key=lambda box: box.start_ns)
-    if any(box.phase == "weight" for box in ordered):
-        return "zerobubble"
-    if chunks > 1:
-        return "interleaved"
-    first = next((i for i, box in enumerate(ordered) if box.phase == "backward"), 0)
-    return "1f1b" if first == 1 else "gpipe"
-
-
-def covered_ns(busy: Intervals, band: Band, lead_ns: int) -> int:
+def covered_ns(busy: Intervals, band: Band) -> int:
     """Exposed communication inside holes of the schedule that a wait for the pipeline follows.
 
     Without it the rank would only have waited longer in the same hole.
     """
     comm = np.isin(band.bucket, (COLLECTIVE, P2P, SKEW))
-    start, end = band.start_ns + lead_ns, band.end_ns + lead_ns
+    start, end = band.start_ns, band.end_ns
     total = 0
     for low, high in zip(busy.end_ns[:-1].tolist(), busy.start_ns[1:].tolist(), strict=True):
         inside = (start >= low) & (end <= high)

@@ -1,0 +1,248 @@
+"""What ranks compute: families of kernels, ranks that are slower at them, and what slows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import CpuTrace, GpuTrace
+from required import shared_trace
+
+from stepsplit.analyzer.readers.calls import to_calls
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.split.contention import Contention, slowdown_under_communication
+from stepsplit.analyzer.split.kernels import KernelFamily, kernel_families
+from stepsplit.analyzer.split.slow_ranks import SlowKernel, SlowRank, slow_kernels, slow_ranks
+from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
+from stepsplit.analyzer.split.waits import COLLECTIVE, SKEW, Pieces
+from stepsplit.analyzer.trace import Category, Events, Lane, RankTrace
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+PAIR = [("0", "", [0, 1])]
+
+
+def read(folder: Path, *written: GpuTrace | CpuTrace) -> tuple[RankTrace, ...]:
+    for one in written:
+        one.write(folder)
+    return read_recording([folder]).traces
+
+
+def families(traces: Sequence[RankTrace]) -> tuple[KernelFamily, ...]:
+    return kernel_families(traces, [steps_of(trace) for trace in traces])
+
+
+def test_kernels_of_full_steps_are_counted_by_family_and_communication_is_none(
+    tmp_path: Path,
+) -> None:
+    trace = GpuTrace(0, 2, groups=PAIR).kernel("early_gemm", 0, 12).step(1, 10, 20)
+    trace.kernel("ampere_sgemm_128x64_nn", 12, 20).step(2, 20, 60)
+    trace.kernel("ampere_sgemm_128x64_nn", 20, 30).kernel(ADD, 30, 34)
+    trace.all_reduce(34, 40).kernel("nvjet_tst_128x64", 40, 60)
+    assert families(read(tmp_path, trace)) == (
+        KernelFamily(0, "gemm", 2, 30_000, 30 / 34),
+        KernelFamily(0, "elementwise", 1, 4_000, 4 / 34),
+    )
+
+
+def test_an_op_of_a_cpu_run_counts_without_the_ops_that_it_holds(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100)
+    trace.op("aten::linear", 0, 50).op("aten::t", 5, 10).op("aten::addmm", 10, 40)
+    trace.op("aten::copy_", 12, 14).op("aten::add_", 60, 70)
+    assert families(read(tmp_path, trace)) == (
+        KernelFamily(0, "gemm", 2, 43_000, 43 / 60),
+        KernelFamily(0, "elementwise", 1, 10_000, 10 / 60),
+        KernelFamily(0, "memory", 2, 7_000, 7 / 60),
+    )
+
+
+def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("frobnicate_v2", 0, 10)
+    assert families(read(tmp_path, trace)) == (KernelFamily(0, "other", 1, 10_000, 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gemm", ["Cijk_Alik_Bljk_BBS_BH_MT256x192x64", "nvjet_hsh_128x64", "gemvNSP_kernel<float>",
+                  "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "aten::addmm",
+                  "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "triton_tem_fused_mm_3",
+                  "deep_gemm::sm90_fp8_gemm_1d2d_impl", "MmBackward0"]),
+        ("attention", ["void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attn_fwd",
+                       "cutlass::device_kernel<flash::FlashAttnFwdSm90>", "fmha_cutlassF_f16",
+                       "ck_tile::kentry<ck_tile::FmhaFwdKernel>", "triton_tem_fused_flex_attention",
+                       "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "rotary_kernel"]),
+        ("normalization", ["void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>", "cuApplyLayerNorm",
+                           "void vllm::rms_norm_kernel<c10::Half>", "aten::native_layer_norm",
+                           "transformer_engine::normalization::ln_fwd_tuned_kernel"]),
+        ("convolution", ["igemm_fwd_gtcx3_nhwc_bf16", "volta_scudnn_winograd_128x128_ldg1",
+                         "void wgrad_alg0_engine<float, 128>", "aten::cudnn_convolution"]),
+        ("optimizer", ["void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>",
+                       "aten::_fused_adamw_", "aten::_foreach_add_"]),
+        ("embedding", ["void at::native::(anonymous namespace)::indexSelectLargeIndex<float>",
+                       "split_embedding_backward_codegen_rowwise_adagrad_unweighted_kernel"]),
+        ("memory", ["void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>",
+                    "void at::native::elementwise_kernel<128, 2, direct_copy_kernel_cuda>",
+                    "batched_transpose_32x32_half", "aten::as_strided"]),
+        ("moe", ["fused_moe_kernel", "vllm::moe::topkGatingSoftmax", "_permute_kernel"]),
+        ("quantize", ["void vllm::scaled_fp8_quant_kernel", "cast_transpose_fused_kernel"]),
+        ("softmax", ["void cunn_SoftMaxForward<4>", "nll_loss_forward_reduce_cuda_kernel_2d"]),
+        ("random", ["void at::native::fused_dropout_kernel_vec<float>", "aten::bernoulli_"]),
+        ("sort", ["void cub::DeviceRadixSortOnesweepKernel", "at::native::sbtopk::gatherTopK"]),
+        ("reduce", ["void at::native::reduce_kernel<512, 1, sum_functor>", "aten::sum",
+                    "void cub::DeviceReduceKernel<Policy>"]),
+        ("elementwise", [ADD, "aten::mul_", "void at::native::masked_fill_kernel", "MulBackward0",
+                         "void at::native::vectorized_elementwise_kernel<4, launch_clamp_scalar"
+                         "(at::TensorIteratorBase&)::{lambda()#1}>"]),
+        ("fused", ["triton_red_fused_native_layer_norm_2", "triton_poi_fused_add_cos_sin_0"]),
+        ("pooling", ["void at::native::max_pool_forward_nchw<float, float>"]),
+    ],
+)  # fmt: skip
+def test_names_are_of_the_family_that_their_makers_mean(family: str, names: list[str]) -> None:
+    assert [BUILT_IN.family_of(name) for name in names] == [family] * len(names)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["kineto_hta", "kineto_tracelens", "kineto_pytorch_samples", "kineto_megatron_tp2_v100"],
+)
+def test_nearly_all_compute_of_real_traces_has_a_family(folder: str) -> None:
+    for file in sorted(shared_trace(folder).glob("*.json.gz")):
+        [trace] = read_recording([file]).traces
+        other = sum(row.share for row in families([trace]) if row.family == "other")
+        if not trace.on_device:  # trimmed to its ops: record_param_comms is among them
+            continue
+        assert other < 0.03, f"{file.name}: {other:.1%}"
+
+
+def ran(rank: int, took: Sequence[Sequence[int]], kernel: str = "gemm") -> GpuTrace:
+    """A rank whose steps consist of runs of one kernel, of so many microseconds each."""
+    trace, at = GpuTrace(rank, 4), 0.0
+    for number, durations in enumerate(took):
+        begin = at
+        for us in durations:
+            trace.kernel(kernel, at, at + us)
+            at += us
+        trace.step(number, begin, at)
+    return trace
+
+
+def slow(traces: Sequence[RankTrace]) -> tuple[SlowKernel, ...]:
+    return slow_kernels(traces, [steps_of(trace) for trace in traces])
+
+
+def test_a_rank_whose_kernels_take_longer_is_named_with_what_it_loses_a_step(
+    tmp_path: Path,
+) -> None:
+    usual, slower = [[100, 200] * 6] * 2, [[120, 240] * 6] * 2
+    traces = read(tmp_path, *(ran(rank, slower if rank == 2 else usual) for rank in range(4)))
+    [row] = found = slow(traces)
+    assert (row.rank, row.kernel, row.family, row.count) == (2, "gemm", "gemm", 24)
+    assert row.ratio == pytest.approx(1.2)
+    assert row.lost_ns == pytest.approx(0.2 * 6 * 300_000)
+    [summed] = slow_ranks(found)
+    assert summed == SlowRank(2, "gemm", pytest.approx(1.2), row.lost_ns, 1, "gemm")
+
+
+def test_of_two_ranks_the_faster_is_the_usual_one(tmp_path: Path) -> None:
+    traces = read(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12] * 2))
+    assert [(row.rank, round(row.ratio, 3)) for row in slow(traces)] == [(1, 1.5)]
+
+
+def test_ranks_that_ran_a_kernel_unequally_often_are_not_compared(tmp_path: Path) -> None:
+    traces = read(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12, [150] * 13]))
+    assert slow(traces) == ()
+
+
+def test_too_few_runs_tell_nothing(tmp_path: Path) -> None:
+    assert slow(read(tmp_path, ran(0, [[100] * 5] * 2), ran(1, [[150] * 5] * 2))) == ()
+
+
+def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
+    """40 kernels that run 40 times each, with 2 % of noise; kernel_7 takes factor times as long."""
+    rng = np.random.default_rng([seed, rank])
+    name = np.tile(np.repeat(np.arange(40, dtype=np.int32), 10), 4)
+    took = (50_000 + 7_000 * name) * np.exp(rng.normal(0, 0.02, len(name)))
+    took = (np.where(name == 7, factor, 1.0) * took).astype(np.int64)
+    events = Events(
+        start_ns=np.cumsum(took) - took,
+        dur_ns=took,
+        category=np.full(len(name), Category.KERNEL, dtype=np.uint8),
+        name_id=name,
+        lane=np.zeros(len(name), dtype=np.int32),
+        correlation=np.full(len(name), -1, dtype=np.int64),
+        names=tuple(f"kernel_{i}" for i in range(40)),
+        lanes=(Lane("1", "7", 0, 7),),
+    )
+    return RankTrace(Path("x"), rank, 8, "", "", "", 0, events, to_calls([]), ())
+
+
+def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:
+    steps = []
+    for trace in traces:
+        edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
+        windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
+        steps.append(Steps(tuple(windows), ()))
+    return [(row.rank, row.kernel) for row in slow_kernels(traces, steps)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_balanced_ranks_with_noisy_kernels_raise_no_alarm(ranks: int) -> None:
+    for seed in range(10):
+        assert slow_of_noisy([noisy(rank, seed) for rank in range(ranks)]) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_kernel_slower_by_a_fifth_stands_out_of_the_noise(ranks: int) -> None:
+    for seed in range(10):
+        traces = [noisy(rank, seed, 1.2 if rank == 1 else 1.0) for rank in range(ranks)]
+        assert slow_of_noisy(traces) == [(1, "kernel_7")]
+
+
+def moving(*spans_us: tuple[int, int], bucket: int = COLLECTIVE) -> Pieces:
+    start, end = (np.array(edge, dtype=np.int64) * 1000 for edge in zip(*spans_us, strict=True))
+    call = np.arange(len(start), dtype=np.int32)
+    return Pieces(call, np.full(len(start), bucket, dtype=np.uint8), start, end, end, call)
+
+
+def slowed(trace: RankTrace, pieces: Pieces) -> Contention | None:
+    return slowdown_under_communication(trace, steps_of(trace), pieces)
+
+
+def test_a_kernel_under_moving_communication_is_held_against_itself_in_other_steps(
+    tmp_path: Path,
+) -> None:
+    """Ten kernels; in the second step data moves beside all of them and they take 30 % longer."""
+    alone, beside = [*range(100, 200, 10)], [*range(130, 260, 13)]
+    [trace] = read(tmp_path, ran(0, [alone, beside, alone]))
+    middle = (sum(alone), sum(alone) + sum(beside))
+    assert slowed(trace, moving(middle)) == Contention(
+        ratio=1.3, places=10, under=10, alone=20, lost_ns=435_000
+    )
+
+
+def test_kernels_of_one_name_and_other_shapes_are_not_held_against_one_another(
+    tmp_path: Path,
+) -> None:
+    """The large ones always run beside communication, the small ones never."""
+    [trace] = read(tmp_path, ran(0, [[100] * 10 + [300] * 10] * 2))
+    assert slowed(trace, moving((1000, 4000), (5000, 8000))) is None
+
+
+def test_steps_that_run_a_kernel_more_often_are_not_compared(tmp_path: Path) -> None:
+    [trace] = read(tmp_path, ran(0, [[100] * 10, [130] * 11, [100] * 10]))
+    assert slowed(trace, moving((1000, 2430))) is None
+
+
+def test_waiting_slows_nothing_down(tmp_path: Path) -> None:
+    [trace] = read(tmp_path, ran(0, [[100] * 10, [130] * 10]))
+    assert slowed(trace, moving((1000, 2300))) is not None
+    assert slowed(trace, moving((1000, 2300), bucket=SKEW)) is None
+
+
+def test_too_few_kernels_that_ran_both_ways_tell_nothing(tmp_path: Path) -> None:
+    [trace] = read(tmp_path, ran(0, [[100] * 9, [130] * 9]))
+    assert slowed(trace, moving((900, 2070))) is None

@@ -1,0 +1,258 @@
+"""The chain of work and transfers across ranks on which the end of each step hangs.
+
+It is followed from the end of the rank that ends last, back in time. Where that rank waited for
+another one, the chain goes on there, at the instant at which the wait ended: the other's arrival.
+A wait is thus on the chain only where nobody knows for whom it was, or that rank is not here, or
+two ranks wait for each other at one instant: a message that took longer than its link usually
+does, or clocks that are off by a little.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.split.attribute import IDLE, Attribution
+from stepsplit.analyzer.split.clocks import Clock
+from stepsplit.analyzer.split.intervals import Intervals, meet
+from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, SKEW
+from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One rank on the common clock: its steps, and its time in parts of one bucket each.
+
+    The parts are sorted and disjoint, their columns of one length. owner is the rank that a wait
+    was for, op indexes OPS and axis axes; owner is -1, op 0 and axes None where there is none.
+    """
+
+    rank: int
+    step: Int64
+    step_start_ns: Int64
+    step_end_ns: Int64
+    start_ns: Int64
+    end_ns: Int64
+    bucket: UInt8
+    owner: Int32
+    op: UInt8
+    axis: Int32
+    axes: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PathPart:
+    """How much of a step's path one rank spent in one bucket, for communication on one axis."""
+
+    step: int
+    rank: int
+    bucket: str
+    axis: str | None
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """A step from its first start to its last end over the ranks, and the rank that ended last."""
+
+    step: int
+    start_ns: int
+    end_ns: int
+    last_rank: int
+    jumps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Jumps:
+    """Where the paths change ranks, back in time within each step; columns of one length.
+
+    from_rank waited until at_ns, on the common clock, for to_rank. op indexes OPS.
+    """
+
+    step: Int64
+    at_ns: Int64
+    from_rank: Int32
+    to_rank: Int32
+    op: UInt8
+    axis: tuple[str | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPaths:
+    """The path of each step. The parts of a step add up to its span, to the nanosecond.
+
+    Steps of ranks overlap a little, so the first part of a path may be of the step before on
+    another rank. Time of which a rank has no record is idle.
+    """
+
+    steps: tuple[PathStep, ...]
+    parts: tuple[PathPart, ...]
+    jumps: Jumps
+
+
+def timeline_of(
+    trace: RankTrace,
+    found: Attribution,
+    steps: Sequence[int],
+    axis: Sequence[str | None],
+    clock: Clock,
+) -> Timeline:
+    """The rank's timeline; steps has one number a window, axis one entry an exposed row."""
+    band, exposed = found.band, found.exposed
+    alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
+    axes = (None, *dict.fromkeys(name for name in axis if name is not None))
+    number = {name: i for i, name in enumerate(axes)}
+    start = clock.common_ns(np.concatenate((band.start_ns[alone], exposed.start_ns)))
+    end = clock.common_ns(np.concatenate((band.end_ns[alone], exposed.end_ns)))
+    order = np.argsort(start, kind="stable")
+    order = order[end[order] > start[order]]
+    none = np.zeros(len(alone), dtype=np.int32)
+    window = np.arange(len(steps))
+    first = np.searchsorted(band.window, window, side="left")
+    last = np.searchsorted(band.window, window, side="right") - 1
+    return Timeline(
+        rank=trace.rank,
+        step=np.array(steps, dtype=np.int64),
+        step_start_ns=clock.common_ns(band.start_ns[first]),
+        step_end_ns=clock.common_ns(band.end_ns[last]),
+        start_ns=start[order],
+        end_ns=end[order],
+        bucket=np.concatenate((band.bucket[alone], exposed.bucket))[order],
+        owner=np.concatenate((none - 1, exposed.owner))[order],
+        op=np.concatenate((none.astype(np.uint8), trace.calls.op[exposed.call]))[order],
+        axis=np.concatenate((none, np.array([number[name] for name in axis], np.int32)))[order],
+        axes=axes,
+    )
+
+
+def critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
+    """The critical path of each step that any rank has, in the order of their numbers."""
+    waits = _waits(ranks)
+    steps: list[PathStep] = []
+    parts: list[PathPart] = []
+    jumps: list[tuple[int, _Stay]] = []
+    for number in sorted({step for one in ranks for step in one.step.tolist()}):
+        begin, end, last = _span(ranks, number)
+        stays = _stays(waits, last, begin, end)
+        here = tuple(_parts(ranks, stays, number))
+        assert sum(part.ns for part in here) == end - begin, f"time is lost on the path of {number}"
+        parts += here
+        jumps += [(number, stay) for stay in stays[:-1]]
+        steps.append(PathStep(number, begin, end, ranks[last].rank, len(stays) - 1))
+    return CriticalPaths(tuple(steps), tuple(parts), _jumps(ranks, jumps))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """The waits of one rank for others that are here, in order; owner indexes the ranks."""
+
+    part: list[int]
+    start_ns: list[int]
+    end_ns: list[int]
+    owner: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """A stretch of the path on one rank, which begins where the wait of that part ends; -1: none.
+
+    rank and owner, for whom the wait was, index the ranks.
+    """
+
+    rank: int
+    start_ns: int
+    end_ns: int
+    part: int
+    owner: int
+
+
+def _waits(ranks: Sequence[Timeline]) -> list[_Waits]:
+    index = {one.rank: i for i, one in enumerate(ranks)}
+    found = []
+    for one in ranks:
+        present = [rank for rank in index if rank != one.rank]
+        waits = np.isin(one.bucket, (SKEW, BUBBLE)) & np.isin(one.owner, present)
+        part = np.flatnonzero(waits)
+        owner = [index[rank] for rank in one.owner[part].tolist()]
+        found.append(
+            _Waits(part.tolist(), one.start_ns[part].tolist(), one.end_ns[part].tolist(), owner)
+        )
+    return found
+
+
+def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
+    """(first start, last end, the place of the rank that ends last) of a step over all ranks."""
+    edges = [
+        (int(one.step_start_ns[window]), int(one.step_end_ns[window]), place)
+        for place, one in enumerate(ranks)
+        for window in np.flatnonzero(one.step == step).tolist()
+    ]
+    _, end, last = max(edges, key=lambda edge: edge[1])
+    return min(start for start, _, _ in edges), end, last
+
+
+def _stays(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_Stay]:
+    """The path from the end to the begin, back in time.
+
+    seen holds the ranks of the present instant: to go to one of them again would go in a circle.
+    """
+    stays: list[_Stay] = []
+    at = before = end
+    seen = {rank}
+    while (row := bisect_left(waits[rank].start_ns, before) - 1) >= 0:
+        leave, owner = min(waits[rank].end_ns[row], at), waits[rank].owner[row]
+        if leave <= begin:
+            break
+        if leave < at:
+            seen = {rank}
+        elif owner in seen:
+            before = waits[rank].start_ns[row]
+            continue
+        stays.append(_Stay(rank, leave, at, waits[rank].part[row], owner))
+        seen.add(owner)
+        rank, at, before = owner, leave, leave
+    return [*stays, _Stay(rank, begin, at, -1, -1)]
+
+
+def _parts(ranks: Sequence[Timeline], stays: Sequence[_Stay], step: int) -> Iterator[PathPart]:
+    """What the ranks did in the stays of one step, summed."""
+    who = np.array([stay.rank for stay in stays])
+    start = np.array([stay.start_ns for stay in stays], dtype=np.int64)
+    end = np.array([stay.end_ns for stay in stays], dtype=np.int64)
+    for place in np.unique(who).tolist():
+        rows = np.flatnonzero(who == place)[::-1]
+        sums = _spent_ns(ranks[place], Intervals(start[rows], end[rows]))
+        for bucket, axis in np.argwhere(sums).tolist():
+            name = ranks[place].axes[axis]
+            ns = int(sums[bucket, axis])
+            yield PathPart(step, ranks[place].rank, BUCKETS[bucket], name, ns)
+
+
+def _spent_ns(one: Timeline, stays: Intervals) -> Int64:
+    """The time of one rank's stays by bucket and axis: (buckets, axes)."""
+    both = meet(stays, Intervals(one.start_ns, one.end_ns))
+    sums = np.zeros((len(BUCKETS), len(one.axes)), dtype=np.int64)
+    cell = (one.bucket[both.right], one.axis[both.right])
+    np.add.at(sums, cell, both.end_ns - both.start_ns)
+    sums[IDLE, 0] += stays.total_ns - int(sums.sum())
+    return sums
+
+
+def _jumps(ranks: Sequence[Timeline], made: Iterable[tuple[int, _Stay]]) -> Jumps:
+    made = tuple(made)
+    waited = [(ranks[stay.rank], stay.part) for _, stay in made]
+    return Jumps(
+        step=np.array([step for step, _ in made], dtype=np.int64),
+        at_ns=np.array([stay.start_ns for _, stay in made], dtype=np.int64),
+        from_rank=np.array([one.rank for one, _ in waited], dtype=np.int32),
+        to_rank=np.array([ranks[stay.owner].rank for _, stay in made], dtype=np.int32),
+        op=np.array([one.op[part] for one, part in waited], dtype=np.uint8),
+        axis=tuple(one.axes[one.axis[part]] for one, part in waited),
+    )

@@ -1,0 +1,67 @@
+"""What the ranks of a pipeline do: the plan of each, with layers, messages and boxes."""
+
+from __future__ import annotations
+
+from simulator.layers import Work, job, layer, optimizer
+from simulator.meshes import Fleet
+from simulator.plans import Pipeline, Plan, plans_of
+from simulator.program import Begin, End, Job
+from simulator.schedules import Action
+from simulator.writer import Leg, Writer
+
+
+def pipeline(fleet: Fleet, work: Work, seed: int, how: Pipeline) -> Job:
+    """A job over an axis pp, and tp and dp_replicate where the mesh has them.
+
+    work.layers are those of one stage.
+    """
+    stages = len(fleet.line(0, "pp"))
+    plans = plans_of(how, stages)
+
+    def body(writer: Writer) -> None:
+        _play(writer, work, how, plans[fleet.coordinate(writer.rank, "pp")])
+        if "dp_replicate" in fleet.axes:
+            for _ in range(4):
+                writer.block("dp_replicate", "all_reduce", work.layers * work.weight_bytes // 4)
+        if "mp" in fleet.axes:
+            writer.block("mp", "all_reduce", 8)
+        optimizer(writer, work)
+
+    name = "_".join(axis for axis, _ in fleet.mesh)
+    return job(f"{name}_{how.schedule}", fleet, work, seed, body, how.schedule, how.microbatches)
+
+
+def _play(writer: Writer, work: Work, how: Pipeline, plan: Plan) -> None:
+    """Writes a plan; computing waits for a message where it needs it, for the last sends at the
+    end."""
+    line, arrived = writer.fleet.line(writer.rank, "pp"), dict[Action, str]()
+    sent = None
+    for item in plan:
+        if isinstance(item, Action):
+            _act(writer, work, how, item, arrived)
+            continue
+        legs = [Leg(h.op, line[h.peer], work.activation_bytes) for h in item.hands]
+        done = writer.exchange("pp", legs)
+        arrived |= {hand.action: done for hand in item.hands if hand.op == "recv"}
+        if item.blocking:
+            writer.wait(done)
+        sent = done
+    if sent:
+        writer.wait(sent)
+
+
+def _act(
+    writer: Writer, work: Work, how: Pipeline, action: Action, arrived: dict[Action, str]
+) -> None:
+    if how.boxes:
+        writer.put(Begin(f"PP:{action.stage}{action.kind}{action.microbatch}"))
+    toward = {"F": -1, "B": 1, "I": 1, "W": 0}[action.kind]
+    kinds = "F" if action.kind == "F" else "BI"
+    for kind in kinds if toward else "":
+        source = Action(kind, action.stage + toward, action.microbatch)
+        if source in arrived:
+            writer.wait(arrived.pop(source))
+    for _ in range(work.layers):
+        layer(writer, work, action.kind)
+    if how.boxes:
+        writer.put(End())

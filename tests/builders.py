@@ -82,16 +82,7 @@ class GpuTrace:
         **more: Any,
     ) -> Self:
         """An NCCL kernel of that kind, with the arguments that torch gives it."""
-        ranks = next(list(ranks) for name, _, ranks in self.groups if name == group)
-        args = {
-            "Collective name": op,
-            "In msg nelems": nelems,
-            "Out msg nelems": nelems,
-            "Group size": len(ranks),
-            "dtype": "Float",
-            "Process Group Name": group,
-            "Process Group Ranks": str(ranks),
-        } | more
+        args = self._described(op, group, nelems) | more
         return self.kernel(f"ncclDevKernel_{kind}", start, end, stream=COMM_STREAM, **args)
 
     def _add(
@@ -119,6 +110,25 @@ class GpuTrace:
         path = folder / f"rank{self.rank}_trace.json.gz"
         path.write_bytes(gzip.compress(json.dumps(self.body()).encode()))
         return path
+
+    def post(self, op: str, peer: int, start: float, end: float, *, group: str = "0") -> Self:
+        """A send or receive of a batch, described on the host; a later launch carries it out."""
+        side = {"send": "Dst Rank", "recv": "Src Rank"}[op]
+        args = self._described(op, group, 1000) | {side: peer}
+        return self._add("record_param_comms", "cpu_op", start, end, tid=MAIN, **args)
+
+    def _described(self, op: str, group: str, nelems: int) -> dict[str, Any]:
+        """The arguments by which torch describes a call of so many floats."""
+        ranks = next(list(ranks) for name, _, ranks in self.groups if name == group)
+        return {
+            "Collective name": op,
+            "In msg nelems": nelems,
+            "Out msg nelems": nelems,
+            "Group size": len(ranks),
+            "dtype": "Float",
+            "Process Group Name": group,
+            "Process Group Ranks": str(ranks),
+        }
 
     def op(self, name: str, start: float, end: float, *, tid: int = MAIN) -> Self:
         """An op of the host; backward's have a thread of their own."""

@@ -39,7 +39,7 @@ def test_ops_compute_and_a_rank_arrives_when_it_calls(tmp_path: Path) -> None:
         (0, 2): us(compute=75, collective=19.5, idle=5.5),
         (1, 2): us(compute=35, skew=40, collective=21.5, idle=3.5),
     }
-    assert [(row.rank, row.cause) for row in report.blame] == [(0, "compute"), (0, "host")]
+    assert [(row.rank, row.cause) for row in report.blame] == [(0, "compute")]
 
 
 def test_an_op_around_a_collective_is_no_compute(tmp_path: Path) -> None:

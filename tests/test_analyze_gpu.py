@@ -354,3 +354,37 @@ def test_a_size_that_the_root_alone_knows_is_the_collectives(tmp_path: Path) -> 
     assert [(r.op, r.dtype, r.message_bytes, r.count) for r in rows] == [
         ("scatter", "float32", 4000, 1)
     ]
+
+
+def test_without_marks_steps_end_with_the_optimizer(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(4):
+        at = 100 * number
+        trace.kernel("gemm", at, at + 60).annotation("Optimizer.step#AdamW.step", at + 70, at + 80)
+        trace.kernel("adam", at + 75, at + 90)
+    report = analyze(trace.write(tmp_path))
+    assert [(row.step, row.kind, row.split) for row in report.steps] == [
+        (0, "partial", us(compute=75, idle=15)),
+        (1, "full", us(compute=75, idle=25)),
+        (2, "full", us(compute=75, idle=25)),
+        (3, "full", us(compute=75, idle=25)),
+    ]
+    assert [row.code for row in report.warnings] == ["steps_inferred", "empty_step"]
+
+
+def test_without_marks_steps_end_with_the_call_that_comes_once_in_each(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=[("tp", "", [0, 1]), ("dp", "", [0, 2])])
+    for number in range(4):
+        at = 100 * number
+        for place in range(4):
+            trace.kernel("gemm", at + 20 * place, at + 20 * place + 15)
+            trace.all_reduce(at + 20 * place + 15, at + 20 * place + 20, group="tp", nelems=10)
+        trace.all_reduce(at + 80, at + 95, group="dp", nelems=5000)
+    report = analyze(trace.write(tmp_path))
+    assert [(row.step, row.kind, row.start_ns) for row in report.steps][1:] == [
+        (1, "full", 75_000),
+        (2, "full", 175_000),
+        (3, "full", 275_000),
+    ]
+    inferred = next(row for row in report.warnings if row.code == "steps_inferred")
+    assert "the sequence of collectives" in inferred.message

@@ -11,6 +11,12 @@ import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.build_detail import (
+    contention_rows,
+    idle_rows,
+    path_rows,
+    step_times,
+)
 from stepsplit.analyzer.report.findings import findings_of
 from stepsplit.analyzer.report.report import (
     AxisSize,
@@ -30,7 +36,8 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.analyzer.split.bandwidth import CollectiveStat
 from stepsplit.analyzer.split.blame import Blame
 from stepsplit.analyzer.split.pipeline import StageHoles
-from stepsplit.analyzer.split.run_split import RankSplit, RunSplit
+from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.run_split import RunSplit
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE
 
 UNKNOWN_HOST = "unknown"
@@ -42,6 +49,9 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
     steps = tuple(_step(step, origin) for rank in found.ranks for step in rank.steps)
     blamed = _blame(found.blame)
     pipeline = _pipeline(found)
+    parts, path_steps = path_rows(found, origin)
+    idle = idle_rows(found)
+    detail = found.detail
     return Report(
         run=_run(recording, found, origin),
         warnings=tuple(
@@ -50,11 +60,22 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
         groups=_groups(found),
         steps=steps,
         exposed=tuple(row for rank in found.ranks for row in _exposed(rank)),
-        clocks=_clocks(found),
+        clocks=_clocks(found, origin),
         collectives=tuple(_collective(stat) for stat in found.collectives),
         blame=blamed,
         pipeline=pipeline,
-        findings=findings_of(steps, blamed, pipeline),
+        idle=idle,
+        kernels=detail.families,
+        slow_kernels=detail.slow_kernels,
+        contention=contention_rows(found),
+        overlap=detail.overlaps,
+        lateness=detail.lateness,
+        critical_path=parts,
+        path_steps=path_steps,
+        step_times=step_times(found),
+        slow_steps=detail.variation.slow,
+        coverage=detail.coverage,
+        findings=findings_of(steps, blamed, pipeline, idle, detail.slow_kernels),
     )
 
 
@@ -123,11 +144,15 @@ def _exposed(rank: RankSplit) -> Iterable[ExposedRow]:
         yield ExposedRow(rank.trace.rank, step, axis or None, phase, *parts)
 
 
-def _clocks(found: RunSplit) -> tuple[ClockRow, ...]:
+def _clocks(found: RunSplit, origin: int) -> tuple[ClockRow, ...]:
+    """The clocks with their offsets at the report's t0, from which their drift counts."""
     return tuple(
-        ClockRow(c.rank, c.host or UNKNOWN_HOST, c.offset_ns, None, c.sigma_ns, c.residual_ns)
+        ClockRow(
+            c.rank, c.host or UNKNOWN_HOST, c.offset_at(origin),
+            c.drift_ppm, c.sigma_ns, c.residual_ns,
+        )
         for c in found.alignment.clocks
-    )
+    )  # fmt: skip
 
 
 def _collective(stat: CollectiveStat) -> CollectiveRow:

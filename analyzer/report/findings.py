@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
-from stepsplit.analyzer.report.report import BlameRow, Finding, Pipeline, StepRow
+from stepsplit.analyzer.report.report import BlameRow, Finding, IdleRow, Pipeline, StepRow
+from stepsplit.analyzer.split.slow_ranks import SlowKernel, slow_ranks
 
 WORTH = 0.01
 """Causes below this share of the step are not worth a line."""
 MOST = 5
 _DID = {
     "compute": "computes while others wait",
+    "imbalance": "has more to compute than the others, who wait",
     "host": "runs nothing while others wait: its host is late",
     "copy": "copies memory while others wait",
     "transfer": "is in slow transfers while others wait",
@@ -20,25 +23,44 @@ _DID = {
     "unknown": "",
 }
 
+_IDLE = {
+    "data_loading": "waiting for the next batch",
+    "allocation": "allocating memory",
+    "synchronize": "launching late after waiting for the device",
+    "launch_bound": "launching too slowly",
+    "python": "Python between ops",
+    "launch_latency": "the device's own latency",
+    "dependency": "waiting for another stream",
+    "late_start": "work that was launched in time and started late",
+    "other": "what the host does between computing",
+    "unknown": "what the trace does not tell",
+}
+_MOST_LETTERS = 60
+
 
 def findings_of(
-    steps: Sequence[StepRow], blamed: Sequence[BlameRow], pipeline: Pipeline | None
+    steps: Sequence[StepRow],
+    blamed: Sequence[BlameRow],
+    pipeline: Pipeline | None,
+    idle: Sequence[IdleRow],
+    slow: Sequence[SlowKernel],
 ) -> tuple[Finding, ...]:
     """The causes known so far, largest gain first. A gain is ns of the average rank's step."""
     count = len(steps)
     if not count:
         return ()
     step_ns = step_median_ns(steps)
-    found = [_of_blame(row, count) for row in blamed if row.rank is not None]
+    found = [_of_blame(row, count, slow) for row in blamed if row.rank is not None]
     found += _of_schedule(blamed, pipeline, count)
-    found += _of_idle(steps)
+    found += _of_idle(steps, idle)
     worth = [finding for finding in found if finding.gain_ns >= WORTH * step_ns]
     return tuple(sorted(worth, key=lambda finding: -finding.gain_ns)[:MOST])
 
 
-def _of_blame(row: BlameRow, count: int) -> Finding:
+def _of_blame(row: BlameRow, count: int, slow: Sequence[SlowKernel]) -> Finding:
     gain = row.caused_ns // count
     axis = f" on {row.axis}" if row.axis else ""
+    why = _slowness(row.rank, slow) if row.cause == "compute" else ""
     return Finding(
         code=f"late_{row.cause}",
         bucket="skew" if row.caused_skew_ns >= row.caused_bubble_ns else "bubble",
@@ -48,8 +70,20 @@ def _of_blame(row: BlameRow, count: int) -> Finding:
         ranks=() if row.rank is None else (row.rank,),
         steps=row.steps,
         events=(),
-        message=f"rank {row.rank} {_DID[row.cause]}{axis}",
+        message=f"rank {row.rank} {_DID[row.cause]}{axis}{why}",
     )
+
+
+def _slowness(rank: int | None, slow: Sequence[SlowKernel]) -> str:
+    """Which of the rank's kernels are slower than its peers', the family that costs most."""
+    worst = max(
+        (one for one in slow_ranks(slow) if one.rank == rank),
+        key=lambda one: one.lost_ns,
+        default=None,
+    )
+    if worst is None:
+        return ""
+    return f": its {worst.family} kernels take {worst.ratio:.2f} times as long as its peers'"
 
 
 def _of_schedule(
@@ -69,18 +103,36 @@ def _of_schedule(
     return [Finding("few_microbatches", "bubble", gain, ideal_ns, None, (), steps, (), message)]
 
 
-def _of_idle(steps: Sequence[StepRow]) -> list[Finding]:
-    idle = next((m for m in bucket_medians(steps) if m.bucket == "idle"), None)
-    if idle is None:
+def _of_idle(steps: Sequence[StepRow], idle: Sequence[IdleRow]) -> list[Finding]:
+    """The idle time as a whole, with the cause that has most of it."""
+    bucket = next((m for m in bucket_medians(steps) if m.bucket == "idle"), None)
+    if bucket is None:
         return []
     rows = full_steps(steps)
     mean_ns = sum(row.idle_ns for row in rows) // len(rows)
-    message = (
-        f"nothing runs for {units.percent(idle.share)} of the time: host-bound, data loading or "
-        f"synchronization; most on rank {idle.worst_rank}"
-    )
+    message = f"nothing runs for {units.percent(bucket.share)} of the time: {_why_idle(idle)}"
+    message += f"most on rank {bucket.worst_rank}"
     numbers = tuple(sorted({row.step for row in rows}))
     return [
-        Finding("host_bound", "idle", mean_ns, mean_ns, None, (idle.worst_rank,),
+        Finding("host_bound", "idle", mean_ns, mean_ns, None, (bucket.worst_rank,),
                 numbers, (), message)
     ]  # fmt: skip
+
+
+def _why_idle(idle: Sequence[IdleRow]) -> str:
+    """The largest cause, the op that has most of it, and its part of all idle time."""
+    sums: dict[str, int] = defaultdict(int)
+    for row in idle:
+        sums[row.cause] += row.idle_ns
+    total = sum(sums.values())
+    if not total:
+        return ""
+    cause = max(sums, key=lambda name: sums[name])
+    ops = [row for row in idle if row.cause == cause and row.op]
+    op = max(ops, key=lambda row: row.idle_ns).op if ops else None
+    named = f" ({_short(op)})" if op else ""
+    return f"{_IDLE[cause]}{named} is {units.percent(sums[cause] / total)} of it, "
+
+
+def _short(op: str) -> str:
+    return op if len(op) <= _MOST_LETTERS else op[: _MOST_LETTERS - 3] + "..."

@@ -10,6 +10,13 @@ from __future__ import annotations
 from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.overlap import Overlap
+from stepsplit.analyzer.split.slow_ranks import SlowKernel
+from stepsplit.analyzer.split.stragglers import Lateness
+from stepsplit.analyzer.split.variation import SlowStep, StepTimes
 
 SCHEMA = "stepsplit.report/1"
 
@@ -163,6 +170,28 @@ class Pipeline(Struct, frozen=True):
     bubble_overhead: float
 
 
+class IdleRow(Struct, frozen=True):
+    """Why a rank idled in its full steps, all together: the rows of a rank add up to its idle.
+
+    cause is a word of split.idle; op None stands for the smaller ones of that cause together.
+    """
+
+    rank: int
+    cause: str
+    op: str | None
+    idle_ns: int
+    count: int
+
+
+class ContentionRow(Struct, frozen=True):
+    """How much longer a rank's kernels take while communication moves data beside them."""
+
+    rank: int
+    ratio: float
+    kernels: int
+    lost_ns: int
+
+
 class MemoryRow(Struct, frozen=True):
     """What a rank's memory held at its peak."""
 
@@ -213,6 +242,17 @@ class Report(Struct, frozen=True, kw_only=True):
     collectives: tuple[CollectiveRow, ...] = ()
     blame: tuple[BlameRow, ...] = ()
     pipeline: Pipeline | None = None
+    idle: tuple[IdleRow, ...] = ()
+    kernels: tuple[KernelFamily, ...] = ()
+    slow_kernels: tuple[SlowKernel, ...] = ()
+    contention: tuple[ContentionRow, ...] = ()
+    overlap: tuple[Overlap, ...] = ()
+    lateness: tuple[Lateness, ...] = ()
+    critical_path: tuple[PathPart, ...] = ()
+    path_steps: tuple[PathStep, ...] = ()
+    step_times: tuple[StepTimes, ...] = ()
+    slow_steps: tuple[SlowStep, ...] = ()
+    coverage: tuple[Coverage, ...] = ()
     memory: tuple[MemoryRow, ...] | None = None
     prediction: None = None
     findings: tuple[Finding, ...] = ()

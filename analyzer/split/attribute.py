@@ -53,11 +53,15 @@ class Exposed:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """One rank: a Split a window, and the intervals that they are the sums of."""
+    """One rank: a Split a window, and the intervals that they are the sums of.
+
+    gap numbers the gap of compute in which each of the rank's calls held it up, -1 for none.
+    """
 
     splits: tuple[Split, ...]
     band: Band
     exposed: Exposed
+    gap: Int64
 
 
 def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attribution:
@@ -77,7 +81,9 @@ def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attr
     band = _joined(band)
     exposed = _exposed(blocking, band)
     _check(splits, exposed)
-    return Attribution(splits, band, exposed)
+    gap = np.full(int(pieces.call.max(initial=-1)) + 1, -1, dtype=np.int64)
+    gap[blocking.call] = np.searchsorted(work.compute.start_ns, blocking.life_end_ns)
+    return Attribution(splits, band, exposed, gap)
 
 
 def held_up(pieces: Pieces, compute: Intervals) -> Pieces:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.split.arrivals import Arrivals
+from stepsplit.analyzer.split.labels import labels_of, runs_of
 from stepsplit.analyzer.split.match import Matched
-from stepsplit.analyzer.split.waits import Arrivals
 from stepsplit.analyzer.trace import OPS, Int64, RankTrace
 
 
@@ -41,25 +41,49 @@ def collective_stats(
     traces: Sequence[RankTrace], matched: Matched, arrivals: Arrivals
 ) -> tuple[CollectiveStat, ...]:
     """One row a kind of call, the most transfer time first."""
-    dtypes = [trace.calls.dtypes[d] for trace in traces for d in trace.calls.dtype.tolist()]
-    known = _known_by_any(matched, dtypes)
-    kinds: dict[tuple[int, int, str, int], list[int]] = defaultdict(list)
-    for row, dtype in enumerate(dtypes):
-        key, own = int(matched.key[row]), (dtype, int(matched.message_bytes[row]))
-        dtype, size = known.get(key, own) if not matched.is_message[row] else own
-        kinds[int(matched.group[row]), int(matched.op[row]), dtype, size].append(row)
-    stats = [_stat(kind, np.array(rows), matched, arrivals) for kind, rows in kinds.items()]
+    names, dtype = _dtypes(traces)
+    dtype, size = _known_by_any(matched, dtype, names.index(""))
+    order, first = runs_of(labels_of(matched.group, matched.op, dtype, size))
+    kinds = np.split(order, first[1:]) if len(order) else []
+    stats = []
+    for rows in sorted(kinds, key=lambda rows: int(rows[0])):
+        one = rows[0]
+        kind = (int(matched.group[one]), int(matched.op[one]), names[dtype[one]], int(size[one]))
+        stats.append(_stat(kind, rows, matched, arrivals))
     return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
 
 
-def _known_by_any(matched: Matched, dtypes: Sequence[str]) -> dict[int, tuple[str, int]]:
-    """Each matched collective's dtype and size, of the member that knows most: a root may alone."""
-    known: dict[int, tuple[str, int]] = {}
-    sizes = matched.message_bytes.tolist()
-    for key, dtype, size in zip(matched.key.tolist(), dtypes, sizes, strict=True):
-        if key >= 0 and size >= known.get(key, ("", -1))[1]:
-            known[key] = (dtype or known.get(key, ("", -1))[0], size)
-    return known
+def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
+    """(all names of dtypes, among them "" for unknown; which one each call has)."""
+    names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
+    number = {name: i for i, name in enumerate(names)}
+    columns = [
+        np.array([number[name] for name in trace.calls.dtypes], dtype=np.int64)[trace.calls.dtype]
+        for trace in traces
+    ]
+    return names, np.concatenate(columns)
+
+
+def _known_by_any(matched: Matched, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:
+    """Each call's dtype and size; of a matched collective those of the member that knows most.
+
+    A root may know the size alone. The last dtype counts beside which no larger size was stated.
+    """
+    rows = np.flatnonzero((matched.key >= 0) & ~matched.is_message)
+    order, first = runs_of(matched.key[rows])
+    rows = rows[order]
+    call = np.repeat(np.arange(len(first)), np.diff(first, append=len(rows)))
+    sizes, place = np.unique(matched.message_bytes[rows], return_inverse=True)
+    rising = call * len(sizes) + place
+    knows = np.maximum.accumulate(rising) == rising
+    named = knows & (dtype[rows] != unknown)
+    best_size = np.empty(len(first), dtype=np.int64)
+    best_size[call[knows]] = matched.message_bytes[rows][knows]
+    best_dtype = np.full(len(first), unknown, dtype=np.int64)
+    best_dtype[call[named]] = dtype[rows][named]
+    dtype, size = dtype.copy(), matched.message_bytes.copy()
+    dtype[rows], size[rows] = best_dtype[call], best_size[call]
+    return dtype, size
 
 
 def _stat(

@@ -1,41 +1,32 @@
-"""Who caused the waiting, and by what."""
+"""Who caused the waiting, and by what.
+
+A wait ends when the rank that came last arrives. Its lag behind the waiter is what it did more of
+than the waiter since the two were last level, which they were when the waiter last waited for a
+call of the same ranks. What it did more of is the cause: computing, copying, moving data, or
+nothing at all (its host was late). Where it waited more itself, blame passes on to those that it
+waited for, in the shares of those waits, and from there on.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.split.attribute import Band, Exposed
-from stepsplit.analyzer.split.waits import BUBBLE, SKEW
-from stepsplit.analyzer.trace import Int64, UInt8
+from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.split.lags import Lags, Waits, lags_of
+from stepsplit.analyzer.split.levels import RankTime
+from stepsplit.analyzer.split.waits import BUBBLE
+from stepsplit.analyzer.trace import Int64
 
-_CAUSE = {
-    "compute": "compute",
-    "collective": "transfer",
-    "p2p": "transfer",
-    "copy": "copy",
-    "idle": "host",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RankTime:
-    """What one rank did, on the common clock: its band of buckets, and its waits with their owners.
-
-    step numbers the windows that the band and the waits refer to; axis has the axis of each wait.
-    """
-
-    rank: int
-    step: tuple[int, ...]
-    band_bucket: UInt8
-    band_start_ns: Int64
-    band_end_ns: Int64
-    waits: Exposed
-    axis: tuple[str | None, ...]
+Float = npt.NDArray[np.float64]
+CAUSES = ("compute", "imbalance", "host", "copy", "transfer")
+_ROUNDS = 24
+"""Through how many ranks blame is passed on at most."""
+_SETTLED = 1e-4
+_Key = tuple[int | None, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,115 +41,119 @@ class Blame:
     bubble_ns: int
 
 
-def rank_time(
-    rank: int,
-    step: Sequence[int],
-    band: Band,
-    exposed: Exposed,
-    axis: Sequence[str | None],
-    lead_ns: int,
-) -> RankTime:
-    """The rank's band and waits moved to the common clock; axis has one entry an exposed row."""
-    waits = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
-    moved = Exposed(
-        exposed.window[waits], exposed.bucket[waits], exposed.call[waits], exposed.owner[waits],
-        exposed.start_ns[waits] + lead_ns, exposed.end_ns[waits] + lead_ns,
-    )  # fmt: skip
-    axes = tuple(axis[i] for i in waits.tolist())
-    start, end = band.start_ns + lead_ns, band.end_ns + lead_ns
-    return RankTime(rank, tuple(step), band.bucket, start, end, moved, axes)
-
-
 def blame(
     ranks: Sequence[RankTime], schedule_ns: Mapping[tuple[int, int], int]
 ) -> tuple[Blame, ...]:
     """All skew and bubble of all ranks, each instant once, by who caused it.
 
-    What the late rank did while it was waited for is the cause; where it waited itself, the blame
-    passes on. schedule_ns is the ideal bubble of each (rank, step): that much of its bubble is the
-    schedule's.
+    schedule_ns is the ideal bubble of each (rank, step): that much of its bubble is the schedule's,
+    first of all where nobody did more than the others.
     """
-    by_rank = {one.rank: one for one in ranks}
-    found: dict[tuple[int | None, str, str | None, int], list[int]] = defaultdict(lambda: [0, 0])
-    for one in ranks:
-        for (cause_rank, cause, axis, step, bucket), ns in _of_rank(one, by_rank, schedule_ns):
-            found[cause_rank, cause, axis, step][bucket == BUBBLE] += ns
-    return tuple(Blame(*key, skew, bubble) for key, (skew, bubble) in found.items())
+    waits = Waits.of(ranks)
+    if not len(waits.length_ns):
+        return ()
+    lags = lags_of(ranks, waits)
+    schedule = _of_schedule(waits, lags, schedule_ns)
+    carried = _carried(waits, lags, schedule)
+    return _rows(waits, _shares(waits, lags, carried, schedule))
 
 
-_Key = tuple[int | None, str, str | None, int, int]
+def _of_schedule(waits: Waits, lags: Lags, schedule_ns: Mapping[tuple[int, int], int]) -> Float:
+    """The part of each wait that the schedule itself costs: of what nobody is behind first."""
+    part = np.zeros(len(waits.length_ns))
+    bubble = waits.bucket == BUBBLE
+    innocent = np.where(bubble, waits.length_ns * (1 - _behind(waits, lags)), 0.0)
+    whole = np.where(bubble, waits.length_ns, 0.0)
+    for (rank, step), ideal_ns in schedule_ns.items():
+        rows = np.flatnonzero(bubble & (waits.rank == rank) & (waits.step == step))
+        free, total = float(innocent[rows].sum()), float(whole[rows].sum())
+        part[rows] += innocent[rows] * (min(ideal_ns, free) / free if free else 0.0)
+        rest = whole[rows] - part[rows]
+        left = min(float(ideal_ns), total) - float(part[rows].sum())
+        part[rows] += rest * (left / float(rest.sum()) if left > 0 and rest.any() else 0.0)
+    return part
 
 
-def _of_rank(
-    one: RankTime, by_rank: Mapping[int, RankTime], schedule_ns: Mapping[tuple[int, int], int]
-) -> list[tuple[_Key, int]]:
-    found: dict[_Key, int] = defaultdict(int)
-    waits = one.waits
-    for i in range(len(waits.start_ns)):
-        step, bucket = one.step[waits.window[i]], int(waits.bucket[i])
-        start, end = int(waits.start_ns[i]), int(waits.end_ns[i])
-        causes = _causes(int(waits.owner[i]), start, end, by_rank, (one.rank,))
-        for (rank, cause), ns in causes.items():
-            found[rank, cause, one.axis[i], step, bucket] += ns
-    shares: list[tuple[_Key, int]] = []
-    for step in {key[3] for key in found}:
-        of_step = {key: ns for key, ns in found.items() if key[3] == step}
-        shares += _with_schedule(of_step, schedule_ns.get((one.rank, step), 0))
-    return shares
+def _behind(waits: Waits, lags: Lags) -> Float:
+    """Which part of each wait somebody is behind who did more than his fair share of work."""
+    guilty = 1 - lags.passed - lags.fair
+    found = guilty
+    for _ in range(_ROUNDS):
+        found, before = guilty + lags.passed * lags.mean_of(found * waits.length_ns), found
+        if float(np.abs(found - before).max()) < _SETTLED:
+            break
+    return np.clip(found, 0, 1)
 
 
-def _causes(
-    owner: int, start: int, end: int, by_rank: Mapping[int, RankTime], waiting: tuple[int, ...]
-) -> dict[tuple[int | None, str], int]:
-    """What the owner did in [start, end), in ns; what it waited for itself is passed on.
+def _carried(waits: Waits, lags: Lags, schedule: Float) -> Float:
+    """How much of the waiting of each origin ends up with the cause of each wait: (waits, origins).
 
-    waiting are the ranks through which blame came here: those who wait for each other are held up
-    by nobody but the transfer between them.
+    An origin is an (axis, bucket) of the waits. What went round too often stays where it is.
     """
-    if owner < 0:
-        return {(None, "unknown"): end - start}
-    if owner in waiting:
-        return {(owner, "transfer"): end - start}
-    if (late := by_rank.get(owner)) is None:
-        return {(owner, "missing"): end - start}
-    found: dict[tuple[int | None, str], int] = defaultdict(int)
-    seen = 0
-    first = int(np.searchsorted(late.band_end_ns, start, side="right"))
-    after = int(np.searchsorted(late.band_start_ns, end, side="left"))
-    for row in range(first, after):
-        low, high = max(start, int(late.band_start_ns[row])), min(end, int(late.band_end_ns[row]))
-        seen += high - low
-        bucket = int(late.band_bucket[row])
-        if bucket in (SKEW, BUBBLE):
-            for cause, ns in _passed_on(late, low, high, by_rank, (*waiting, owner)).items():
-                found[cause] += ns
-        else:
-            found[owner, _CAUSE[BUCKETS[bucket]]] += high - low
-    if seen < end - start:
-        found[None, "unknown"] += end - start - seen
+    moving = np.zeros((len(waits.length_ns), waits.origins))
+    moving[np.arange(len(moving)), waits.origin] = waits.length_ns - schedule
+    settled = np.zeros_like(moving)
+    for _ in range(_ROUNDS):
+        settled += moving * (1 - lags.passed)[:, np.newaxis]
+        moving = lags.passed_on(moving * lags.passed[:, np.newaxis])
+        if moving.sum() < _SETTLED * waits.length_ns.sum():
+            break
+    return settled + moving
+
+
+def _shares(waits: Waits, lags: Lags, carried: Float, schedule: Float) -> dict[_Key, Float]:
+    """For each (rank, cause, step) what it is to blame for, by origin."""
+    found: dict[_Key, Float] = {}
+    alone = np.where(lags.passed < 1, 1 - lags.passed, 1.0)
+    nobody = np.full(len(carried), -1)
+    for number, cause in enumerate(CAUSES):
+        share = np.where(lags.known, lags.direct[:, number] / alone, 0.0)
+        _add(found, waits.owner, waits.step, cause, carried * share[:, np.newaxis])
+    missing, unknown = ~lags.known & lags.named, ~lags.known & ~lags.named
+    _add(found, waits.owner, waits.step, "missing", carried * missing[:, np.newaxis])
+    _add(found, nobody, waits.step, "unknown", carried * unknown[:, np.newaxis])
+    of_schedule = np.zeros_like(carried)
+    of_schedule[np.arange(len(carried)), waits.origin] = schedule
+    _add(found, nobody, waits.step, "schedule", of_schedule)
     return found
 
 
-def _passed_on(
-    late: RankTime, start: int, end: int, by_rank: Mapping[int, RankTime], waiting: tuple[int, ...]
-) -> dict[tuple[int | None, str], int]:
-    waits = late.waits
-    found: dict[tuple[int | None, str], int] = defaultdict(int)
-    first = int(np.searchsorted(waits.end_ns, start, side="right"))
-    after = int(np.searchsorted(waits.start_ns, end, side="left"))
-    for row in range(first, after):
-        low, high = max(start, int(waits.start_ns[row])), min(end, int(waits.end_ns[row]))
-        for cause, ns in _causes(int(waits.owner[row]), low, high, by_rank, waiting).items():
-            found[cause] += ns
-    return found
+def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount: Float) -> None:
+    """Adds the amounts of each (owner, step) to those of the cause; an owner of -1 is nobody."""
+    label = labels_of(owner, step)
+    first = np.unique(label, return_index=True)[1]
+    sums = np.zeros((len(first), amount.shape[1]))
+    np.add.at(sums, label, amount)
+    for rank, number, row in zip(owner[first].tolist(), step[first].tolist(), sums, strict=True):
+        if row.any():
+            key = (None if rank < 0 else rank, cause, number)
+            found[key] = found[key] + row if key in found else row
 
 
-def _with_schedule(of_step: Mapping[_Key, int], ideal_ns: int) -> list[tuple[_Key, int]]:
-    """A step's causes, with the schedule's share of the bubble taken from all in proportion."""
-    total = sum(ns for key, ns in of_step.items() if key[4] == BUBBLE)
-    share = min(ideal_ns, total)
-    found: list[tuple[_Key, int]] = []
-    for key, ns in of_step.items():
-        moved = ns * share // total if key[4] == BUBBLE and total else 0
-        found += [(key, ns - moved), ((None, "schedule", *key[2:]), moved)]
-    return found
+def _rows(waits: Waits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
+    """The shares in whole ns, which add up to the waits of each origin exactly."""
+    keys = list(shares)
+    table = np.stack([shares[key] for key in keys])
+    whole = np.zeros(table.shape, dtype=np.int64)
+    for origin in range(waits.origins):
+        total = int(waits.length_ns[waits.origin == origin].sum())
+        whole[:, origin] = _apportioned(table[:, origin], total)
+    rows = []
+    for key, row in zip(keys, whole, strict=True):
+        for axis, skew, bubble in waits.by_axis(row.tolist()):
+            if skew or bubble:
+                rows.append(Blame(key[0], key[1], axis, key[2], skew, bubble))
+    return tuple(rows)
+
+
+def _apportioned(amount: Float, total: int) -> Int64:
+    """The amounts in whole numbers that sum to the total, by largest remainders."""
+    scale = total / float(amount.sum()) if amount.any() else 0.0
+    exact = amount * scale
+    whole = np.floor(exact).astype(np.int64)
+    short = total - int(whole.sum())
+    order = np.argsort(whole - exact, kind="stable")
+    whole[order[: max(short, 0)]] += 1
+    for row in order[::-1][: max(-short, 0)].tolist():
+        whole[row] -= 1
+    return whole

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.trace import OPS, Int32, Int64, Note, RankTrace, UInt8, wall_lead_ns
+from stepsplit.analyzer.split.labels import labels_of, place_within, runs_of
+from stepsplit.analyzer.split.shifts import Pairing, Sequence, paired
+from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, Note, RankTrace, UInt8
+from stepsplit.analyzer.trace import wall_lead_ns as _wall_lead_ns
 
-MAX_SHIFT = 64
-"""By how many calls windows without sequence numbers may begin apart."""
-Named = list[tuple[int, Hashable]]
-"""Rows with the name of the call that each is; equal names are one call."""
+_NUMBERED, _ORDERED, _MESSAGE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,17 @@ class CallRows:
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """The named rows, and what was ambiguous."""
+    """One label for all rows of a call, -1 for a row that is like no other; what was ambiguous."""
 
-    named: Named
+    label: Int64
     notes: tuple[Note, ...]
 
 
 def call_rows(
-    traces: Sequence[RankTrace], trace: Int32, group: Int32, start_ns: Int64, end_ns: Int64
+    traces: Listed[RankTrace], trace: Int32, group: Int32, start_ns: Int64, end_ns: Int64
 ) -> CallRows:
     """The columns that identities need, from those of the whole table."""
-    lead = wall_lead_ns(traces)[trace]
+    lead = _wall_lead_ns(traces)[trace]
     calls = [one.calls for one in traces]
     return CallRows(
         trace=trace,
@@ -69,116 +68,122 @@ def call_rows(
 
 
 def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
-    """The names of the collectives and messages among the rows, each given by its row numbers."""
-    named = _numbered(rows, collective[rows.seq[collective] >= 0])
-    ambiguous = 0
-    plain = collective[rows.seq[collective] < 0]
-    for group in np.unique(rows.group[plain]).tolist():
-        found, doubtful = _by_order(rows, plain[rows.group[plain] == group], group)
-        named, ambiguous = named + found, ambiguous + doubtful
-    named += _messages(rows, message)
-    text = (
-        "ranks of different hosts repeat the same collectives without sequence numbers: they are "
-    )
-    note = Note("order_ambiguous", text + "matched as if all windows began on the same one")
-    return Identities(named, (note,) if ambiguous else ())
+    """The labels of the collectives and messages among the rows, each given by its row numbers."""
+    way = np.full(len(rows.trace), -1, dtype=np.int64)
+    place, channel = (np.full(len(rows.trace), -1, dtype=np.int64) for _ in range(2))
+    numbered = _numbered(rows, collective)
+    known = collective[numbered]
+    way[known], place[known], channel[known] = _NUMBERED, rows.seq[known], rows.group[known]
+    plain = collective[~numbered]
+    ambiguous = _place_in_order(rows, plain, place)
+    way[plain], channel[plain] = _ORDERED, rows.group[plain]
+    if len(message):
+        channel[message] = _channels(rows, message)
+        ambiguous |= _place_messages(rows, message, channel, place)
+        way[message] = _MESSAGE
+    label = np.where(place != -1, labels_of(way, channel, place), -1)
+    text = "ranks repeat the same calls without sequence numbers, and their clocks do not tell "
+    note = Note("order_ambiguous", text + "which is which: the pairing closest in time is taken")
+    return Identities(label, (note,) if ambiguous else ())
 
 
-def _numbered(rows: CallRows, numbered: Int64) -> Named:
-    """Calls by sequence number; one that comes again after others, as in a replay, is new."""
-    named: Named = []
-    latest: dict[tuple[int, int], int] = {}
-    again: Counter[tuple[int, int, int]] = Counter()
-    for row in numbered[np.lexsort((rows.start_ns[numbered], rows.trace[numbered]))].tolist():
-        trace, group, seq = int(rows.trace[row]), int(rows.group[row]), int(rows.seq[row])
-        again[trace, group, seq] += latest.get((trace, group)) != seq
-        latest[trace, group] = seq
-        named.append((row, ("seq", group, seq, again[trace, group, seq])))
-    return named
+def _numbered(rows: CallRows, collective: Int64) -> Bool:
+    """Which collectives are told by their sequence number alone.
 
-
-def _by_order(rows: CallRows, of_group: Int64, group: int) -> tuple[Named, int]:
-    """The n-th call is the n-th, once windows that begin apart are shifted together."""
-    by_trace = [of_group[rows.trace[of_group] == t] for t in np.unique(rows.trace[of_group])]
-    by_trace = [r[np.argsort(rows.start_ns[r], kind="stable")] for r in by_trace]
-    longest = max(by_trace, key=len)
-    named: Named = []
-    ambiguous = 0
-    for one in by_trace:
-        shifts = [0] if one is longest else _shifts(_kind(rows, one), _kind(rows, longest))
-        together = rows.share_a_clock(one, longest)
-        if shifts:
-            shift = (
-                min(shifts, key=lambda s: _apart_ns(rows, one, longest, s))
-                if together
-                else shifts[0]
-            )
-            named += [(row, ("order", group, n + shift)) for n, row in enumerate(one.tolist())]
-        ambiguous += len(shifts) > 1 and not together
-    return named, ambiguous
-
-
-def _kind(rows: CallRows, chosen: Int64) -> Int64:
-    return np.stack((rows.op[chosen].astype(np.int64), rows.size_bytes[chosen]), axis=1)
-
-
-def _shifts(one: Int64, other: Int64) -> list[int]:
-    """How far into other the sequence one may begin, smallest first: all that meets agrees.
-
-    At least half of the shorter must meet, or any two calls of a kind would do.
+    A replayed graph repeats its numbers: a group with such a call goes by order.
     """
-    found = []
-    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
-        low, high = max(shift, 0), min(shift + len(one), len(other))
-        enough = 2 * (high - low) >= min(len(one), len(other)) and high > low
-        if enough and _agree(one[low - shift : high - shift], other[low:high]):
-            found.append(shift)
-    return found
+    seq = rows.seq[collective]
+    label = labels_of(rows.group[collective], rows.trace[collective])
+    order = np.lexsort((rows.start_ns[collective], label))
+    fresh = np.ones(len(order), dtype=np.bool_)
+    fresh[1:] = (seq[order][1:] != seq[order][:-1]) | (label[order][1:] != label[order][:-1])
+    first = order[fresh]
+    again = place_within(labels_of(label[first], seq[first])) > 0
+    replayed = np.unique(rows.group[collective[first[again & (seq[first] >= 0)]]])
+    return (seq >= 0) & ~np.isin(rows.group[collective], replayed)
 
 
-def _agree(one: Int64, other: Int64) -> bool:
-    """Whether the (op, size) of all calls are the same; a size that one does not know fits any."""
-    unknown = (one[:, 1] < 0) | (other[:, 1] < 0)
-    same = (one[:, 0] == other[:, 0]) & ((one[:, 1] == other[:, 1]) | unknown)
-    return bool(same.all())
+def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
+    """Writes the place of each call in its group's order; says whether some were ambiguous."""
+    ambiguous = False
+    order, first = runs_of(rows.group[plain].astype(np.int64))
+    for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
+        by_trace = _in_time(rows, of_group, rows.trace[of_group].astype(np.int64))
+        longest = max(by_trace, key=len)
+        place[longest] = np.arange(len(longest))
+        whole = _sequence(rows, longest)
+        for one in by_trace:
+            if one is not longest:
+                together = rows.share_a_clock(one, longest)
+                found = paired(_sequence(rows, one), whole, one_clock=together)
+                place[one] = found.place
+                ambiguous |= found.ambiguous and not together
+    return ambiguous
 
 
-def _apart_ns(rows: CallRows, one: Int64, other: Int64, shift: int) -> int:
-    """By how much the calls that a shift pairs end apart, on a clock that both read."""
-    low, high = max(shift, 0), min(shift + len(one), len(other))
-    ends = rows.end_ns[one[low - shift : high - shift]] - rows.end_ns[other[low:high]]
-    return int(np.median(np.abs(ends)))
+def _in_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
+    """The chosen rows of each label, in order of time."""
+    if not len(chosen):
+        return []
+    ordered = np.lexsort((rows.start_ns[chosen], label))
+    bounds = np.flatnonzero(np.diff(label[ordered])) + 1
+    return np.split(chosen[ordered], bounds)
 
 
-def _messages(rows: CallRows, message: Int64) -> Named:
-    """A receive matches the n-th send of the same source, destination and group."""
-    channels: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(
-        lambda: ([], [])
-    )
-    for row in message[np.lexsort((rows.start_ns[message], rows.trace[message]))].tolist():
-        mine, theirs, sends = int(rows.rank[row]), int(rows.peer[row]), OPS[rows.op[row]] == "send"
-        ends = (mine, theirs) if sends else (theirs, mine)
-        channels[int(rows.group[row]), *ends][0 if sends else 1].append(row)
-    named: Named = []
-    for place, (sent, received) in channels.items():
-        shift = _first_received(rows, np.array(sent), np.array(received))
-        named += [(row, ("message", *place, n)) for n, row in enumerate(sent)]
-        named += [(row, ("message", *place, n + shift)) for n, row in enumerate(received)]
-    return named
+def _sequence(rows: CallRows, chosen: Int64) -> Sequence:
+    kind = (rows.op[chosen].astype(np.int64), rows.size_bytes[chosen], rows.seq[chosen])
+    return Sequence(np.stack(kind, axis=1), rows.end_ns[chosen])
 
 
-def _first_received(rows: CallRows, sent: Int64, received: Int64) -> int:
-    """Which send the first receive belongs to, where one window lacks messages of the other.
+def _channels(rows: CallRows, message: Int64) -> Int64:
+    """A number for each (group, source, destination) that messages take."""
+    sends = rows.op[message] == OP_CODE["send"]
+    mine, theirs = rows.rank[message], rows.peer[message]
+    source, target = np.where(sends, mine, theirs), np.where(sends, theirs, mine)
+    return labels_of(rows.group[message], source, target)
 
-    On a shared clock no receive ends before its send begins, and the closest such pairing is right.
+
+def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:
+    """A receive matches the n-th send of its channel, once windows that begin apart are shifted."""
+    ambiguous = False
+    sends = (rows.op[message] == OP_CODE["send"]).astype(np.int64)
+    for ends in _pairs_of_ends(rows, message, channel[message], sends):
+        sent, received = ends
+        place[sent] = np.arange(len(sent))
+        found = _received(rows, sent, received)
+        place[received] = np.where(
+            found.place >= 0, found.place, len(sent) + np.arange(len(received))
+        )
+        ambiguous |= found.ambiguous and not rows.share_a_clock(sent, received)
+    return ambiguous
+
+
+def _pairs_of_ends(
+    rows: CallRows, message: Int64, channel: Int64, sends: Int64
+) -> list[tuple[Int64, Int64]]:
+    """(sends, receives) of each channel that has both, in order of time."""
+    both: dict[int, dict[int, Int64]] = {}
+    order, first = runs_of(channel * 2 + sends)
+    for part in np.split(order, first[1:]):
+        in_time = part[np.argsort(rows.start_ns[message[part]], kind="stable")]
+        both.setdefault(int(channel[part[0]]), {})[int(sends[part[0]])] = message[in_time]
+    return [(ends[1], ends[0]) for ends in both.values() if len(ends) == 2]
+
+
+def _received(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
+    """Which send each receive belongs to.
+
+    Windows that begin on the same message are the rule, so that only times which fit another
+    pairing plainly better, or receives that would end before their sends began, speak against it.
     """
-    missing = len(sent) - len(received)
-    if not missing or not len(sent) or not len(received) or not rows.share_a_clock(sent, received):
-        return 0
+    likely = len(sent) == len(received) and not _out_of_order(rows, sent, received)
+    one = Sequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
+    other = Sequence(rows.size_bytes[sent][:, np.newaxis], rows.end_ns[sent])
+    together = rows.share_a_clock(sent, received)
+    return paired(one, other, one_clock=together, likely=0 if likely else None)
 
-    def misfit(shift: int) -> tuple[int, int]:
-        low, high = max(shift, 0), min(shift + len(received), len(sent))
-        late = rows.end_ns[received[low - shift : high - shift]] - rows.start_ns[sent[low:high]]
-        return int((late < 0).sum()), int(np.median(np.abs(late)))
 
-    return min(range(min(missing, 0), max(missing, 0) + 1), key=misfit)
+def _out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
+    """Whether, on one clock, some receive would end before its send began."""
+    early = rows.end_ns[received] < rows.start_ns[sent]
+    return rows.share_a_clock(sent, received) and bool(early.any())

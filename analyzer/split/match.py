@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stepsplit.analyzer.split.identity import call_rows, identities
+from stepsplit.analyzer.split.labels import labels_of, least_of, most_of
 from stepsplit.analyzer.split.unnamed import NAME as UNNAMED
 from stepsplit.analyzer.split.unnamed import world_of_unnamed
-from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Group, Int32, Int64, Note, RankTrace, UInt8
+from stepsplit.analyzer.trace import OP_CODE, Bool, Group, Int32, Int64, Note, RankTrace, UInt8
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose members all bring the same size, and whose kernels end together."""
+_TOGETHER_CODES = [OP_CODE[op] for op in TOGETHER]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Matched:
 
     trace indexes the traces and call that trace's Calls; group indexes groups (-1 unknown). shared
     is one number for all rows of one collective or message, -1 where a rank has it alone; key is
-    the same where every member's call is there, else -1.
+    the same where every member's call is there, else -1. leads marks the first of a rank's rows of
+    one call, which may be several kernels.
     start_ns is the arrival (on gloo, of the call) and end_ns the end, on the rank's own clock.
     """
 
@@ -33,6 +36,7 @@ class Matched:
     op: UInt8
     key: Int64
     shared: Int64
+    leads: Bool
     start_ns: Int64
     end_ns: Int64
     message_bytes: Int64
@@ -62,6 +66,7 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         op=np.concatenate([calls.op for calls in column]),
         key=np.empty(0, dtype=np.int64),
         shared=np.empty(0, dtype=np.int64),
+        leads=np.empty(0, dtype=np.bool_),
         start_ns=np.concatenate([_arrival_ns(trace) for trace in traces]),
         end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
@@ -125,36 +130,64 @@ def _with_keys(rows: Matched, traces: Sequence[RankTrace]) -> Matched:
     calls = call_rows(traces, rows.trace, rows.group, rows.start_ns, rows.end_ns)
     collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
     found = identities(calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0)))
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for row, name in found.named:
-        members[name].append(row)
-    key, shared = (np.full(len(rows), -1, dtype=np.int64) for _ in range(2))
-    for number, same in enumerate(members.values()):
-        if _is_one_call(rows, same):
-            shared[same] = number
-            key[same] = number if _is_complete(rows, same) else -1
-    return replace(rows, key=key, shared=shared, notes=(*rows.notes, *found.notes))
+    label, count = found.label, int(found.label.max(initial=-1)) + 1
+    members = _members(rows, label, count)
+    one_call = (members >= 2) & _agreed(rows, label, count)
+    complete = one_call & (members == _expected(rows, label, count))
+    known = np.where(label >= 0, label, 0)
+    shared = np.where((label >= 0) & _at(one_call, known), label, -1)
+    key = np.where((label >= 0) & _at(complete, known), label, -1)
+    leads = _first_kernels(rows, shared)
+    return replace(rows, key=key, shared=shared, leads=leads, notes=(*rows.notes, *found.notes))
+
+
+def _first_kernels(rows: Matched, shared: Int64) -> Bool:
+    """Which rows are the first of their rank in a call; a row of no call is one."""
+    leads = shared < 0
+    known = np.flatnonzero(~leads)
+    in_time = known[np.argsort(rows.start_ns[known], kind="stable")]
+    first = np.unique(labels_of(shared[in_time], rows.trace[in_time]), return_index=True)[1]
+    leads[in_time[first]] = True
+    return leads
+
+
+def _at(of_label: Bool, label: Int64) -> Bool:
+    return of_label[label] if len(of_label) else np.zeros(len(label), dtype=np.bool_)
+
+
+def _members(rows: Matched, label: Int64, count: int) -> Int64:
+    """How many ranks made each call; of a message, how many ends of it are there."""
+    known = np.flatnonzero(label >= 0)
+    who = np.where(rows.is_message[known], known, rows.trace[known])
+    first = np.unique(labels_of(label[known], who), return_index=True)[1]
+    return np.bincount(label[known][first], minlength=count)
+
+
+def _agreed(rows: Matched, label: Int64, count: int) -> Bool:
+    """Whether the members agree on what the call is; sizes differ only where ops allow it."""
+    op = np.minimum(rows.op, OP_CODE["send"]).astype(np.int64)
+    same_op = least_of(label, op, count) == most_of(label, op, count)
+    size = rows.message_bytes
+    sized = np.where(size >= 0, label, -1)
+    same_size = least_of(sized, size, count) >= most_of(sized, size, count)
+    free = most_of(label, (~np.isin(rows.op, _TOGETHER_CODES)).astype(np.int64), count) > 0
+    agreed: Bool = same_op & (same_size | free) & _two_ends(rows, label, count)
+    return agreed
+
+
+def _two_ends(rows: Matched, label: Int64, count: int) -> Bool:
+    """Whether a message is between two ranks."""
+    trace = rows.trace.astype(np.int64)
+    apart: Bool = most_of(label, trace, count) > least_of(label, trace, count)
+    return apart
+
+
+def _expected(rows: Matched, label: Int64, count: int) -> Int64:
+    """How many members each call has when all are there."""
+    sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
+    return most_of(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
 
 
 def _notes(groups: Sequence[Group]) -> tuple[Note, ...]:
     text = "collectives of no named group are taken for those of all ranks, which ran the same ones"
     return (Note("groups_inferred", text),) if any(g.name == UNNAMED for g in groups) else ()
-
-
-def _is_one_call(rows: Matched, same: Sequence[int]) -> bool:
-    """Whether several ranks agree on what the call is; sizes differ only where ops allow it."""
-    if len(set(rows.trace[same].tolist())) < 2 or len(set(_kind_of_match(rows, same))) > 1:
-        return False
-    sizes = {size for size in rows.message_bytes[same].tolist() if size >= 0}
-    return len(sizes) <= 1 or OPS[rows.op[same[0]]] not in TOGETHER
-
-
-def _kind_of_match(rows: Matched, same: Sequence[int]) -> list[int]:
-    """The op of each row; the two ends of a message are one."""
-    return [min(op, OP_CODE["send"]) for op in rows.op[same].tolist()]
-
-
-def _is_complete(rows: Matched, same: Sequence[int]) -> bool:
-    if rows.is_message[same[0]]:
-        return len(same) == 2
-    return len(set(rows.trace[same].tolist())) == len(rows.groups[rows.group[same[0]]].ranks)

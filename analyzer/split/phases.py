@@ -11,7 +11,7 @@ from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.layout import Layout
 from stepsplit.analyzer.split.pipeline import BOX, PHASE_OF_LETTER
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.trace import OPS, Bool, Category, Events, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Int64, RankTrace
 
 
 def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: Layout) -> list[str]:
@@ -29,10 +29,22 @@ def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: Layout) -
         forward=_inside(_spans(events, _boxes(events, "forward")), when),
         early=_before_backward(events, windows, when),
     )
-    syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
-    return [
-        _direction(trace, i, layout) or _phase(trace, i, marks, syncs) for i in range(len(calls))
-    ]
+    ahead = _stages_ahead(trace, layout)
+    sends, receives = calls.op == OP_CODE["send"], calls.op == OP_CODE["recv"]
+    found = np.select(
+        [
+            sends & (ahead > 0) | receives & (ahead < 0),
+            sends & (ahead < 0) | receives & (ahead > 0),
+            marks.optimizer,
+            ~marks.forward & _syncing(trace, layout),
+            marks.backward,
+            marks.forward | marks.early,
+        ],
+        ["forward", "backward", "optimizer", "grad_sync", "backward", "forward"],
+        "other",
+    )
+    phases: list[str] = found.tolist()
+    return phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,11 @@ class _Marks:
     early: Bool
 
 
-def _phase(trace: RankTrace, row: int, marks: _Marks, syncs: Sequence[frozenset[str]]) -> str:
-    group_id = int(trace.calls.group_id[row])
-    if marks.optimizer[row]:
-        return "optimizer"
-    if not marks.forward[row] and group_id >= 0 and OPS[trace.calls.op[row]] in syncs[group_id]:
-        return "grad_sync"
-    if marks.backward[row]:
-        return "backward"
-    return "forward" if marks.forward[row] or marks.early[row] else "other"
+def _syncing(trace: RankTrace, layout: Layout) -> Bool:
+    """Which calls bring gradients together, by their group and op."""
+    syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
+    table = np.array([[op in of_group for op in OPS] for of_group in (*syncs, frozenset())])
+    return np.asarray(table[trace.calls.group_id, trace.calls.op])
 
 
 def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
@@ -67,13 +75,15 @@ def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
     return frozenset({"all_reduce"} if axes == {"cp"} else {"all_reduce", "reduce_scatter"})
 
 
-def _direction(trace: RankTrace, row: int, layout: Layout) -> str | None:
-    """Activations go to later stages, gradients to earlier; None for no message of a pipeline."""
-    op, peer = OPS[trace.calls.op[row]], int(trace.calls.peer[row])
-    ahead = layout.stage(peer) - layout.stage(trace.rank) if peer >= 0 else 0
-    if op not in ("send", "recv") or not ahead:
-        return None
-    return "forward" if (ahead > 0) == (op == "send") else "backward"
+def _stages_ahead(trace: RankTrace, layout: Layout) -> Int64:
+    """By how many stages the peer of each message is later in the pipeline, 0 for no message.
+
+    Activations go to later stages, gradients to earlier ones.
+    """
+    peers, place = np.unique(trace.calls.peer, return_inverse=True)
+    mine = layout.stage(trace.rank)
+    ahead = [layout.stage(peer) - mine if peer >= 0 else 0 for peer in peers.tolist()]
+    return np.array(ahead, dtype=np.int64)[place]
 
 
 def _boxes(events: Events, phase: str) -> Bool:

@@ -5,63 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepsplit.analyzer.buckets import BUCKETS, StepSplit
-from stepsplit.analyzer.split.align import Alignment, align
-from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.split.align import align
+from stepsplit.analyzer.split.arrivals import arrivals_of
 from stepsplit.analyzer.split.bandwidth import CollectiveStat, collective_stats
-from stepsplit.analyzer.split.blame import Blame, RankTime, blame, rank_time
-from stepsplit.analyzer.split.classify import Work, work_of
+from stepsplit.analyzer.split.blame import Blame, blame
+from stepsplit.analyzer.split.classify import work_of
+from stepsplit.analyzer.split.clocks import Alignment
+from stepsplit.analyzer.split.detail import Detail, detail_of
 from stepsplit.analyzer.split.layout import Layout, layout_of
+from stepsplit.analyzer.split.levels import RankTime, rank_time
 from stepsplit.analyzer.split.match import Matched, match
-from stepsplit.analyzer.split.phases import phases_of
-from stepsplit.analyzer.split.pipeline import (
-    Box,
-    StageHoles,
-    StepGrid,
-    boxes_of,
-    covered_ns,
-    grid_of,
-    holes_of,
-    schedule_named,
-    schedule_of,
-)
+from stepsplit.analyzer.split.pipeline import StageHoles, holes_of
+from stepsplit.analyzer.split.rank_split import RankSplit, Together, split_rank
 from stepsplit.analyzer.split.same_steps import agreed
-from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
-from stepsplit.analyzer.split.waits import (
-    BUBBLE,
-    SKEW,
-    Arrivals,
-    arrivals_of,
-    pieces_of,
-    without_lag,
-)
+from stepsplit.analyzer.split.schedule_kind import schedule_named, schedule_seen
+from stepsplit.analyzer.split.steps import Steps, steps_of
+from stepsplit.analyzer.split.waits import BUBBLE, SKEW
+from stepsplit.analyzer.split.workload import Workload, workloads
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
 
-IdealBubble = Callable[[str, int, int, int], float | None]
-"""(schedule, stages, microbatches, chunks) -> the bubble fraction of equal stages."""
+IdealBubble = Callable[[str, int, int, int, tuple[float, float, float] | None], float | None]
+"""(schedule, stages, microbatches, chunks, times_ns) -> the bubble fraction of equal stages;
+times_ns of a microbatch on a stage: forward, input and weight gradient."""
 _NO_GRID = Note(
     "no_grid",
-    "forwards and backwards are not marked: no pipeline grid; profile_run and torch's interleaved "
-    "schedules mark them",
+    "forwards and backwards are not marked, and the messages do not tell them: no pipeline grid; "
+    "profile_run and torch's interleaved schedules mark them",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RankSplit:
-    """One rank: its steps on the common clock, and what they are made of, on its own.
-
-    lead_ns + own = common clock. steps and grids have one entry a window of the attribution, axis
-    and phase one a row of its exposed pieces.
-    """
-
-    trace: RankTrace
-    steps: tuple[StepSplit, ...]
-    attribution: Attribution
-    grids: tuple[StepGrid, ...]
-    axis: tuple[str | None, ...]
-    phase: tuple[str, ...]
-    lead_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,128 +59,63 @@ class RunSplit:
     schedule: Schedule | None
     holes: tuple[StageHoles, ...]
     blame: tuple[Blame, ...]
+    detail: Detail
     notes: tuple[Note, ...]
 
 
 def split_run(
-    traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
+    traces: Sequence[RankTrace],
+    spec: RunSpec | None,
+    ideal_bubble: IdealBubble,
+    rules: Rules = BUILT_IN,
 ) -> RunSplit:
     """The split of all ranks. traces are in the order of their ranks, at least one."""
     layout = layout_of(spec, traces)
-    work = [work_of(trace) for trace in traces]
+    work = [work_of(trace, rules) for trace in traces]
     matched = match(traces)
     steps = agreed([steps_of(trace) for trace in traces], matched)
     alignment = align(traces, matched)
-    together = _Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
+    together = Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
     ranks = [
-        _rank(i, *one, together) for i, one in enumerate(zip(traces, work, steps, strict=True))
+        split_rank(i, *one, together) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     holes = holes_of(layout.pipelines, grids)
     schedule = _schedule(layout, ranks, spec, ideal_bubble) if holes else None
-    blamed = blame([_time(rank) for rank in ranks], _ideal_ns(holes, schedule))
+    work_done = workloads(traces, [one.windows for one in steps])
+    times = [_time(i, *one, together) for i, one in enumerate(zip(ranks, work_done, strict=True))]
+    blamed = blame(times, _ideal_ns(holes, schedule))
     _check(ranks, blamed)
     notes = _notes(traces, steps, layout, alignment, matched)
     if layout.pipelines and not any(grid.boxes for grid in grids.values()):
         notes += (_NO_GRID,)
-    stats = collective_stats(traces, matched, together.arrivals)
-    return RunSplit(tuple(ranks), layout, alignment, matched, stats, schedule, holes, blamed, notes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """What only all ranks together tell."""
-
-    matched: Matched
-    arrivals: Arrivals
-    alignment: Alignment
-    layout: Layout
-
-
-def _rank(index: int, trace: RankTrace, work: Work, steps: Steps, together: _Together) -> RankSplit:
-    lead_ns, layout = together.alignment.lead_ns[index], together.layout
-    found = _attributed(index, trace, work, steps, together)
-    boxes = boxes_of(trace)
-    bands = [_cut(found.band, i) for i in range(len(steps.windows))]
-    grids = [
-        _grid(trace.rank, window, boxes, band, lead_ns)
-        for window, band in zip(steps.windows, bands, strict=True)
-    ]
-    axes = [layout.axis_of(group) for group in trace.groups]
-    phases = phases_of(trace, steps.windows, layout)
-    calls = found.exposed.call.tolist()
-    groups = trace.calls.group_id[found.exposed.call].tolist()
-    return RankSplit(
-        trace=trace,
-        steps=_step_splits(index, steps, found, grids, bands, together),
-        attribution=found,
-        grids=tuple(grids),
-        axis=tuple(axes[group] if group >= 0 else None for group in groups),
-        phase=tuple(phases[call] for call in calls),
-        lead_ns=lead_ns,
+    return RunSplit(
+        ranks=tuple(ranks),
+        layout=layout,
+        alignment=alignment,
+        matched=matched,
+        collectives=collective_stats(traces, matched, together.arrivals),
+        schedule=schedule,
+        holes=holes,
+        blame=blamed,
+        detail=detail_of(ranks, together, rules),
+        notes=notes,
     )
-
-
-def _attributed(
-    index: int, trace: RankTrace, work: Work, steps: Steps, together: _Together
-) -> Attribution:
-    lead_ns = together.alignment.lead_ns[index]
-    pieces = pieces_of(index, trace, together.matched, together.arrivals, lead_ns, together.layout)
-    if not trace.on_device:
-        pieces = without_lag(pieces, work.compute)
-    return attribute(steps.windows, work, pieces)
-
-
-def _step_splits(
-    index: int,
-    steps: Steps,
-    found: Attribution,
-    grids: Sequence[StepGrid],
-    bands: Sequence[Band],
-    together: _Together,
-) -> tuple[StepSplit, ...]:
-    """The rank's steps on the common clock; a step that a guessed call held up is estimated."""
-    lead_ns = together.alignment.lead_ns[index]
-    guessed = together.arrivals.estimated[together.matched.of_trace(index)][found.exposed.call]
-    estimated = set(found.exposed.window[guessed].tolist())
-    covered = [covered_ns(g.busy, band, lead_ns) for g, band in zip(grids, bands, strict=True)]
-    return tuple(
-        StepSplit(
-            rank=grids[i].rank,
-            step=window.step,
-            kind=window.kind,
-            start_ns=window.start_ns + lead_ns,
-            split=replace(found.splits[i], bubble_covered_ns=covered[i]),
-            estimated=i in estimated,
-        )
-        for i, window in enumerate(steps.windows)
-    )
-
-
-def _grid(
-    rank: int, window: StepWindow, boxes: Sequence[Box], band: Band, lead_ns: int
-) -> StepGrid:
-    inside = [box for box in boxes if window.start_ns <= box.start_ns < window.end_ns]
-    return grid_of(rank, window.step, inside, band, lead_ns)
-
-
-def _cut(band: Band, window: int) -> Band:
-    rows = band.window == window
-    return Band(band.window[rows], band.bucket[rows], band.start_ns[rows], band.end_ns[rows])
 
 
 def _schedule(
     layout: Layout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> Schedule:
-    """The schedule that run.json states, else by the order of work on the last stage."""
+    """The schedule that run.json states, else by the order of work on all stages."""
     by_rank = {rank.trace.rank: rank for rank in ranks}
     line = next(line for line in layout.pipelines if all(rank in by_rank for rank in line))
-    grid = next(grid for grid in by_rank[line[-1]].grids if grid.boxes)
-    chunks = len({box.stage for box in grid.boxes})
-    microbatches = len({box.microbatch for box in grid.boxes})
+    boxes = {(g.rank, g.step): g.boxes for rank in line for g in by_rank[rank].grids}
+    steps = sorted({step for _, step in boxes})
+    seen = schedule_seen([[boxes.get((rank, step), ()) for rank in line] for step in steps])
     stated = spec.training.schedule if spec and spec.training else None
-    name = schedule_named(stated) if stated else schedule_of(grid.boxes, chunks)
-    return Schedule(name, microbatches, ideal_bubble(name, len(line), microbatches, chunks))
+    name = schedule_named(stated) if stated else seen.name or "unknown"
+    ideal = ideal_bubble(name, len(line), seen.microbatches, seen.chunks, seen.times_ns)
+    return Schedule(name, seen.microbatches, ideal)
 
 
 def _ideal_ns(
@@ -217,10 +126,11 @@ def _ideal_ns(
     return {(hole.rank, hole.step): int(hole.window_ns * ideal) for hole in holes}
 
 
-def _time(rank: RankSplit) -> RankTime:
-    numbers = [step.step for step in rank.steps]
-    band, exposed = rank.attribution.band, rank.attribution.exposed
-    return rank_time(rank.trace.rank, numbers, band, exposed, rank.axis, rank.lead_ns)
+def _time(index: int, rank: RankSplit, work: Workload, together: Together) -> RankTime:
+    rows, arrivals = together.matched.of_trace(index), together.arrivals
+    return rank_time(
+        rank.trace, rows, rank.attribution, rank.numbers, rank.axis, rank.clock, arrivals, work
+    )
 
 
 def _check(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:

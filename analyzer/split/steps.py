@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from stepsplit.analyzer.buckets import Kind
+from stepsplit.analyzer.split.labels import most_of
+from stepsplit.analyzer.split.repeats import repeats_of
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -50,8 +52,11 @@ class _HostStep:
 
 
 def steps_of(trace: RankTrace) -> Steps:
-    """The windows of the rank's steps; the whole trace as one step where none is marked."""
+    """The windows of the rank's steps: as marked, else from what repeats, else the whole trace."""
     marked = _marked(trace.events)
+    repeats = repeats_of(trace) if not marked else None
+    if repeats is not None:
+        marked = _repeated(trace.events, repeats.ends_ns)
     if not marked:
         return _whole(trace)
     windows = _on_device(trace, marked) if trace.on_device else _on_host(marked)
@@ -60,13 +65,34 @@ def steps_of(trace: RankTrace) -> Steps:
         w if w.kind == "partial" else replace(w, kind=k)
         for w, k in zip(windows, kinds, strict=True)
     ]
+    inferred = () if repeats is None else (_inferred(repeats.told_by, trace.rank),)
+    if repeats is not None:
+        windows = [_cut_off(w, marked) for w in windows]
     kept = tuple(w for w in windows if w.end_ns > w.start_ns)
     notes = tuple(
         Note("empty_step", f"step {w.step} has no time of its own and is left out", trace.rank)
         for w in windows
         if w.end_ns <= w.start_ns
     )
-    return Steps(kept, notes)
+    return Steps(kept, (*inferred, *notes))
+
+
+def _inferred(told_by: str, rank: int) -> Note:
+    text = f"no ProfilerStep in the trace: steps are taken from {told_by}"
+    return Note("steps_inferred", text, rank)
+
+
+def _repeated(events: Events, ends_ns: Int64) -> list[_HostStep]:
+    """The steps between these ends, and at either edge what the recording cut off of another."""
+    first, last = int(events.start_ns.min()), int(events.end_ns.max())
+    edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
+    return [_HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
+
+
+def _cut_off(window: StepWindow, marked: Sequence[_HostStep]) -> StepWindow:
+    """The first and the last step of those that repeat may begin before or end after the trace."""
+    outer = window.step in (marked[0].step, marked[-1].step)
+    return replace(window, kind="partial") if outer else window
 
 
 def _marked(events: Events) -> list[_HostStep]:
@@ -111,10 +137,12 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
     earlier = ends[step_of < 0]
     host_start = marked[0].start_ns
     start = int(earlier.max()) if len(earlier) else host_start
+    limit = np.array([step.end_ns for step in marked], dtype=np.int64)
+    own = np.where(main & (launched < limit[step_of]), step_of, -1)
+    latest = most_of(own, ends, len(marked)).tolist()
     windows: list[StepWindow] = []
-    for i, step in enumerate(marked):
-        own = ends[main & (step_of == i) & (launched < step.end_ns)]
-        end = max(start, int(own.max())) if len(own) else start
+    for i, (step, last) in enumerate(zip(marked, latest, strict=True)):
+        end = max(start, last)
         kind: Kind = "partial" if i == 0 and start > host_start else "full"
         windows.append(StepWindow(step.step, kind, start, end))
         start = end
@@ -144,14 +172,16 @@ def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
     starts = [step.start_ns for step in marked]
     step_of = np.searchsorted(starts, when, side="right") - 1
-    signatures = [_signature(trace, np.flatnonzero(step_of == i), when) for i in range(len(marked))]
+    signatures = _signatures(trace, step_of, when, len(marked))
     usual, count = Counter(signatures).most_common(1)[0]
     alike = 2 * count <= len(marked)
     return ["full" if alike or signature == usual else "other" for signature in signatures]
 
 
-def _signature(trace: RankTrace, rows: Int64, when: Int64) -> tuple[tuple[int, int], ...]:
-    """The calls of the rows as (op, group), each group's in the order in which they were made."""
+def _signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
+    """Each step's calls as groups and ops, each group's in the order in which they were made."""
     calls = trace.calls
-    rows = rows[np.lexsort((when[rows], calls.group_id[rows]))]
-    return tuple(zip(calls.op[rows].tolist(), calls.group_id[rows].tolist(), strict=True))
+    rows = np.lexsort((when, calls.group_id, step_of))
+    pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
+    edges = np.searchsorted(step_of[rows], np.arange(count + 1)).tolist()
+    return [pairs[low:high].tobytes() for low, high in pairwise(edges)]

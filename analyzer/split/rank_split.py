@@ -1,0 +1,134 @@
+"""One rank of a recording split: its steps, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.buckets import StepSplit
+from stepsplit.analyzer.split.arrivals import Arrivals
+from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
+from stepsplit.analyzer.split.boxes import found_boxes
+from stepsplit.analyzer.split.classify import Work
+from stepsplit.analyzer.split.clocks import Alignment, Clock
+from stepsplit.analyzer.split.layout import Layout
+from stepsplit.analyzer.split.match import Matched
+from stepsplit.analyzer.split.phases import phases_of
+from stepsplit.analyzer.split.pipeline import Box, StepGrid, covered_ns, grid_of
+from stepsplit.analyzer.split.steps import Steps, StepWindow
+from stepsplit.analyzer.split.waits import Pieces, pieces_of, without_lag
+from stepsplit.analyzer.trace import RankTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What only all ranks together tell; the clocks are in the order of the traces."""
+
+    matched: Matched
+    arrivals: Arrivals
+    alignment: Alignment
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class RankSplit:
+    """One rank: steps and grids on the common clock, what they are made of on its own.
+
+    steps and grids have one entry a window, axis and phase one a row of the exposed pieces.
+    """
+
+    trace: RankTrace
+    windows: Steps
+    work: Work
+    pieces: Pieces
+    attribution: Attribution
+    steps: tuple[StepSplit, ...]
+    grids: tuple[StepGrid, ...]
+    axis: tuple[str | None, ...]
+    phase: tuple[str, ...]
+    clock: Clock
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each step."""
+        return tuple(step.step for step in self.steps)
+
+
+def split_rank(
+    index: int, trace: RankTrace, work: Work, windows: Steps, together: Together
+) -> RankSplit:
+    """The split of the rank whose trace has that index."""
+    clock, layout = together.alignment.clocks[index], together.layout
+    rows = together.matched.of_trace(index)
+    pieces = pieces_of(trace, rows, together.arrivals, clock, layout)
+    if not trace.on_device:
+        pieces = without_lag(pieces, work.compute)
+    found = attribute(windows.windows, work, pieces)
+    boxes = found_boxes(trace, layout).boxes
+    bands = [_cut(found.band, i, clock) for i in range(len(windows.windows))]
+    grids = [
+        _grid(trace.rank, window, boxes, band, clock)
+        for window, band in zip(windows.windows, bands, strict=True)
+    ]
+    guessed = found.exposed.window[together.arrivals.estimated[rows][found.exposed.call]]
+    phases = phases_of(trace, windows.windows, layout)
+    return RankSplit(
+        trace=trace,
+        windows=windows,
+        work=work,
+        pieces=pieces,
+        attribution=found,
+        steps=_steps(windows, found, grids, bands, set(guessed.tolist()), clock),
+        grids=tuple(grids),
+        axis=_axes(trace, found, layout),
+        phase=tuple(phases[call] for call in found.exposed.call.tolist()),
+        clock=clock,
+    )
+
+
+def _axes(trace: RankTrace, found: Attribution, layout: Layout) -> tuple[str | None, ...]:
+    """The axis of the group of each exposed row."""
+    axes = (*(layout.axis_of(group) for group in trace.groups), None)
+    return tuple(axes[group] for group in trace.calls.group_id[found.exposed.call].tolist())
+
+
+def _steps(
+    windows: Steps,
+    found: Attribution,
+    grids: Sequence[StepGrid],
+    bands: Sequence[Band],
+    estimated: set[int],
+    clock: Clock,
+) -> tuple[StepSplit, ...]:
+    """The steps on the common clock; one that a guessed call held up is estimated."""
+    covered = [covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
+    return tuple(
+        StepSplit(
+            rank=grids[i].rank,
+            step=window.step,
+            kind=window.kind,
+            start_ns=clock.common_at(window.start_ns),
+            split=replace(found.splits[i], bubble_covered_ns=covered[i]),
+            estimated=i in estimated,
+        )
+        for i, window in enumerate(windows.windows)
+    )
+
+
+def _grid(
+    rank: int, window: StepWindow, boxes: Sequence[Box], band: Band, clock: Clock
+) -> StepGrid:
+    """The boxes that begin in the window; the band, and what comes out, is on the common clock."""
+    inside = [box for box in boxes if window.start_ns <= box.start_ns < window.end_ns]
+    moved = [
+        replace(box, start_ns=clock.common_at(box.start_ns), end_ns=clock.common_at(box.end_ns))
+        for box in inside
+    ]
+    return grid_of(rank, window.step, moved, band)
+
+
+def _cut(band: Band, window: int, clock: Clock) -> Band:
+    """The band of one window, on the common clock."""
+    rows = slice(*band.window.searchsorted([window, window + 1]).tolist())
+    start, end = clock.common_ns(band.start_ns[rows]), clock.common_ns(band.end_ns[rows])
+    return Band(band.window[rows], band.bucket[rows], start, end)

@@ -1,0 +1,110 @@
+"""An analysis of a simulated job held against what truly happened in it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulator.clocks import clock_of
+from simulator.engine import simulate
+from simulator.kineto import BASE_NS, START_NS, write_recording
+from simulator.noise import Noise
+from simulator.program import Scenario
+from simulator.ran import Run
+from simulator.style import Style
+from simulator.truth import TrueSplit, truth_of
+
+from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.report import StepRow
+
+SEED = int(os.environ.get("STEPSPLIT_SEED") or secrets.randbelow(1 << 31))
+"""Drawn fresh for every run of the tests, and printed; STEPSPLIT_SEED repeats one."""
+TOLERANCE = 0.005
+"""How much of a step a bucket may be off."""
+CLOCK_NS, SIGMAS = 5_000, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """By how much a bucket of a step is off, as a part of the step."""
+
+    rank: int
+    step: int
+    bucket: str
+    share: float
+    estimated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A scenario as it ran, and what the analyzer says of it."""
+
+    scenario: Scenario
+    run: Run
+    report: Report
+
+
+def trial(
+    scenario: Scenario, folder: Path, style: Style = Style(), ranks: Collection[int] | None = None
+) -> Trial:
+    """Runs the scenario, writes what a profiler would of those ranks, and analyzes it."""
+    run = simulate(scenario.job, Noise.of(scenario.seed))
+    write_recording(scenario, run, folder, style, ranks)
+    return Trial(scenario, run, analyze(folder))
+
+
+def misses(found: Trial, truth: Collection[TrueSplit] | None = None) -> list[Miss]:
+    """Every bucket of every full step against its truth, the worst first."""
+    true = {(s.rank, s.step): s for s in (truth or truth_of(found.run).splits) if not s.partial}
+    rows = [row for row in found.report.steps if row.kind == "full" and (row.rank, row.step) in true]
+    assert rows, "no full step to compare"
+    missed = [miss for row in rows for miss in _of_step(row, true[row.rank, row.step])]
+    return sorted(missed, key=lambda miss: -abs(miss.share))
+
+
+def _of_step(row: StepRow, true: TrueSplit) -> list[Miss]:
+    step_ns = true.end_ns - true.start_ns
+    return [
+        Miss(row.rank, row.step, bucket, (getattr(row, f"{bucket}_ns") - _true(true, bucket)) / step_ns, row.estimated)
+        for bucket in BUCKETS
+    ]  # fmt: skip
+
+
+def _true(true: TrueSplit, bucket: str) -> int:
+    return int(getattr(true, f"{bucket}_ns"))
+
+
+def clock_misses(found: Trial) -> list[tuple[int, int, int]]:
+    """(rank, by how much its offset is off, how much that may be) at the report's t0, in ns."""
+    first = clock_of(found.scenario, found.report.clocks[0].rank)
+    at = int(found.report.run.t0_unix_ns) - BASE_NS - START_NS - first.offset_ns
+    missed = []
+    for row in found.report.clocks:
+        true = clock_of(found.scenario, row.rank).shows_ns(at) - first.shows_ns(at)
+        allowed = max(CLOCK_NS, SIGMAS * (row.sigma_ns or 0))
+        missed.append((row.rank, row.offset_ns - true, allowed))
+    return missed
+
+
+def first_blamed(report: Report) -> tuple[int | None, str]:
+    """(rank, cause) of what caused most waiting, the schedule aside, over all axes."""
+    caused: dict[tuple[int | None, str], int] = defaultdict(int)
+    for row in report.blame:
+        if row.cause != "schedule":
+            caused[row.rank, row.cause] += row.caused_ns
+    return max(caused, key=lambda key: caused[key])
+
+
+def check(found: Trial) -> None:
+    """What must hold of every scenario: buckets, clocks, and the planted cause first in blame."""
+    worst = misses(found)[0]
+    assert abs(worst.share) <= TOLERANCE, f"seed {found.scenario.seed}: {worst}"
+    for rank, off_ns, allowed in clock_misses(found):
+        assert abs(off_ns) <= allowed, f"seed {found.scenario.seed}: clock of rank {rank}: {off_ns}"
+    if (cause := found.scenario.cause) is not None:
+        assert first_blamed(found.report) == (cause.rank, cause.cause), found.scenario.seed

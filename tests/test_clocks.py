@@ -1,0 +1,142 @@
+"""One clock for all ranks: what the ends of calls and causality tell of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import BASE_NS, GpuTrace
+
+from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.report.report import ClockRow
+from stepsplit.analyzer.split.clock_bounds import Bounds
+from stepsplit.analyzer.split.clock_fit import BIAS_NS, fitted
+from stepsplit.analyzer.split.clocks import Clock
+
+PAIR = [("0", "", [0, 1])]
+MS = 1_000_000
+
+
+def every_ms(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int64) * MS
+
+
+def one_kind(count: int) -> np.ndarray:
+    return np.zeros(count, dtype=np.int64)
+
+
+def test_the_offset_is_what_all_ends_agree_on_whatever_a_few_say() -> None:
+    apart = np.full(40, 7_000_000, dtype=np.int64)
+    apart[[3, 17, 30]] += 400_000
+    found = fitted(every_ms(40), apart, one_kind(40))
+    assert (found.offset_ns, found.drift, found.residual_ns) == (7_000_000, 0.0, 0.0)
+
+
+def test_a_drift_is_told_where_span_and_noise_allow_it() -> None:
+    noise = np.random.default_rng(5).integers(-2_000, 2_000, 400)
+    found = fitted(every_ms(400), every_ms(400) // 20_000 + noise, one_kind(400))
+    assert found.drift == pytest.approx(50e-6, rel=0.05)
+    assert found.offset_ns == pytest.approx(found.pivot_ns * 50e-6, abs=600)
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_drift_that_nobody_can_tell_is_none_and_part_of_the_doubt(count: int) -> None:
+    noise = np.random.default_rng(count).integers(-4_000, 4_000, count)
+    found = fitted(every_ms(count) * 20, noise, one_kind(count))
+    assert found.drift == 0.0
+    assert found.sigma_ns > BIAS_NS
+
+
+def test_kinds_of_calls_have_biases_and_the_offset_is_their_mean() -> None:
+    kind = np.tile([0, 1], 30)
+    apart = np.where(kind == 0, 5_001_000, 4_999_000)
+    assert fitted(every_ms(60), apart, kind).offset_ns == pytest.approx(5_000_000, abs=1)
+
+
+def test_a_clock_maps_there_and_back_to_the_nanosecond() -> None:
+    clock = Clock(1, "b", 123_456_789, wall_ns=5_000, pivot_ns=400 * MS, drift_ppm=-37.5)
+    own = np.array([0, 1, 17 * MS, 999_999_999_999], dtype=np.int64)
+    assert np.abs(clock.own_ns(clock.common_ns(own)) - own).max() <= 1
+    at = clock.common_at(own_ns=300 * MS)
+    assert clock.offset_at(at) == 300 * MS + 5_000 - at
+
+
+def test_bounds_move_an_offset_only_as_far_as_they_must() -> None:
+    bounds = Bounds(-3, 8)
+    assert [bounds.nearest(offset) for offset in (-9, 0, 11)] == [-3, 0, 8]
+    assert Bounds(5, 4).nearest(7) == 7
+    assert not Bounds(None, 4).both
+
+
+def report_of(tmp_path: Path, traces: list[GpuTrace]) -> Report:
+    return analyze(*[trace.write(tmp_path) for trace in traces])
+
+
+def clock_of(report: Report, rank: int) -> ClockRow:
+    return next(row for row in report.clocks if row.rank == rank)
+
+
+def test_ranks_without_a_common_group_are_joined_through_others(tmp_path: Path) -> None:
+    """0 and 1 share a group, 1 and 2 another; the clock of 2 is 30 ms ahead of that of 0."""
+    chain = [("a", "", [0, 1]), ("b", "", [1, 2])]
+    traces = [
+        GpuTrace(rank, 3, f"host{rank}", BASE_NS + ahead * MS, chain)
+        for rank, ahead in enumerate((0, 10, 30))
+    ]
+    for trace, groups in zip(traces, ("a", "ab", "b"), strict=True):
+        for place in range(8):
+            for group in groups:
+                at = 1000 * place + (400 if group == "b" else 0)
+                trace.all_reduce(at, at + 100, group=group, Seq=place)
+    report = report_of(tmp_path, traces)
+    assert [row.offset_ns for row in report.clocks] == [0, 10 * MS, 30 * MS]
+    assert [row.code for row in report.warnings if row.code == "clock_unaligned"] == []
+
+
+def test_hosts_that_share_only_messages_lie_in_the_middle_of_what_causality_allows(
+    tmp_path: Path,
+) -> None:
+    """Messages of 100 us both ways: the clock of host1 can be told to half of that."""
+    stages = [("3", "mesh_pp", [0, 1])]
+    first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
+    last = GpuTrace(1, 2, "host1", BASE_NS + 50 * MS, stages).step(1, 0, 2000)
+    first.message("send", 1, 100, 200, group="3").message("recv", 1, 900, 1000, group="3")
+    last.message("recv", 0, 50, 200, group="3").message("send", 0, 900, 1000, group="3")
+    for trace in (first, last):
+        trace.kernel("gemm", 1000, 2000)
+    row = clock_of(report_of(tmp_path, [first, last]), 1)
+    assert row.offset_ns == 50 * MS
+    assert row.sigma_ns == 100_001
+
+
+def test_a_host_that_nothing_joins_keeps_its_wall_clock_and_says_so(tmp_path: Path) -> None:
+    alone = [
+        GpuTrace(rank, 2, f"host{rank}", BASE_NS, PAIR).step(1, 0, 50).kernel("gemm", 0, 50)
+        for rank in range(2)
+    ]
+    report = report_of(tmp_path, alone)
+    assert clock_of(report, 1) == ClockRow(1, "host1", 0, None, None, None)
+    assert "clock_unaligned" in {row.code for row in report.warnings}
+
+
+def test_a_clock_that_runs_fast_moves_no_bucket(tmp_path: Path) -> None:
+    """The second host's clock gains 40 us a second: over two seconds every wait stays the same."""
+    late = GpuTrace(0, 2, "host0", BASE_NS, PAIR)
+    early = GpuTrace(1, 2, "host1", BASE_NS, PAIR)
+
+    def fast(at: float) -> float:
+        return round(at * (1 + 40e-6), 3)
+
+    for number in range(20):
+        at = 100_000 * number
+        late.step(number, at, at + 100_000).kernel("gemm", at, at + 50_000)
+        late.all_reduce(at + 50_000, at + 60_000, Seq=number)
+        late.kernel("gemm", at + 60_000, at + 100_000)
+        early.step(number, fast(at), fast(at + 100_000)).kernel("gemm", fast(at), fast(at + 20_000))
+        early.all_reduce(fast(at + 20_000), fast(at + 60_000), Seq=number)
+        early.kernel("gemm", fast(at + 60_000), fast(at + 100_000))
+    report = report_of(tmp_path, [late, early])
+    assert clock_of(report, 1).drift_ppm == pytest.approx(40, abs=0.01)
+    skews = [row.skew_ns for row in report.steps if row.rank == 1]
+    assert max(abs(skew - 30 * MS) for skew in skews) < 1_300

@@ -1,0 +1,103 @@
+"""Which calls of different ranks are the same: with sequence numbers, without, and with losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from builders import BASE_NS, GpuTrace
+
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.match import Matched, match
+from stepsplit.analyzer.split.shifts import Sequence, paired
+
+PAIR = [("0", "", [0, 1])]
+
+
+def sequence(sizes: list[int], ends: list[int]) -> Sequence:
+    return Sequence(np.array(sizes, dtype=np.int64)[:, np.newaxis], np.array(ends, dtype=np.int64))
+
+
+def matched(tmp_path: Path, *traces: GpuTrace) -> Matched:
+    for trace in traces:
+        trace.write(tmp_path)
+    return match(read_recording([tmp_path]).traces)
+
+
+def test_windows_that_begin_apart_are_told_by_ends_that_keep_one_distance() -> None:
+    """All calls are alike; only under a shift by two are the ends apart by one offset."""
+    ends = [0, 100_000, 290_000, 310_000, 570_000, 660_000, 900_000, 950_000]
+    there = sequence([8] * 8, ends)
+    here = sequence([8] * 6, [end + 33_000_000 for end in ends[2:]])
+    found = paired(here, there, one_clock=False)
+    assert (found.place.tolist(), found.ambiguous) == ([2, 3, 4, 5, 6, 7], False)
+
+
+def test_where_times_do_not_tell_the_pairing_it_is_called_ambiguous() -> None:
+    even = [100_000 * n for n in range(8)]
+    found = paired(sequence([8] * 6, even[:6]), sequence([8] * 8, even), one_clock=False)
+    assert (found.place.tolist(), found.ambiguous) == ([0, 1, 2, 3, 4, 5], True)
+
+
+def test_a_lost_call_leaves_the_others_in_their_places() -> None:
+    sizes = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    ends = [100 * size for size in sizes]
+    lost = sequence(sizes[:4] + sizes[5:], ends[:4] + ends[5:])
+    found = paired(lost, sequence(sizes, ends), one_clock=True)
+    assert found.place.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_groups_of_one_name_and_different_ranks_are_different_groups(tmp_path: Path) -> None:
+    traces = []
+    for rank in range(4):
+        mates = [rank // 2 * 2, rank // 2 * 2 + 1]
+        trace = GpuTrace(rank, 4, groups=[("tp", "", mates)])
+        traces.append(trace.all_reduce(10, 20, group="tp", Seq=1))
+    found = matched(tmp_path, *traces)
+    assert found.key[0] == found.key[1] != found.key[2] == found.key[3]
+
+
+def test_a_call_that_lacks_a_member_is_shared_and_not_complete(tmp_path: Path) -> None:
+    trio = [("0", "", [0, 1, 2])]
+    traces = [GpuTrace(rank, 3, groups=trio).all_reduce(10, 20, Seq=1) for rank in range(2)]
+    found = matched(tmp_path, *traces)
+    assert (found.key.tolist(), found.shared[0] == found.shared[1] >= 0) == ([-1, -1], True)
+
+
+def test_members_that_disagree_about_the_size_made_different_calls(tmp_path: Path) -> None:
+    one = GpuTrace(0, 2, groups=PAIR).all_reduce(10, 20, Seq=1, nelems=1000)
+    other = GpuTrace(1, 2, groups=PAIR).all_reduce(10, 20, Seq=1, nelems=1001)
+    assert matched(tmp_path, one, other).shared.tolist() == [-1, -1]
+
+
+def test_the_messages_of_a_batch_are_those_posted_before_its_launch(tmp_path: Path) -> None:
+    """Two posts, then one kernel that states nothing: a send and a receive in one kernel."""
+    stages = [("3", "mesh_pp", [0, 1])]
+    traces = []
+    for rank, first in ((0, "send"), (1, "recv")):
+        trace = GpuTrace(rank, 2, groups=stages)
+        trace.all_reduce(1, 2, group="3", Seq=1)
+        for op in (first, {"send": "recv", "recv": "send"}[first]):
+            trace.post(op, 1 - rank, 10, 11, group="3")
+        trace.kernel("ncclDevKernel_SendRecv", 20, 40, launched=15, stream=20)
+        traces.append(trace)
+    found = matched(tmp_path, *traces)
+    messages = found.is_message
+    assert found.key[messages].tolist().count(found.key[messages][0]) == 2
+    assert len(set(found.key[messages].tolist())) == 2
+    assert (found.key[messages] >= 0).all()
+
+
+def test_a_replayed_graph_pairs_its_calls_though_one_window_lacks_a_replay(tmp_path: Path) -> None:
+    """Captured calls repeat their numbers: the second rank's window begins one replay later."""
+    ends = [100, 230, 310, 480, 590, 730]
+    traces = []
+    for rank, skipped in ((0, 0), (1, 1)):
+        trace = GpuTrace(rank, 2, f"host{rank}", BASE_NS + rank * 10**9, groups=PAIR)
+        for end in ends[skipped:]:
+            trace.all_reduce(1000 * end - 50, 1000 * end, Seq=7)
+            trace.all_reduce(1000 * end + 10, 1000 * end + 40, Seq=8)
+        traces.append(trace)
+    found = matched(tmp_path, *traces)
+    first, second = found.shared[found.trace == 0], found.shared[found.trace == 1]
+    assert first[2:].tolist() == second.tolist()

@@ -11,6 +11,12 @@ def milliseconds(ns: int | float) -> str:
     return f"{ms:,.{_decimals(ms)}f} ms"
 
 
+def microseconds(ns: int | float) -> str:
+    """4_400 ns -> "4.40 µs"."""
+    us = ns / 1e3
+    return f"{us:,.{_decimals(us)}f} µs"
+
+
 def percent(ratio: float) -> str:
     """0.1234 -> "12.3 %"."""
     return f"{100 * ratio:.1f} %"

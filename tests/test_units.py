@@ -13,6 +13,7 @@ from stepsplit.analyzer import units
         (units.milliseconds(1_234_567), "1.23 ms"),
         (units.milliseconds(99_960_000), "100 ms"),
         (units.milliseconds(4_812_000_000), "4,812 ms"),
+        (units.microseconds(18_960), "19.0 µs"),
         (units.percent(0.1234), "12.3 %"),
         (units.gigabytes_per_second(355e9), "355 GB/s"),
         (units.size(512), "512 B"),

@@ -11,7 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
+from stepsplit.analyzer.report.medians import (
+    BucketMedian,
+    bucket_medians,
+    full_steps,
+    step_median_ns,
+)
 from stepsplit.analyzer.report.report import (
     CollectiveRow,
     Finding,
@@ -20,6 +25,7 @@ from stepsplit.analyzer.report.report import (
     Run,
     WarningRow,
 )
+from stepsplit.dashboard.reporters import lines
 
 MOST_COLLECTIVES = 6
 _STYLE = {
@@ -39,13 +45,15 @@ def screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_heading(report.run), _used(report)]
     parts += [_warning(row) for row in report.warnings]
-    parts += [Text(), _split(report), _memo(report)]
+    parts += [Text(), _split(report), _memo(report), *lines.coverage(report)]
+    parts += lines.critical_path(report)
     if report.pipeline is not None:
         parts += [Text(), _stages(report.pipeline)]
     if report.collectives:
         parts += [Text(), _collectives(report)]
     if report.findings:
         parts += [Text(), *_causes(report.findings)]
+    parts += lines.slow_steps(report)
     return Group(*parts)
 
 
@@ -77,7 +85,7 @@ def _used(report: Report) -> Text:
         )
         spread = f"step {units.milliseconds(step_median_ns(rows))}"
         spread += f" (slowest {units.milliseconds(slowest)})"
-    return Text("   ".join(part for part in (steps, ranks, spread) if part))
+    return Text("   ".join(part for part in (steps, ranks, spread, lines.clocks(report)) if part))
 
 
 def _warning(row: WarningRow) -> Text:
@@ -90,7 +98,7 @@ def _split(report: Report) -> Table:
     table = _table("", *("median", "share"), *(_axis_name(a) for a in axes), "worst rank", "")
     for row in bucket_medians(report.steps):
         of_axes = [_on_axis(report, row.bucket, axis) for axis in axes]
-        worst = f"r{row.worst_rank} {units.milliseconds(row.worst_ns)}" if row.worst_ns else ""
+        worst = _worst(report, row)
         table.add_row(
             Text(row.bucket, style=_STYLE[row.bucket]),
             units.milliseconds(row.median_ns),
@@ -100,6 +108,15 @@ def _split(report: Report) -> Table:
             Bar(1.0, 0.0, row.share, color=_STYLE[row.bucket]),
         )
     return table
+
+
+def _worst(report: Report, row: BucketMedian) -> str:
+    """The rank with most of a bucket; of idle also the op or cause that has most of it."""
+    if not row.worst_ns:
+        return ""
+    causes = [one for one in report.idle if one.rank == row.worst_rank and one.cause != "unknown"]
+    why = f" ({causes[0].cause.replace('_', ' ')})" if row.bucket == "idle" and causes else ""
+    return f"r{row.worst_rank}{why} {units.milliseconds(row.worst_ns)}"
 
 
 def _axes(report: Report) -> list[str | None]:
@@ -135,6 +152,7 @@ def _memo(report: Report) -> Text:
     estimated = sum(row.estimated for row in rows)
     axes = "medians; by axis, means. " if _axes(report) else "medians. "
     memo = f"{axes}{units.milliseconds(overlapped)} of the compute hides transfers"
+    memo += lines.overlap(report)
     if covered:
         memo += f", {units.milliseconds(covered)} of communication lies in holes of the schedule"
     if estimated:
@@ -188,8 +206,8 @@ def _rate(rates: Sequence[float]) -> str:
 
 
 def _causes(findings: Sequence[Finding]) -> list[Text]:
-    lines = [Text("WHY, and what each is worth a step of the average rank", style="bold")]
-    return lines + [
+    heading = Text("WHY, and what each is worth a step of the average rank", style="bold")
+    return [heading] + [
         Text(f"{i} {units.milliseconds(f.gain_ns):>9}  {f.message}")
         for i, f in enumerate(findings, 1)
     ]

@@ -1,0 +1,74 @@
+"""The terminal's one-line answers: what the step's end hangs on, slow steps, what is estimated."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from rich.text import Text
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.report.medians import full_steps
+from stepsplit.analyzer.report.report import Report
+
+_MOST_PARTS, _MOST_STEPS = 4, 3
+_COMMUNICATION = ("collective", "p2p", "skew", "bubble")
+
+
+def clocks(report: Report) -> str:
+    """How well the ranks' clocks are joined, "" where one host or nothing tells."""
+    doubts = [row.sigma_ns for row in report.clocks if row.sigma_ns]
+    return f"clocks ±{units.microseconds(max(doubts))}" if doubts else ""
+
+
+def overlap(report: Report) -> str:
+    """Which part of the moving of data compute hides, over all ranks and kinds."""
+    moved = sum(row.moved_ns for row in report.overlap)
+    hidden = sum(row.hidden_ns for row in report.overlap)
+    return f" ({units.percent(hidden / moved)} of transfer)" if moved else ""
+
+
+def critical_path(report: Report) -> list[Text]:
+    """What the end of the average step hangs on, the largest parts first, and whose they are."""
+    sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
+    for part in report.critical_path:
+        sums[part.bucket, part.axis][part.rank] += part.ns
+    total = sum(ranks.total() for ranks in sums.values())
+    if not total or len(report.run.ranks) < 2:
+        return []
+    largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
+    shown = [_part(*kind, sums[kind], total) for kind in largest]
+    return [Text(f"the end of a step hangs on: {', '.join(shown)}")]
+
+
+def _part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
+    on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
+    (most, _), *others = ranks.most_common()
+    whose = f"most r{most}" if others else f"r{most}"
+    return f"{bucket}{on} {units.percent(ranks.total() / total)} ({whose})"
+
+
+def slow_steps(report: Report) -> list[Text]:
+    """The steps that took plainly longer than the others, and where that began."""
+    worst = sorted(report.slow_steps, key=lambda row: -row.excess_ns)[:_MOST_STEPS]
+    return [
+        Text(
+            f"step {row.step} took {units.milliseconds(row.excess_ns)} longer: rank {row.rank} "
+            f"{row.bucket} +{units.milliseconds(row.excess_in_bucket_ns)}",
+            style="yellow",
+        )
+        for row in worst
+    ]
+
+
+def coverage(report: Report) -> list[Text]:
+    """On which axes waits are estimated, where ranks or calls are missing."""
+    partial = [row for row in report.coverage if row.holds != "measured"]
+    if not partial or not full_steps(report.steps):
+        return []
+    parts = [
+        f"{row.axis or 'other'} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
+        f"({row.whole} of {row.groups} groups whole)"
+        for row in partial
+    ]
+    text = f"compute, copy and idle hold; waits: {', '.join(parts)}"
+    return [Text(text, style="bright_black")]

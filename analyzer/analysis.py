@@ -15,8 +15,10 @@ from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables, Waits
+from stepsplit.analyzer.split.run_split import RankSplit, RunSplit, split_run
+from stepsplit.analyzer.split.waits import BUBBLE, SKEW
+from stepsplit.analyzer.trace import OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def examine(
 
 
 def _tables(found: RunSplit) -> Tables:
-    return Tables(_segments(found, origin_ns(found)), _boxes(found, origin_ns(found)))
+    origin = origin_ns(found)
+    return Tables(_segments(found, origin), _boxes(found, origin), _waits(found, origin))
 
 
 def _segments(found: RunSplit, origin: int) -> Segments:
@@ -86,4 +89,36 @@ def _boxes(found: RunSplit, origin: int) -> Boxes:
         phase=table[:, 4].astype(np.uint8),
         start_ns=table[:, 5],
         dur_ns=table[:, 6],
+    )
+
+
+def _waits(found: RunSplit, origin: int) -> Waits:
+    parts = [_waits_of(rank, origin) for rank in found.ranks]
+    return Waits(
+        rank=np.concatenate([part.rank for part in parts]),
+        step=np.concatenate([part.step for part in parts]),
+        bucket=np.concatenate([part.bucket for part in parts]),
+        owner=np.concatenate([part.owner for part in parts]),
+        axis=np.concatenate([part.axis for part in parts]),
+        op=np.concatenate([part.op for part in parts]),
+        start_ns=np.concatenate([part.start_ns for part in parts]),
+        dur_ns=np.concatenate([part.dur_ns for part in parts]),
+    )
+
+
+def _waits_of(rank: RankSplit, origin: int) -> Waits:
+    exposed, calls = rank.attribution.exposed, rank.trace.calls
+    rows = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
+    steps = np.array([step.step for step in rank.steps], dtype=np.int32)
+    axes = [rank.axis[row] or "" for row in rows.tolist()]
+    start = rank.clock.common_ns(exposed.start_ns[rows])
+    return Waits(
+        rank=np.full(len(rows), rank.trace.rank, dtype=np.int32),
+        step=steps[exposed.window[rows]],
+        bucket=exposed.bucket[rows],
+        owner=exposed.owner[rows],
+        axis=np.array(axes, dtype=np.str_),
+        op=np.array(OPS)[calls.op[exposed.call[rows]]],
+        start_ns=start - origin,
+        dur_ns=rank.clock.common_ns(exposed.end_ns[rows]) - start,
     )

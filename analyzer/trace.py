@@ -98,7 +98,9 @@ class Events:
 
     def of(self, *categories: Category) -> Bool:
         """Which events are of one of these categories."""
-        return np.isin(self.category, categories)
+        chosen = np.zeros(256, dtype=np.bool_)
+        chosen[list(categories)] = True
+        return np.asarray(chosen[self.category])
 
     def launches_of(self, rows: Int64) -> Int64:
         """The row of the host's call that launched each of these, by correlation; -1 for none."""

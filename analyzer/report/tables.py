@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 
 PHASES = ("forward", "backward", "weight")
+Text = npt.NDArray[np.str_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +49,50 @@ class Boxes:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """What held each rank up while it waited: the skew and the bubble of a step, each instant once.
+
+    bucket indexes buckets.BUCKETS; owner is the rank that was waited for, -1 unknown; axis is where
+    the call lies, "" for along no single axis; op is one of trace.OPS. Columns have one length;
+    sorted by rank, then start_ns.
+    """
+
+    rank: Int32
+    step: Int32
+    bucket: UInt8
+    owner: Int32
+    axis: Text
+    op: Text
+    start_ns: Int64
+    dur_ns: Int64
+
+    @classmethod
+    def none(cls) -> Waits:
+        """No wait at all."""
+        whole, text = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.str_)
+        time = np.empty(0, dtype=np.int64)
+        return cls(whole, whole, np.empty(0, dtype=np.uint8), whole, text, text, time, time)
+
+
+@dataclass(frozen=True, slots=True)
 class Tables:
     """What tables/ holds."""
 
     segments: Segments
     boxes: Boxes
+    waits: Waits = field(default_factory=Waits.none)
 
 
-_T = TypeVar("_T", Segments, Boxes)
+_T = TypeVar("_T", Segments, Boxes, Waits)
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
-    """Writes segments.parquet and boxes.parquet into the folder, each whole or not at all."""
+    """Writes a Parquet file a table into the folder, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    for table in (tables.segments, tables.boxes):
-        path = folder / f"{type(table).__name__.lower()}.parquet"
+    for table in (tables.segments, tables.boxes, tables.waits):
+        path = _path(folder, type(table))
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        columns = {field.name: getattr(table, field.name) for field in fields(table)}
+        columns = {column.name: getattr(table, column.name) for column in fields(table)}
         try:
             pq.write_table(pa.table(columns), draft, compression="zstd")
             draft.replace(path)
@@ -71,10 +101,24 @@ def write_tables(folder: Path, tables: Tables) -> None:
 
 
 def read_tables(folder: Path) -> Tables:
-    """The tables of the folder. Raises FileNotFoundError where there are none."""
-    return Tables(_read(folder, Segments), _read(folder, Boxes))
+    """The tables of the folder, no waits where they are older than that table.
+
+    Raises FileNotFoundError where there are none.
+    """
+    waits = _read(folder, Waits) if _path(folder, Waits).exists() else Waits.none()
+    return Tables(_read(folder, Segments), _read(folder, Boxes), waits)
+
+
+def _path(folder: Path, kind: type) -> Path:
+    return folder / f"{kind.__name__.lower()}.parquet"
 
 
 def _read(folder: Path, kind: type[_T]) -> _T:
-    table = pq.read_table(folder / f"{kind.__name__.lower()}.parquet")
-    return kind(**{field.name: table.column(field.name).to_numpy() for field in fields(kind)})
+    table = pq.read_table(_path(folder, kind))
+    return kind(**{column.name: _column(table, column.name) for column in fields(kind)})
+
+
+def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    """The column as it was written: texts come back from Arrow as objects."""
+    values: npt.NDArray[Any] = table.column(name).to_numpy()
+    return values.astype(np.str_) if values.dtype == np.object_ else values

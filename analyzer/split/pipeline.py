@@ -11,6 +11,7 @@ import numpy as np
 
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
+from stepsplit.analyzer.split.labels import most_of
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
 
@@ -171,13 +172,12 @@ def covered_ns(busy: Intervals, band: Band) -> int:
 
     Without it the rank would only have waited longer in the same hole.
     """
-    comm = np.isin(band.bucket, (COLLECTIVE, P2P, SKEW))
-    start, end = band.start_ns, band.end_ns
-    total = 0
-    for low, high in zip(busy.end_ns[:-1].tolist(), busy.start_ns[1:].tolist(), strict=True):
-        inside = (start >= low) & (end <= high)
-        waits = np.flatnonzero(inside & (band.bucket == BUBBLE))
-        if len(waits):
-            before = inside & comm & (end <= start[waits[-1]])
-            total += int((end - start)[before].sum())
-    return total
+    after = busy.start_ns[1:]
+    hole = np.searchsorted(busy.end_ns[:-1], band.start_ns, side="right") - 1
+    inside = np.flatnonzero(hole >= 0)
+    inside = inside[band.end_ns[inside] <= after[hole[inside]]]
+    waits = inside[band.bucket[inside] == BUBBLE]
+    last = most_of(hole[waits], band.start_ns[waits], len(after))
+    comm = inside[np.isin(band.bucket[inside], (COLLECTIVE, P2P, SKEW))]
+    covered = comm[band.end_ns[comm] <= last[hole[comm]]]
+    return int((band.end_ns - band.start_ns)[covered].sum())

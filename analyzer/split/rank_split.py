@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.split.arrivals import Arrivals
 from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
@@ -66,10 +68,7 @@ def split_rank(
     found = attribute(windows.windows, work, pieces)
     boxes = found_boxes(trace, layout).boxes
     bands = [_cut(found.band, i, clock) for i in range(len(windows.windows))]
-    grids = [
-        _grid(trace.rank, window, boxes, band, clock)
-        for window, band in zip(windows.windows, bands, strict=True)
-    ]
+    grids = _grids(trace.rank, windows.windows, boxes, bands, clock)
     guessed = found.exposed.window[together.arrivals.estimated[rows][found.exposed.call]]
     phases = phases_of(trace, windows.windows, layout)
     return RankSplit(
@@ -79,7 +78,7 @@ def split_rank(
         pieces=pieces,
         attribution=found,
         steps=_steps(windows, found, grids, bands, set(guessed.tolist()), clock),
-        grids=tuple(grids),
+        grids=grids,
         axis=_axes(trace, found, layout),
         phase=tuple(phases[call] for call in found.exposed.call.tolist()),
         clock=clock,
@@ -115,16 +114,25 @@ def _steps(
     )
 
 
-def _grid(
-    rank: int, window: StepWindow, boxes: Sequence[Box], band: Band, clock: Clock
-) -> StepGrid:
-    """The boxes that begin in the window; the band, and what comes out, is on the common clock."""
-    inside = [box for box in boxes if window.start_ns <= box.start_ns < window.end_ns]
+def _grids(
+    rank: int,
+    windows: Sequence[StepWindow],
+    boxes: Sequence[Box],
+    bands: Sequence[Band],
+    clock: Clock,
+) -> tuple[StepGrid, ...]:
+    """The boxes that begin in each window; bands and what comes out are on the common clock."""
+    own = np.array([(box.start_ns, box.end_ns) for box in boxes], dtype=np.int64).reshape(-1, 2)
+    start, end = clock.common_ns(own[:, 0]).tolist(), clock.common_ns(own[:, 1]).tolist()
     moved = [
-        replace(box, start_ns=clock.common_at(box.start_ns), end_ns=clock.common_at(box.end_ns))
-        for box in inside
+        replace(box, start_ns=low, end_ns=high)
+        for box, low, high in zip(boxes, start, end, strict=True)
     ]
-    return grid_of(rank, window.step, moved, band)
+    edges = own[:, 0].searchsorted([(w.start_ns, w.end_ns) for w in windows]).reshape(-1, 2)
+    return tuple(
+        grid_of(rank, window.step, moved[low:high], band)
+        for window, band, (low, high) in zip(windows, bands, edges.tolist(), strict=True)
+    )
 
 
 def _cut(band: Band, window: int, clock: Clock) -> Band:

@@ -70,13 +70,13 @@ def lateness_of(
     message = matched.is_message[seen.row]
     label = labels_of(trace, axis, message, seen.members)
     step = _steps(trace, arrivals.start_ns[seen.row], steps)
+    whole = [sum(one.split.step_ns for one in own) for own in steps]
     found = []
     for rows in _parts(label):
         first = int(rows[0])
         i = int(trace[first])
-        whole = sum(one.split.step_ns for one in steps[i])
         kind = (traces[i].rank, names[int(axis[first])], bool(message[first]))
-        found.append(_row(*kind, seen, rows, step[rows], whole))
+        found.append(_row(*kind, seen, rows, step[rows], whole[i]))
     return tuple(found)
 
 
@@ -112,9 +112,8 @@ def _seen(matched: Matched, arrivals: Arrivals, ranks: Int64) -> _Seen:
 def _steps(trace: Int64, at_ns: Int64, steps: Sequence[Sequence[StepSplit]]) -> Int64:
     """In the how manieth step of its trace each call began, -1 for before the first."""
     found = np.full(len(trace), -1, dtype=np.int64)
-    for i, own in enumerate(steps):
-        rows = np.flatnonzero(trace == i)
-        starts = np.array([step.start_ns for step in own], dtype=np.int64)
+    for rows in _parts(trace):
+        starts = np.array([one.start_ns for one in steps[trace[rows[0]]]], dtype=np.int64)
         found[rows] = np.searchsorted(starts, at_ns[rows], side="right") - 1
     return found
 

@@ -13,7 +13,7 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 
-VERBS = ("analyze", "dashboard", "demo")
+VERBS = ("analyze", "dashboard", "demo", "export")
 BAD_INPUT, INTERNAL = 2, 4
 
 

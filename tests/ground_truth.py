@@ -27,6 +27,7 @@ SEED = int(os.environ.get("STEPSPLIT_SEED") or secrets.randbelow(1 << 31))
 TOLERANCE = 0.005
 """How much of a step a bucket may be off."""
 CLOCK_NS, SIGMAS = 5_000, 3
+PLAIN = Style()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,10 @@ class Trial:
 
 
 def trial(
-    scenario: Scenario, folder: Path, style: Style = Style(), ranks: Collection[int] | None = None
+    scenario: Scenario,
+    folder: Path,
+    style: Style = PLAIN,
+    ranks: Collection[int] | None = None,
 ) -> Trial:
     """Runs the scenario, writes what a profiler would of those ranks, and analyzes it."""
     run = simulate(scenario.job, Noise.of(scenario.seed))
@@ -61,7 +65,8 @@ def trial(
 def misses(found: Trial, truth: Collection[TrueSplit] | None = None) -> list[Miss]:
     """Every bucket of every full step against its truth, the worst first."""
     true = {(s.rank, s.step): s for s in (truth or truth_of(found.run).splits) if not s.partial}
-    rows = [row for row in found.report.steps if row.kind == "full" and (row.rank, row.step) in true]
+    full = [row for row in found.report.steps if row.kind == "full"]
+    rows = [row for row in full if (row.rank, row.step) in true]
     assert rows, "no full step to compare"
     missed = [miss for row in rows for miss in _of_step(row, true[row.rank, row.step])]
     return sorted(missed, key=lambda miss: -abs(miss.share))
@@ -69,14 +74,8 @@ def misses(found: Trial, truth: Collection[TrueSplit] | None = None) -> list[Mis
 
 def _of_step(row: StepRow, true: TrueSplit) -> list[Miss]:
     step_ns = true.end_ns - true.start_ns
-    return [
-        Miss(row.rank, row.step, bucket, (getattr(row, f"{bucket}_ns") - _true(true, bucket)) / step_ns, row.estimated)
-        for bucket in BUCKETS
-    ]  # fmt: skip
-
-
-def _true(true: TrueSplit, bucket: str) -> int:
-    return int(getattr(true, f"{bucket}_ns"))
+    off = {name: getattr(row, f"{name}_ns") - getattr(true, f"{name}_ns") for name in BUCKETS}
+    return [Miss(row.rank, row.step, name, ns / step_ns, row.estimated) for name, ns in off.items()]
 
 
 def clock_misses(found: Trial) -> list[tuple[int, int, int]]:

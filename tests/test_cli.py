@@ -57,6 +57,8 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
         (["demo", "--parallel", "tp=2000"], ["tp=2000"]),
+        (["export", "nowhere.json", "--perfetto", "x.gz"], ["nowhere.json", "check the path"]),
+        (["export", "nowhere.json"], ["--perfetto"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -110,10 +112,11 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 
 HELP = {
-    (): ["analyze", "dashboard", "demo", "--version", "--help"],
+    (): ["analyze", "dashboard", "demo", "export", "--version", "--help"],
     ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--rules FILE", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
+    ("export",): ["--perfetto FILE", "--workers N", "--help"],
 }
 
 

@@ -7,6 +7,7 @@ above or from below.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,18 @@ class Bounds:
         """Whether the offset is bounded, without contradiction, from both sides."""
         return self.low_ns is not None and self.high_ns is not None and self.low_ns <= self.high_ns
 
+    @classmethod
+    def all_of(cls, bounds: Iterable[Bounds]) -> Bounds:
+        """What all of these leave."""
+        every = tuple(bounds)
+        low = [one.low_ns for one in every if one.low_ns is not None]
+        high = [one.high_ns for one in every if one.high_ns is not None]
+        return cls(max(low, default=None), min(high, default=None))
+
+    def least_move(self) -> int:
+        """By how much an offset of 0 must move to lie within; 0 where the bounds contradict."""
+        return self.nearest(0) if self.both else 0
+
     def nearest(self, offset_ns: int) -> int:
         """The offset within the bounds that is nearest; as it is where they contradict."""
         low = offset_ns if self.low_ns is None else self.low_ns
@@ -47,14 +60,22 @@ class Causality:
         self._begins = np.where(known & (mutual | (matched.op == _SEND)), matched.shared, -1)
         self._needs = np.where(known & (mutual | (matched.op == _RECV)), matched.shared, -1)
         count = int(matched.shared.max(initial=-1)) + 1
+        self._touched = np.zeros(count, dtype=np.bool_)
+        self._shared = matched.shared
         self._last_start = np.full(count, _NEVER[0])
         self._first_end = np.full(count, _NEVER[1])
 
     def learn(self, rows: slice, start_ns: Int64, end_ns: Int64) -> None:
         """The rows of one more rank, on the common clock."""
         begins, needs = self._begins[rows], self._needs[rows]
+        self._touched[self._shared[rows][self._shared[rows] >= 0]] = True
         np.maximum.at(self._last_start, begins[begins >= 0], start_ns[begins >= 0])
         np.minimum.at(self._first_end, needs[needs >= 0], end_ns[needs >= 0])
+
+    def touching(self, rows: slice) -> int:
+        """How many of the rows are of a call that a known rank made too."""
+        shared = self._shared[rows]
+        return int(self._touched[shared[shared >= 0]].sum())
 
     def bounds(self, rows: slice, start_ns: Int64, end_ns: Int64) -> Bounds:
         """The bounds on the offset of a rank whose rows are these, on the clock to be bounded."""

@@ -7,7 +7,7 @@ outlives others'; one number for each group, op and size), and noise with outlie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,10 @@ Float = npt.NDArray[np.float64]
 BIAS_NS = 1_500
 """How far the ends of one kind of call lie apart for good: 1 to 7 us on real hosts of 8 GPUs."""
 _BINS, _FEWEST, _SHORTEST_NS = 32, 6, 10_000_000
-_USUAL = 2e-5
-"""Free-running clocks of computers drift by some 20 ppm: the doubt where the data say nothing."""
-_SURE, _WORTH_NS = 4.0, 2_000
+_USUAL, _MOST = 2e-5, 1e-4
+"""Free-running clocks of computers drift by some 20 ppm, two against each other by 100 at most: the
+doubt where the data say nothing, and where they say little."""
+_SURE, _WORTH_NS = 3.0, 2_000
 """A drift counts if it is so many times its own doubt, and moves the clock by so much in all."""
 _NORMAL = 1.4826
 """The standard deviation of normal noise over the median of its size."""
@@ -36,6 +37,30 @@ class ClockFit:
     drift: float
     sigma_ns: float
     residual_ns: float
+
+    def common_ns(self, wall_ns: Int64) -> Int64:
+        """Times of the fitted clock on the one that it was fitted to."""
+        drift = self.drift * (wall_ns - round(self.pivot_ns)).astype(np.float64)
+        return wall_ns - round(self.offset_ns) - np.rint(drift).astype(np.int64)
+
+    def then(self, other: ClockFit) -> ClockFit:
+        """The clock against a third, given the second's against that."""
+        pivot = np.array([round(self.pivot_ns)], dtype=np.int64)
+        offset = int((pivot - other.common_ns(self.common_ns(pivot)))[0])
+        return ClockFit(
+            float(offset), float(pivot[0]), self.drift + other.drift,
+            float(np.hypot(self.sigma_ns, other.sigma_ns)),
+            max(self.residual_ns, other.residual_ns),
+        )  # fmt: skip
+
+    def doubted(self, sigma_ns: float) -> ClockFit:
+        """The same, where what it was fitted to is itself in doubt."""
+        return replace(self, sigma_ns=float(np.hypot(self.sigma_ns, sigma_ns)))
+
+    def moved(self, by_ns: int) -> ClockFit:
+        """The same, moved by what it is then in doubt about too."""
+        doubt = self.sigma_ns + abs(by_ns)
+        return replace(self, offset_ns=self.offset_ns + by_ns, sigma_ns=doubt)
 
 
 def fitted(at_ns: Int64, apart_ns: Int64, kind: Int64) -> ClockFit:
@@ -105,7 +130,7 @@ def _drift(since: Float, apart: Float, kind: Int64) -> tuple[float, float]:
     doubt = 1.25 * noise / (float(np.std(since)) * np.sqrt(len(since)))
     if abs(slope) > _SURE * doubt and abs(slope) * span > _WORTH_NS:
         return slope, doubt
-    return 0.0, min(max(abs(slope), doubt), _USUAL)
+    return 0.0, min(max(abs(slope), doubt), _MOST)
 
 
 def _slope(since: Float, apart: Float) -> float:

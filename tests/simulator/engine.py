@@ -1,13 +1,16 @@
 """When everything in a job happens, by cause and effect alone.
 
-A host launches in order; a stream works in order; a collective moves data once all have arrived.
-No work slows other work down, so every time is a maximum of earlier ones plus a duration.
+A host launches in order; a stream works in order; a collective moves data once all have arrived
+and its links are free. Every time is a maximum of earlier ones plus a duration, unless computing
+slows down while data moves.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+from simulator.agenda import Agenda
+from simulator.noise import EXACT, Noise, Place, Places
 from simulator.program import (
     Begin,
     Collective,
@@ -26,23 +29,26 @@ from simulator.program import (
     WaitFor,
 )
 from simulator.ran import DeviceWork, HostCall, HostWork, Mark, Ran, RankRun, Run
-from simulator.rendezvous import Kernel, Rendezvous
 from simulator.streams import Event, Recorded, Stream, Waited
+from simulator.transfers import Kernel
 
 
 class Deadlock(Exception):
     """No rank can go on; the text names each that is stuck and what it waits for."""
 
 
-def simulate(job: Job) -> Run:
-    """The job as it runs. Raises Deadlock, and ValueError for a program that makes no sense."""
-    rendezvous = Rendezvous(job.groups)
-    ranks = [_Rank(number, job, rendezvous) for number in range(len(job.programs))]
-    waiting = deque(range(len(ranks)))
-    while waiting:
-        for woken in sorted(ranks[waiting.popleft()].advance()):
-            if woken not in waiting:
-                waiting.append(woken)
+def simulate(job: Job, noise: Noise = EXACT, slow: float = 0.0) -> Run:
+    """The job as it runs; computing takes (1 + slow) times as long while data moves on its rank.
+
+    Raises Deadlock, and ValueError for a program that makes no sense.
+    """
+    agenda = Agenda(job, noise, slow)
+    ranks = [_Rank(number, job, agenda, noise) for number in range(len(job.programs))]
+    woken = set(range(len(ranks)))
+    while woken:
+        for number in sorted(woken):
+            ranks[number].advance()
+        woken = agenda.settle()
     if stuck := [text for rank in ranks if (text := rank.stuck())]:
         raise Deadlock("; ".join(stuck))
     return Run(job, tuple(rank.ran() for rank in ranks))
@@ -51,8 +57,9 @@ def simulate(job: Job) -> Run:
 class _Rank:
     """One rank: its host, which runs its program, and its streams."""
 
-    def __init__(self, number: int, job: Job, rendezvous: Rendezvous) -> None:
-        self._number, self._job, self._rendezvous = number, job, rendezvous
+    def __init__(self, number: int, job: Job, agenda: Agenda, noise: Noise) -> None:
+        self._number, self._job, self._agenda, self._noise = number, job, agenda, noise
+        self._places = Places()
         self._todo = deque(job.programs[number])
         self._now_ns = 0
         self._streams: dict[str, Stream] = {}
@@ -62,21 +69,20 @@ class _Rank:
         self._marks: list[Mark] = []
         self._open: list[tuple[str, int | None, int, int]] = []
 
-    def advance(self) -> set[int]:
-        """Goes on as far as it can; the other ranks that may now go on too."""
-        woken = self._work_off()
+    def advance(self) -> None:
+        """Goes on as far as it can."""
+        self._work_off()
         while self._todo and self._do(self._todo[0]):
             self._todo.popleft()
-            woken |= self._work_off()
-        return woken - {self._number}
+            self._work_off()
 
     def stuck(self) -> str:
         """What the rank waits for, "" where it is done."""
         for name, stream in self._streams.items():
             head = stream.queue[0] if stream.queue else None
             if isinstance(head, Kernel):
-                call = f"{type(head.work).__name__} {head.places} on stream {name!r}"
-                lacking = self._rendezvous.lacking(head)
+                call = f"{type(head.work).__name__} {head.calls} on stream {name!r}"
+                lacking = self._agenda.rendezvous.lacking(head)
                 return f"rank {self._number}: {call} lacks ranks {lacking}"
         if self._open:
             return f"rank {self._number}: {self._open[-1][0]} does not end"
@@ -87,15 +93,13 @@ class _Rank:
         device = sorted(map(_ran, self._kernels), key=lambda ran: (ran.start_ns, ran.end_ns))
         return RankRun(tuple(self._host), tuple(device), tuple(self._marks))
 
-    def _work_off(self) -> set[int]:
+    def _work_off(self) -> None:
         """Lets the streams work, which wait for events of each other, until none can go on."""
-        woken: set[int] = set()
         busy = [stream for stream in self._streams.values() if stream.queue]
         left = -1
         while left != (left := sum(len(stream.queue) for stream in busy)):
             for stream in busy:
-                woken |= stream.advance(self._rendezvous)
-        return woken
+                stream.advance(self._agenda)
 
     def _do(self, instruction: Instruction) -> bool:
         """Does it if it can be done now; says whether it was."""
@@ -115,20 +119,24 @@ class _Rank:
     def _launch(self, launched: DeviceWork | Graph) -> bool:
         body = launched.body if isinstance(launched, Graph) else (launched,)
         used = {work.stream for work in body if not isinstance(work, Record | WaitFor)}
-        places = [self._stream(name).place_ns(self._job.queue_depth) for name in used]
-        if -1 in places:
+        free_ns = [self._stream(name).place_ns(self._job.queue_depth) for name in used]
+        if -1 in free_ns:
             return False
-        self._call(launched, max([self._now_ns, *places]) + self._job.launch_ns)
-        for work in body:
+        place = self._places.next(launched)
+        cost_ns = self._job.launch_ns + self._noise.launch_of(self._number, place)
+        self._call(launched, max([self._now_ns, *free_ns]) + max(0, cost_ns))
+        for part, work in enumerate(body):
             if isinstance(work, Record | WaitFor):
                 self._order(work)
             else:
-                self._queue(work)
+                self._queue(work, place, part)
         return True
 
-    def _queue(self, work: DeviceWork) -> None:
-        kernel = Kernel(self._number, work, len(self._host) - 1, self._now_ns)
-        self._rendezvous.number(kernel)
+    def _queue(self, work: DeviceWork, place: Place, part: int) -> None:
+        start_ns = self._now_ns + self._noise.start_of(self._number, place, part)
+        gap_ns = self._noise.gap_of(self._number, place, part)
+        kernel = Kernel(self._number, work, len(self._host) - 1, place, start_ns, gap_ns)
+        self._agenda.rendezvous.number(kernel)
         self._stream(work.stream).push(kernel)
         self._kernels.append(kernel)
 
@@ -178,6 +186,6 @@ class _Rank:
 
 
 def _ran(kernel: Kernel) -> Ran:
-    seq = kernel.places[0] if isinstance(kernel.work, Collective) else -1
+    seq = kernel.calls[0] if isinstance(kernel.work, Collective) else -1
     moves = tuple(moved for moved in kernel.moves if moved is not None)
     return Ran(kernel.work, kernel.launch, kernel.start_ns, kernel.end_ns, seq, moves)

@@ -4,200 +4,77 @@ from __future__ import annotations
 
 import gzip
 import json
-from itertools import pairwise
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from simulator.clocks import HostClock, clock_of
-from simulator.nccl_names import collective_args, kernel_name, message_args
-from simulator.program import (
-    Collective,
-    Compute,
-    Copy,
-    Graph,
-    Host,
-    Messages,
-    ProcessGroup,
-    Scenario,
-    Synchronize,
-)
-from simulator.ran import DeviceWork, HostCall, Mark, Ran, RankRun, Run
+from simulator.program import Job, ProcessGroup, Scenario
+from simulator.ran import RankRun, Run
+from simulator.recorded import recorded
+from simulator.run_json import write_run_json
+from simulator.style import WHOLE, Style
+from simulator.trace_events import START_NS as START_NS
+from simulator.trace_events import TraceEvents
 
 BASE_NS = 1_790_000_000_000_000_000
-START_NS = 1_000_000_000
-"""True time 0 is so long after BASE_NS: no host's clock may be farther behind."""
-_FIRST_STREAM = {"compute": 7}
 _Entry = dict[str, Any]
 
 
 def write_recording(
-    scenario: Scenario, run: Run, folder: Path, numbered: bool = True
+    scenario: Scenario,
+    run: Run,
+    folder: Path,
+    style: Style = WHOLE,
+    ranks: Collection[int] | None = None,
 ) -> tuple[Path, ...]:
-    """Writes rank{rank}_trace.json.gz of each rank, by the clock of its host.
+    """Writes rank{rank}_trace.json.gz of these ranks (None: of all), by the clocks of their hosts.
 
-    numbered: the kernels of collectives state their Seq. A batch of several messages is one kernel
-    that states nothing; record_param_comms before its launch tell of them, as torch does it.
+    Returns the traces; run.json, if the style has it, lies beside them. The same run gives the same
+    bytes. A batch of several messages is one kernel that states nothing; record_param_comms before
+    its launch tell of them, as torch does it.
     """
+    scenario = replace(scenario, job=_described(scenario.job, style))
+    left = recorded(run, style, scenario.seed)
     paths = []
-    for rank, ran in enumerate(run.ranks):
+    for rank in range(len(left.ranks)) if ranks is None else sorted(ranks):
         path = folder / f"rank{rank}_trace.json.gz"
-        body = _RankWriter(scenario, rank, ran, numbered).body()
-        path.write_bytes(gzip.compress(json.dumps(body).encode(), 1))
+        body = _body(scenario, rank, left.ranks[rank], style)
+        path.write_bytes(gzip.compress(json.dumps(body).encode(), 1, mtime=0))
         paths.append(path)
+    if style.run_json:
+        write_run_json(scenario.job, folder)
     return tuple(paths)
 
 
-class _RankWriter:
-    """One rank's trace. Streams are numbered as they come; the host is one thread."""
-
-    def __init__(self, scenario: Scenario, rank: int, ran: RankRun, numbered: bool) -> None:
-        self._job, self._rank, self._ran, self._numbered = scenario.job, rank, ran, numbered
-        self._clock: HostClock = clock_of(scenario, rank)
-        self._groups = {group.name: group for group in self._job.groups}
-        self._streams = dict(_FIRST_STREAM)
-        self._pid = 1000 + rank
-
-    def body(self) -> _Entry:
-        """The file's JSON."""
-        entries: list[_Entry] = []
-        for mark in self._ran.marks:
-            entries += self._mark(mark)
-        for correlation, call in enumerate(self._ran.host, start=1):
-            entries += self._host(correlation, call)
-        entries += [self._device(ran) for ran in self._ran.device]
-        return {
-            "schemaVersion": 1,
-            "distributedInfo": self._distributed(),
-            "deviceProperties": [{"id": 0, "name": "Simulated GPU"}],
-            "host_name": self._job.hosts[self._rank],
-            "baseTimeNanoseconds": BASE_NS,
-            "traceEvents": entries,
-        }
-
-    def _distributed(self) -> _Entry:
-        own = [group for group in self._job.groups if self._rank in group.ranks]
-        return {
-            "backend": "nccl",
-            "rank": self._rank,
-            "world_size": len(self._job.programs),
-            "pg_config": [_config(group) for group in own],
-        }
-
-    def _mark(self, mark: Mark) -> list[_Entry]:
-        """The annotation on the host, and one on each stream around what was launched in it."""
-        found = [self._on_host(mark.name, "user_annotation", mark.start_ns, mark.end_ns)]
-        within = [r for r in self._ran.device if mark.first_call <= r.launch < mark.after_call]
-        for stream in dict.fromkeys(ran.work.stream for ran in within):
-            here = [ran for ran in within if ran.work.stream == stream]
-            start_ns, end_ns = min(r.start_ns for r in here), max(r.end_ns for r in here)
-            place = (0, self._stream(stream))
-            found.append(self._entry(mark.name, "gpu_user_annotation", start_ns, end_ns, place))
-        return found
-
-    def _host(self, correlation: int, call: HostCall) -> list[_Entry]:
-        match call.work:
-            case Host(name=name):
-                return [self._on_host(name, _category(name), call.start_ns, call.end_ns)]
-            case Synchronize(call=name, op=op):
-                around = [self._spanning(op, call)] if op else []
-                return [*around, self._runtime(name, correlation, call)]
-            case Collective(op=op) as work:
-                args = collective_args(work, self._groups[work.group], -1)
-                return [self._params(call, args), self._runtime(_LAUNCH, correlation, call)]
-            case Messages(messages=(message,)) as work:
-                args = message_args(message, self._groups[work.group])
-                return [self._params(call, args), self._runtime(_LAUNCH, correlation, call)]
-            case Messages() as work:
-                posts, launch = _batch(call, len(work.messages))
-                args_of = [message_args(m, self._groups[work.group]) for m in work.messages]
-                told = [self._params(*post) for post in zip(posts, args_of, strict=True)]
-                return [*told, self._runtime(_LAUNCH, correlation, launch)]
-            case Copy(kind=kind):
-                name = "cudaMemsetAsync" if kind.startswith("Memset") else "cudaMemcpyAsync"
-                return [self._runtime(name, correlation, call)]
-            case Compute():
-                return [self._runtime(_LAUNCH, correlation, call)]
-            case Graph():
-                return [self._runtime("cudaGraphLaunch", correlation, call)]
-
-    def _device(self, ran: Ran) -> _Entry:
-        stream = self._stream(ran.work.stream)
-        args: _Entry = {"device": 0, "stream": stream, "correlation": ran.launch + 1}
-        name, category = _named(ran.work)
-        args |= self._call_args(ran)
-        return self._entry(name, category, ran.start_ns, ran.end_ns, (0, stream), **args)
-
-    def _call_args(self, ran: Ran) -> _Entry:
-        match ran.work:
-            case Collective(group=group) as work:
-                seq = ran.seq if self._numbered else -1
-                return collective_args(work, self._groups[group], seq)
-            case Messages(group=group, messages=(message,)):
-                return message_args(message, self._groups[group])
-        return {}
-
-    def _params(self, call: HostCall, args: _Entry) -> _Entry:
-        return self._on_host("record_param_comms", "cpu_op", call.start_ns, call.end_ns, **args)
-
-    def _spanning(self, op: str, call: HostCall) -> _Entry:
-        return self._on_host(op, "cpu_op", call.start_ns, call.end_ns)
-
-    def _runtime(self, name: str, correlation: int, call: HostCall) -> _Entry:
-        where = (call.start_ns, call.end_ns)
-        return self._on_host(name, "cuda_runtime", *where, correlation=correlation)
-
-    def _on_host(self, name: str, category: str, start: int, end: int, **args: Any) -> _Entry:
-        return self._entry(name, category, start, end, (self._pid, self._pid), **args)
-
-    def _entry(
-        self, name: str, category: str, start: int, end: int, place: tuple[int, int], **args: Any
-    ) -> _Entry:
-        """ts and dur in microseconds: with three decimals they say whole nanoseconds."""
-        start_ns, end_ns = self._clock.shows_ns(start), self._clock.shows_ns(end)
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": place[0],
-            "tid": place[1],
-            "ts": (START_NS + start_ns) / 1000,
-            "dur": (end_ns - start_ns) / 1000,
-            "args": args,
-        }
-
-    def _stream(self, name: str) -> int:
-        return self._streams.setdefault(name, 16 + 4 * len(self._streams))
+def _described(job: Job, style: Style) -> Job:
+    if style.descriptions == "as_is":
+        return job
+    return replace(job, groups=tuple(replace(g, description="undefined") for g in job.groups))
 
 
-_LAUNCH = "cudaLaunchKernel"
+def _body(scenario: Scenario, rank: int, ran: RankRun, style: Style) -> _Entry:
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": _distributed(scenario.job, rank, style),
+        "deviceProperties": [{"id": 0, "name": "Simulated GPU"}],
+        "host_name": scenario.job.hosts[rank],
+        "baseTimeNanoseconds": BASE_NS,
+        "traceEvents": TraceEvents(scenario, rank, ran, style).all(),
+    }
 
 
-def _named(work: DeviceWork) -> tuple[str, str]:
-    """The device event's name and category."""
-    match work:
-        case Compute(name=name):
-            return name, "kernel"
-        case Copy(kind=kind):
-            return kind, "gpu_memset" if kind.startswith("Memset") else "gpu_memcpy"
-        case Collective(op=op):
-            return kernel_name(op), "kernel"
-        case Messages():
-            return kernel_name("send"), "kernel"
-
-
-def _category(name: str) -> str:
-    """A host's call of the runtime, an annotation of the data loader, else an op."""
-    if name.startswith("cuda"):
-        return "cuda_runtime"
-    return "user_annotation" if name.startswith("enumerate(DataLoader)") else "cpu_op"
-
-
-def _batch(call: HostCall, count: int) -> tuple[list[HostCall], HostCall]:
-    """The first half of a launch cut into the posting of each message; the kernel comes after."""
-    each_ns = (call.end_ns - call.start_ns) // (2 * count + 1)
-    edges = [call.start_ns + i * each_ns for i in range(count + 1)]
-    posts = [HostCall(call.work, *edge) for edge in pairwise(edges)]
-    return posts, HostCall(call.work, edges[-1] + 1, call.end_ns)
+def _distributed(job: Job, rank: int, style: Style) -> _Entry:
+    """The rank's groups; where nothing is said of calls, only the default group."""
+    own = [group for group in job.groups if rank in group.ranks]
+    if style.missing == "no_args":
+        own = [group for group in own if len(group.ranks) == len(job.programs)][:1]
+    return {
+        "backend": "nccl",
+        "rank": rank,
+        "world_size": len(job.programs),
+        "pg_config": [_config(group) for group in own],
+    }
 
 
 def _config(group: ProcessGroup) -> _Entry:

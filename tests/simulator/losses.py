@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from simulator.engine import simulate
+from simulator.noise import EXACT, Noise
 from simulator.program import Job, Scenario
 from simulator.truth import TrueSplit, truth_of
 
@@ -22,21 +23,21 @@ class Loss:
     wait_ns: int
 
 
-def losses_of(scenario: Scenario) -> tuple[Loss, ...]:
-    """The loss of each rank; none where nothing was planted."""
+def losses_of(scenario: Scenario, noise: Noise = EXACT) -> tuple[Loss, ...]:
+    """The loss of each rank, with the same noise in both jobs; none where nothing was planted."""
     if scenario.without is None:
         return ()
-    slow, fast = _totals(scenario.job), _totals(scenario.without)
+    slow, fast = _totals(scenario.job, noise), _totals(scenario.without, noise)
     return tuple(
         Loss(rank, slow[rank][0] - fast[rank][0], slow[rank][1] - fast[rank][1])
         for rank in sorted(slow)
     )
 
 
-def _totals(job: Job) -> dict[int, tuple[int, int]]:
+def _totals(job: Job, noise: Noise) -> dict[int, tuple[int, int]]:
     """Of each rank the time of its steps, and of its waits in them."""
     of_rank: dict[int, list[TrueSplit]] = defaultdict(list)
-    for split in truth_of(simulate(job)).splits:
+    for split in truth_of(simulate(job, noise)).splits:
         of_rank[split.rank].append(split)
     return {
         rank: (

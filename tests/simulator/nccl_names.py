@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from simulator.program import Collective, Message, ProcessGroup
+from simulator.style import Nccl
 
 DTYPE, ELEMENT_BYTES = "BFloat16", 2
 _OF_OP = {
@@ -19,8 +20,23 @@ _OF_OP = {
 }
 
 
-def kernel_name(op: str) -> str:
+_BEFORE_2_19 = {
+    "all_reduce": "AllReduce_RING_LL_Sum___nv_bfloat16",
+    "all_gather": "AllGather_RING_LL_Sum_int8_t",
+    "reduce_scatter": "ReduceScatter_RING_LL_Sum___nv_bfloat16",
+    "all_to_all": "SendRecv_RING_SIMPLE_Sum_int8_t",
+    "broadcast": "Broadcast_RING_LL_Sum_int8_t",
+    "reduce": "Reduce_RING_LL_Sum___nv_bfloat16",
+    "send": "SendRecv_RING_SIMPLE_Sum_int8_t",
+    "recv": "SendRecv_RING_SIMPLE_Sum_int8_t",
+}
+"""What only moves bytes is compiled once, for int8_t."""
+
+
+def kernel_name(op: str, nccl: Nccl = "2.27") -> str:
     """The kernel that carries out an op."""
+    if nccl == "2.17":
+        return f"ncclKernel_{_BEFORE_2_19[op]}(ncclDevComm*, unsigned long, ncclWork*)"
     return f"ncclDevKernel_{_OF_OP[op][0]}(ncclDevKernelArgsStorage<4096ul>)"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from simulator.program import Compute, Copy
-from simulator.rendezvous import Kernel, Rendezvous
+from simulator.agenda import Agenda
+from simulator.transfers import Kernel
 
 
 @dataclass(slots=True)
@@ -54,13 +54,12 @@ class Stream:
         """
         return self.slots[-depth].start_ns if len(self.slots) >= depth else 0
 
-    def advance(self, rendezvous: Rendezvous) -> set[int]:
-        """Works off what can be; the ranks whose kernels that let move data."""
-        woken: set[int] = set()
+    def advance(self, agenda: Agenda) -> None:
+        """Works off what can be."""
         while self.queue:
             item = self.queue[0]
             if isinstance(item, Kernel):
-                woken |= self._start(item, rendezvous)
+                self._start(item, agenda)
                 reached_ns = item.end_ns
             elif isinstance(item, Waited):
                 reached_ns = item.event.reached_ns
@@ -70,13 +69,8 @@ class Stream:
                 break
             self.free_ns = max(self.free_ns, reached_ns)
             self.queue.popleft()
-        return woken
 
-    def _start(self, kernel: Kernel, rendezvous: Rendezvous) -> set[int]:
-        if kernel.start_ns >= 0:
-            return set()
-        kernel.start_ns = max(self.free_ns, kernel.queued_ns)
-        if isinstance(kernel.work, Compute | Copy):
-            kernel.end_ns = kernel.start_ns + kernel.work.dur_ns
-            return set()
-        return rendezvous.arrive(kernel)
+    def _start(self, kernel: Kernel, agenda: Agenda) -> None:
+        if kernel.start_ns < 0:
+            kernel.start_ns = max(self.free_ns + kernel.gap_ns, kernel.queued_ns)
+            agenda.begin(kernel)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from ground_truth import SEED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the samples' reports")
+
+
+def pytest_report_header() -> str:
+    return f"simulated jobs: seed {SEED} (STEPSPLIT_SEED={SEED} repeats them)"
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from simulator.program import Scenario
+from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.readers.kineto import device_calls
 from stepsplit.analyzer.split import (
-    align,
     arrivals,
     attribute,
     classify,
     clock_fit,
+    ends,
     identity,
     lags,
     levels,
@@ -24,8 +26,8 @@ from stepsplit.analyzer.split import (
     waits,
 )
 from stepsplit.analyzer.split.arrivals import Arrivals
+from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.intervals import Intervals, empty
-from stepsplit.analyzer.split.lags import Lags
 from stepsplit.analyzer.split.waits import BUBBLE, SKEW, Pieces
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -33,10 +35,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A bug, and the scenario whose truth it contradicts."""
+    """A bug, and the scenario, drawn from a seed, whose truth it contradicts."""
 
     name: str
-    scenario: str
+    scenario: Callable[[int], Scenario]
     plant: Plant
 
 
@@ -50,13 +52,13 @@ def _wrapped(module: Any, name: str, around: Callable[..., Any]) -> Plant:
     return plant
 
 
-def _skew_and_bubble_swapped(original: Any, *args: Any) -> Any:
+def _swapped(original: Any, *args: Any) -> Any:
     bucket = original(*args)
     return np.where(bucket == SKEW, BUBBLE, SKEW).astype(np.uint8)
 
 
 def _offset_dropped(original: Any, *args: Any) -> Any:
-    return replace(original(*args), offset_ns=0, drift_ppm=None)
+    return replace(original(*args), offset_ns=0.0)
 
 
 def _drift_dropped(original: Any, *args: Any) -> Any:
@@ -67,12 +69,12 @@ def _no_gap_rule(original: Any, pieces: Pieces, compute: Intervals) -> Pieces:
     return pieces
 
 
-def _waiting_is_transfer(original: Any, *args: Any) -> Arrivals:
+def _no_waiting(original: Any, *args: Any) -> Arrivals:
     found = original(*args)
     return replace(found, moves_ns=found.start_ns)
 
 
-def _first_instead_of_last(original: Any, *args: Any) -> Any:
+def _first_to_come(original: Any, *args: Any) -> Any:
     came = original(*args)
     matched, start = args[0], args[1]
     least = arrivals.least_of(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
@@ -88,8 +90,8 @@ def _copies_compute(original: Any, *args: Any) -> Any:
     return replace(work, compute=both, copy=empty())
 
 
-def _ends_with_anything(original: Any, trace: Any, device: Any) -> Any:
-    return np.ones(len(device), dtype=np.bool_)
+def _by_the_host(original: Any, trace: Any, marked: Any) -> Any:
+    return steps._on_host(marked)
 
 
 def _batches_unread(original: Any, events: Any, posts: Any, launches: Any) -> Any:
@@ -101,36 +103,92 @@ def _next_message(original: Any, *args: Any) -> Any:
     return replace(found, place=found.place + 1)
 
 
-def _one_stream_computes(original: Any, trace: Any, *args: Any) -> Any:
+def _one_stream(original: Any, trace: Any, *args: Any) -> Any:
     found = original(trace, *args)
     events = trace.events
     busy = np.bincount(events.lane[found], weights=events.dur_ns[found])
     return found & (events.lane == int(busy.argmax()))
 
 
-def _never_passed_on(original: Any, *args: Any) -> Lags:
-    found = original(*args)
-    whole = found.direct.sum(axis=1, keepdims=True)
-    direct = np.where(whole > 0, found.direct / np.where(whole > 0, whole, 1), 0.2)
-    return replace(found, direct=direct, passed=np.zeros_like(found.passed))
+def _no_imbalance(original: Any, *args: Any) -> Any:
+    beyond, extra = original(*args)
+    return beyond, np.zeros_like(extra)
 
 
 def _level_at_arrival(original: Any, trace: Any, rows: Any, found: Any, came: Any) -> Any:
     return came.start_ns[rows]
 
 
+def _communication_first(patch: pytest.MonkeyPatch) -> None:
+    """What compute hides counts as communication too."""
+    order = (1, 2, 3, 4, 0, 5)
+    table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(256)]
+    patch.setattr(attribute, "_BUCKET_OF", np.array(table, dtype=np.uint8))
+    patch.setattr(attribute, "held_up", lambda pieces, compute: pieces)
+
+
+def _drifting(seed: int) -> Scenario:
+    """Hosts whose clocks run apart as fast as clocks do."""
+    scenario = SCENARIOS["fsdp_four_hosts"](seed)
+    ppm = {host: 50.0 * (-1) ** i for i, host in enumerate(scenario.drift_ppm)}
+    return replace(scenario, drift_ppm=ppm)
+
+
 BUGS = (
-    Bug("skew and bubble swapped", "tp_slow_rank", _wrapped(waits, "_wait_bucket", _skew_and_bubble_swapped)),
-    Bug("an offset dropped", "ddp_slow_rank", _wrapped(align, "_clock_of", _offset_dropped)),
-    Bug("a drift dropped", "fsdp_four_hosts", _wrapped(clock_fit, "_drift", _drift_dropped)),
-    Bug("the gap rule forgotten", "fsdp", _wrapped(attribute, "held_up", _no_gap_rule)),
-    Bug("waiting taken for transfer", "ddp_host_stall", _wrapped(run_split, "arrivals_of", _waiting_is_transfer)),
-    Bug("the first arrival instead of the last", "ep_hot_expert", _wrapped(arrivals, "_last_to_come", _first_instead_of_last)),
-    Bug("copies taken for compute", "ddp_slow_copy", _wrapped(run_split, "work_of", _copies_compute)),
-    Bug("steps end with what outlives them", "ddp_runs_ahead", _wrapped(steps, "_on_main_stream", _ends_with_anything)),
-    Bug("batches unread", "pp_1f1b", _wrapped(device_calls, "posted_before", _batches_unread)),
-    Bug("messages off by one", "pp_gpipe", _wrapped(identity, "_received", _next_message)),
-    Bug("one stream alone computes", "ep_two_streams", _wrapped(classify, "computing", _one_stream_computes)),
-    Bug("blame never passed on", "pp_slow_stage", _wrapped(lags, "_shared", _never_passed_on)),
-    Bug("lags counted from the arrival", "ddp_host_stall", _wrapped(levels, "_level_ns", _level_at_arrival)),
-)  # fmt: skip
+    Bug(
+        "skew and bubble swapped",
+        SCENARIOS["tp_slow_rank"],
+        _wrapped(waits, "_wait_bucket", _swapped),
+    ),
+    Bug("an offset dropped", SCENARIOS["ddp_slow_rank"], _wrapped(ends, "fitted", _offset_dropped)),
+    Bug("a drift dropped", _drifting, _wrapped(clock_fit, "_drift", _drift_dropped)),
+    Bug(
+        "the gap rule forgotten",
+        SCENARIOS["ddp_host_stall"],
+        _wrapped(attribute, "held_up", _no_gap_rule),
+    ),
+    Bug(
+        "waiting is transfer",
+        SCENARIOS["ddp_host_stall"],
+        _wrapped(run_split, "arrivals_of", _no_waiting),
+    ),
+    Bug(
+        "the first to come",
+        SCENARIOS["ep_hot_expert"],
+        _wrapped(arrivals, "_last_to_come", _first_to_come),
+    ),
+    Bug(
+        "copies compute",
+        SCENARIOS["ddp_slow_copy"],
+        _wrapped(run_split, "work_of", _copies_compute),
+    ),
+    Bug(
+        "steps of the host",
+        SCENARIOS["ddp_runs_ahead"],
+        _wrapped(steps, "_on_device", _by_the_host),
+    ),
+    Bug(
+        "batches unread",
+        SCENARIOS["pp_uneven_layers"],
+        _wrapped(device_calls, "posted_before", _batches_unread),
+    ),
+    Bug(
+        "messages off by one", SCENARIOS["pp_gpipe"], _wrapped(identity, "_received", _next_message)
+    ),
+    Bug(
+        "one stream computes",
+        SCENARIOS["ep_two_streams"],
+        _wrapped(classify, "computing", _one_stream),
+    ),
+    Bug(
+        "imbalance is slowness",
+        SCENARIOS["ep_hot_expert"],
+        _wrapped(lags, "_beyond", _no_imbalance),
+    ),
+    Bug(
+        "lags since arrival",
+        SCENARIOS["ddp_host_stall"],
+        _wrapped(levels, "_level_ns", _level_at_arrival),
+    ),
+    Bug("overlap counted twice", SCENARIOS["ddp"], _communication_first),
+)

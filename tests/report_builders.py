@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from detail_builders import detail
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.buckets import BUCKETS
@@ -164,6 +165,7 @@ def _report(rows: list[StepRow]) -> Report:
         for p, w in (("forward", 1), ("backward", 2))
     ]
     pp = [ExposedRow(r.rank, r.step, "pp", "forward", 0, r.p2p_ns, 0, r.bubble_ns) for r in rows]
+    finer = detail(rows)
     return Report(
         run=run,
         warnings=(
@@ -194,6 +196,16 @@ def _report(rows: list[StepRow]) -> Report:
         pipeline=Pipeline(
             (StageRow(0, 30 * MS, 0.231), StageRow(1, 27 * MS, 0.198)), 4, "1F1B", 0.214, 0.2, 0.272
         ),
+        idle=finer.idle,
+        kernels=finer.kernels,
+        slow_kernels=finer.slow_kernels,
+        contention=finer.contention,
+        overlap=finer.overlap,
+        lateness=finer.lateness,
+        critical_path=finer.critical_path,
+        path_steps=finer.path_steps,
+        step_times=finer.step_times,
+        coverage=finer.coverage,
         findings=(
             Finding(
                 "slow_rank",

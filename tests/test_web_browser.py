@@ -72,13 +72,16 @@ def test_a_runs_page_draws_its_figures(server: str, browser, tmp_path: Path) -> 
 
     page.goto(f"{server}/run/{run_id}?step=5")
     page.wait_for_function("document.title === 'stepsplit'")
-    for figure in ("by-rank", "by-step", "timeline", "pipeline"):
+    for figure in ("by-rank", "by-step", "critical-path", "timeline", "pipeline"):
         page.wait_for_selector(f"#{figure} {BARS}")
     before = page.locator(f"#timeline {BARS}").count()
     page.locator("#step").click()
     page.get_by_text("all steps").click()
     page.wait_for_url("**/run/*?step=all")
     page.wait_for_function(f"document.querySelectorAll('#timeline {BARS}').length > {2 * before}")
+
+    page.get_by_text("by rank, most idle first").click()
+    page.locator("details[open] th", has_text="data loading").wait_for()
 
     assert page.locator(".card.number").count() == 7
     assert page.get_by_text("slower compute").count() == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from stepsplit.analyzer import units
@@ -23,7 +23,7 @@ _DID = {
     "unknown": "",
 }
 
-_IDLE = {
+IDLE_MEANING = {
     "data_loading": "waiting for the next batch",
     "allocation": "allocating memory",
     "synchronize": "launching late after waiting for the device",
@@ -121,17 +121,16 @@ def _of_idle(steps: Sequence[StepRow], idle: Sequence[IdleRow]) -> list[Finding]
 
 def _why_idle(idle: Sequence[IdleRow]) -> str:
     """The largest cause, the op that has most of it, and its part of all idle time."""
-    sums: dict[str, int] = defaultdict(int)
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
     for row in idle:
-        sums[row.cause] += row.idle_ns
-    total = sum(sums.values())
+        sums[row.cause][row.op or ""] += row.idle_ns
+    total = sum(ops.total() for ops in sums.values())
     if not total:
         return ""
-    cause = max(sums, key=lambda name: sums[name])
-    ops = [row for row in idle if row.cause == cause and row.op]
-    op = max(ops, key=lambda row: row.idle_ns).op if ops else None
+    cause = max(sums, key=lambda name: sums[name].total())
+    op = sums[cause].most_common(1)[0][0]
     named = f" ({_short(op)})" if op else ""
-    return f"{_IDLE[cause]}{named} is {units.percent(sums[cause] / total)} of it, "
+    return f"{IDLE_MEANING[cause]}{named} is {units.percent(sums[cause].total() / total)} of it, "
 
 
 def _short(op: str) -> str:

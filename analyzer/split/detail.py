@@ -46,9 +46,7 @@ def detail_of(ranks: Sequence[RankSplit], together: Together, rules: Rules) -> D
         idle=tuple(idle_causes(one.trace, one.attribution.band) for one in ranks),
         families=kernel_families(traces, windows, rules),
         slow_kernels=slow_kernels(traces, windows, rules),
-        contention=tuple(
-            slowdown_under_communication(one.trace, one.windows, one.pieces, rules) for one in ranks
-        ),
+        contention=tuple(_contention(one, rules) for one in ranks),
         variation=variation_of([step for one in ranks for step in one.steps]),
         paths=critical_paths(
             [
@@ -61,6 +59,13 @@ def detail_of(ranks: Sequence[RankSplit], together: Together, rules: Rules) -> D
         overlaps=tuple(row for one in ranks for row in _overlaps(one, together)),
         coverage=coverage_of(traces, matched, layout),
     )
+
+
+def _contention(one: RankSplit, rules: Rules) -> Contention | None:
+    """Of a device: what a CPU's ops take says more of who else had the core."""
+    if not one.trace.on_device:
+        return None
+    return slowdown_under_communication(one.trace, one.windows, one.pieces, rules)
 
 
 def _overlaps(one: RankSplit, together: Together) -> tuple[Overlap, ...]:

@@ -10,16 +10,16 @@ import numpy as np
 from stepsplit.analyzer.split.labels import labels_of, place_within, runs_of
 from stepsplit.analyzer.split.shifts import Pairing, Sequence, paired
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, Note, RankTrace, UInt8
-from stepsplit.analyzer.trace import wall_lead_ns as _wall_lead_ns
 
 _NUMBERED, _ORDERED, _MESSAGE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRows:
-    """The calls of all ranks; columns of one length. Times are by the ranks' own wall clocks.
+    """The calls of all ranks; columns of one length. Times are by the clocks known so far.
 
-    trace indexes the traces, whose hosts are hosts; group is -1 where unknown.
+    trace indexes the traces; those of one clock, such as a host's, have the same name in clocks, ""
+    where it is not known. group is -1 where unknown.
     """
 
     trace: Int32
@@ -31,12 +31,12 @@ class CallRows:
     size_bytes: Int64
     start_ns: Int64
     end_ns: Int64
-    hosts: tuple[str, ...]
+    clocks: tuple[str, ...]
 
     def share_a_clock(self, one: Int64, other: Int64) -> bool:
-        """Whether the rows, each of one trace, come from one named host."""
-        hosts = {self.hosts[int(self.trace[rows[0]])] for rows in (one, other)}
-        return len(hosts) == 1 and hosts != {""}
+        """Whether the rows, each of one trace, are by one clock."""
+        clocks = {self.clocks[int(self.trace[rows[0]])] for rows in (one, other)}
+        return len(clocks) == 1 and clocks != {""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,14 @@ class Identities:
 
 
 def call_rows(
-    traces: Listed[RankTrace], trace: Int32, group: Int32, start_ns: Int64, end_ns: Int64
+    traces: Listed[RankTrace],
+    trace: Int32,
+    group: Int32,
+    start_ns: Int64,
+    end_ns: Int64,
+    clocks: Listed[str],
 ) -> CallRows:
-    """The columns that identities need, from those of the whole table."""
-    lead = _wall_lead_ns(traces)[trace]
+    """The columns that identities need, from those of the whole table; clocks has one a trace."""
     calls = [one.calls for one in traces]
     return CallRows(
         trace=trace,
@@ -61,9 +65,9 @@ def call_rows(
         rank=np.array([one.rank for one in traces], dtype=np.int64)[trace],
         peer=np.concatenate([c.peer for c in calls]).astype(np.int64),
         size_bytes=np.concatenate([c.message_bytes for c in calls]),
-        start_ns=start_ns + lead,
-        end_ns=end_ns + lead,
-        hosts=tuple(one.host for one in traces),
+        start_ns=start_ns,
+        end_ns=end_ns,
+        clocks=tuple(clocks),
     )
 
 

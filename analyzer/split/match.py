@@ -8,11 +8,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.split.clocks import Alignment
 from stepsplit.analyzer.split.identity import call_rows, identities
 from stepsplit.analyzer.split.labels import labels_of, least_of, most_of
 from stepsplit.analyzer.split.unnamed import NAME as UNNAMED
 from stepsplit.analyzer.split.unnamed import world_of_unnamed
-from stepsplit.analyzer.trace import OP_CODE, Bool, Group, Int32, Int64, Note, RankTrace, UInt8
+from stepsplit.analyzer.trace import (
+    OP_CODE,
+    Bool,
+    Group,
+    Int32,
+    Int64,
+    Note,
+    RankTrace,
+    UInt8,
+    wall_lead_ns,
+)
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose members all bring the same size, and whose kernels end together."""
@@ -55,8 +66,11 @@ class Matched:
         return slice(*np.searchsorted(self.trace, [trace, trace + 1]).tolist())
 
 
-def match(traces: Sequence[RankTrace]) -> Matched:
-    """The table of all calls, each joined with its counterparts on the other ranks."""
+def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Matched:
+    """The table of all calls, each joined with its counterparts on the other ranks.
+
+    What only time can tell is told by the wall clocks of hosts, or by those of an alignment.
+    """
     groups, group = _global_groups(traces)
     column = [trace.calls for trace in traces]
     rows = Matched(
@@ -73,7 +87,7 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         groups=groups,
         notes=_notes(groups),
     )
-    return _with_keys(rows, traces)
+    return _with_keys(rows, traces, alignment)
 
 
 def _arrival_ns(trace: RankTrace) -> Int64:
@@ -126,8 +140,9 @@ def _with_unnamed(
     return (*groups, world), given
 
 
-def _with_keys(rows: Matched, traces: Sequence[RankTrace]) -> Matched:
-    calls = call_rows(traces, rows.trace, rows.group, rows.start_ns, rows.end_ns)
+def _with_keys(rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None) -> Matched:
+    start, end = (_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns))
+    calls = call_rows(traces, rows.trace, rows.group, start, end, _clocks(traces, alignment))
     collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
     found = identities(calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0)))
     label, count = found.label, int(found.label.max(initial=-1)) + 1
@@ -153,6 +168,24 @@ def _first_kernels(rows: Matched, shared: Int64) -> Bool:
 
 def _at(of_label: Bool, label: Int64) -> Bool:
     return of_label[label] if len(of_label) else np.zeros(len(label), dtype=np.bool_)
+
+
+def _by_clocks(
+    rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None, own_ns: Int64
+) -> Int64:
+    """Own times by the wall clocks, or on the clock that an alignment gives all ranks."""
+    if alignment is None:
+        return own_ns + wall_lead_ns(traces)[rows.trace]
+    parts = [clock.common_ns(own_ns[rows.of_trace(i)]) for i, clock in enumerate(alignment.clocks)]
+    return np.concatenate(parts)
+
+
+def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
+    """Whose clock each trace is by: its host's, or the common one where it is joined to that."""
+    if alignment is None:
+        return [trace.host for trace in traces]
+    joined = [clock.sigma_ns is not None for clock in alignment.clocks]
+    return ["common" if one else trace.host for one, trace in zip(joined, traces, strict=True)]
 
 
 def _members(rows: Matched, label: Int64, count: int) -> Int64:

@@ -72,9 +72,8 @@ def split_run(
     """The split of all ranks. traces are in the order of their ranks, at least one."""
     layout = layout_of(spec, traces)
     work = [work_of(trace, rules) for trace in traces]
-    matched = match(traces)
+    matched, alignment = _matched_and_aligned(traces)
     steps = agreed([steps_of(trace) for trace in traces], matched)
-    alignment = align(traces, matched)
     together = Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
     ranks = [
         split_rank(i, *one, together) for i, one in enumerate(zip(traces, work, steps, strict=True))
@@ -101,6 +100,19 @@ def split_run(
         detail=detail_of(ranks, together, rules),
         notes=notes,
     )
+
+
+def _matched_and_aligned(traces: Sequence[RankTrace]) -> tuple[Matched, Alignment]:
+    """The calls and the clocks; of several hosts, once more by the clocks that the first try gave.
+
+    Messages between hosts whose windows begin apart are told by time, and time by collectives.
+    """
+    matched = match(traces)
+    alignment = align(traces, matched)
+    if len({trace.host for trace in traces}) > 1 and matched.is_message.any():
+        matched = match(traces, alignment)
+        alignment = align(traces, matched)
+    return matched, alignment
 
 
 def _schedule(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 
 from dash import html
 
 from stepsplit.analyzer.report.medians import full_steps
 from stepsplit.analyzer.report.report import BlameRow, CollectiveRow, GroupRow, Report
-from stepsplit.analyzer.units import gigabytes_per_second, milliseconds, size
-from stepsplit.dashboard.web.parts import Cell, section, table
+from stepsplit.analyzer.units import gigabytes_per_second, size
+from stepsplit.dashboard.web.parts import Cell, count_cell, left_out, section, table, time_cell
 
 ROWS = 100
 MOST_BLAMED = 10
@@ -22,7 +21,7 @@ def findings(report: Report) -> list[html.Section]:
     if not report.findings:
         return []
     rows = [
-        [Cell(found.message), Cell(found.bucket), Cell(milliseconds(found.gain_ns), number=True)]
+        [Cell(found.message), Cell(found.bucket), time_cell(found.gain_ns)]
         for found in report.findings[:ROWS]
     ]
     note = "estimated gain a step, largest first"
@@ -55,7 +54,7 @@ def exposed(report: Report) -> list[html.Section]:
         return []
     largest = sorted(sums.items(), key=lambda item: -item[1].total())
     rows = [
-        [Cell(axis), Cell(phase), *(_time(own[part] / len(full)) for part in _EXPOSED)]
+        [Cell(axis), Cell(phase), *(time_cell(own[part] / len(full)) for part in _EXPOSED)]
         for (axis, phase), own in largest
     ]
     note = "mean over ranks and full steps"
@@ -72,7 +71,7 @@ def blame(report: Report) -> list[html.Section]:
     if not report.blame or not steps:
         return []
     rows = [_blame_row(row, steps) for row in report.blame[:MOST_BLAMED]]
-    note = "waiting caused a step, summed over the ranks that waited" + _left_out(
+    note = "waiting caused a step, summed over the ranks that waited" + left_out(
         report.blame, MOST_BLAMED
     )
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused a step")
@@ -84,9 +83,9 @@ def _blame_row(row: BlameRow, steps: int) -> list[Cell]:
         Cell("none" if row.rank is None else str(row.rank)),
         Cell(row.cause),
         Cell(row.axis or ""),
-        _time(row.caused_skew_ns / steps),
-        _time(row.caused_bubble_ns / steps),
-        _time(row.caused_ns / steps),
+        time_cell(row.caused_skew_ns / steps),
+        time_cell(row.caused_bubble_ns / steps),
+        time_cell(row.caused_ns / steps),
     ]
 
 
@@ -98,14 +97,9 @@ def collectives(report: Report) -> list[html.Section]:
     largest = sorted(report.collectives, key=_total_ns, reverse=True)[:MOST_COLLECTIVES]
     rows = [_collective_row(row, groups.get(row.group)) for row in largest]
     note = "medians; busbw over the transfer alone"
-    note += _left_out(report.collectives, MOST_COLLECTIVES)
+    note += left_out(report.collectives, MOST_COLLECTIVES)
     heads = ("axis", "group", "op", "size", "calls", "transfer", "wait", "busbw")
     return [section("Collectives and messages", note, table(heads, rows))]
-
-
-def _left_out(rows: Sequence[object], shown: int) -> str:
-    left = len(rows) - shown
-    return f"; {left:,} smaller are in report.json" if left > 0 else ""
 
 
 def _total_ns(row: CollectiveRow) -> int:
@@ -119,9 +113,9 @@ def _collective_row(row: CollectiveRow, group: GroupRow | None) -> list[Cell]:
         Cell(_members(row, group)),
         Cell(row.op if row.dtype is None else f"{row.op} {row.dtype}"),
         Cell("unknown" if bytes_ is None else size(bytes_), number=True),
-        Cell(f"{row.count:,}", number=True),
-        _time(row.transfer_ns_median),
-        _time(row.wait_ns_median),
+        count_cell(row.count),
+        time_cell(row.transfer_ns_median),
+        time_cell(row.wait_ns_median),
         Cell("unknown" if busbw is None else gigabytes_per_second(busbw), number=True),
     ]
 
@@ -132,7 +126,3 @@ def _members(row: CollectiveRow, group: GroupRow | None) -> str:
     ranks = ", ".join(str(rank) for rank in group.ranks[:8])
     more = f" and {len(group.ranks) - 8:,} more" if len(group.ranks) > 8 else ""
     return f"{group.description or row.group}: {ranks}{more}"
-
-
-def _time(ns: float) -> Cell:
-    return Cell(milliseconds(ns), number=True)

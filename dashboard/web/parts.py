@@ -1,14 +1,15 @@
-"""The pieces that pages are put together from: tables, cards, bars of shares."""
+"""The pieces that pages are put together from: tables, cards, figures, bars of shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
+from plotly.graph_objects import Figure
 
-from stepsplit.analyzer.units import percent
+from stepsplit.analyzer.units import milliseconds, percent
 from stepsplit.dashboard.figures.palette import LOOKS, Look
 from stepsplit.dashboard.store.store import RunRow
 
@@ -22,6 +23,31 @@ class Cell:
     content: Content = ""
     number: bool = False
     columns: int = 1
+
+
+def time_cell(ns: float) -> Cell:
+    """A time, in ms."""
+    return Cell(milliseconds(ns), number=True)
+
+
+def share_cell(ratio: float) -> Cell:
+    """A ratio, in percent."""
+    return Cell(percent(ratio), number=True)
+
+
+def count_cell(count: int) -> Cell:
+    """How many."""
+    return Cell(f"{count:,}", number=True)
+
+
+def name_cell(name: str) -> Cell:
+    """A name from a file, which may be very long: cut on the page, whole under the pointer."""
+    return Cell(html.Span(name, className="name", title=name))
+
+
+def worst_cell(rank: int, ns: float) -> Cell:
+    """The rank that has most of something, and how much."""
+    return Cell(html.Span(f"rank {rank}, {milliseconds(ns)}", className="whole"))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> html.Table:
@@ -51,6 +77,26 @@ def section(title: str, note: str, *content: Component) -> html.Section:
     """A titled card."""
     head = [html.H2(title), html.Span(note, className="note")]
     return html.Section([html.Div(head, className="section-head"), *content], className="card")
+
+
+def on_demand(summary: str, *content: Component) -> html.Details:
+    """What is shown to those who ask for it."""
+    return html.Details([html.Summary(summary), *content], className="more")
+
+
+def left_out(rows: Sized, shown: int) -> str:
+    """The end of a note on a table that shows only so many of the rows."""
+    left = len(rows) - shown
+    return f"; {left:,} smaller are in report.json" if left > 0 else ""
+
+
+def graph(name: str, figure: Figure) -> dcc.Graph:
+    """A figure on the page; name is its id."""
+    return dcc.Graph(
+        id=name,
+        figure=figure,
+        config={"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
+    )
 
 
 def share_bar(shares: Sequence[float]) -> html.Div:

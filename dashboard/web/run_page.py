@@ -15,9 +15,14 @@ from stepsplit.dashboard.figures.timeline import ROWS, timeline
 from stepsplit.dashboard.store.headline import Headline
 from stepsplit.dashboard.store.store import RunRow, Store
 from stepsplit.dashboard.web.address import Chosen
+from stepsplit.dashboard.web.compute import compute
+from stepsplit.dashboard.web.coverage import holds
 from stepsplit.dashboard.web.details import blame, collectives, exposed, findings, warnings
+from stepsplit.dashboard.web.idle import idle
 from stepsplit.dashboard.web.numbers import cards, subtitle
-from stepsplit.dashboard.web.parts import section, state_pill
+from stepsplit.dashboard.web.parts import graph, section, state_pill
+from stepsplit.dashboard.web.path import path
+from stepsplit.dashboard.web.stragglers import overlap, stragglers
 
 
 def run_page(store: Store, run: RunRow, chosen: Chosen) -> html.Div:
@@ -42,9 +47,15 @@ def _report_page(
             *findings(report),
             *warnings(report),
             _splits(report),
+            *path(report),
             *_over_time(report, tables, chosen),
             html.Div([*exposed(report), *blame(report)], className="columns"),
+            *idle(report),
+            *stragglers(report),
+            *compute(report),
+            *overlap(report),
             *collectives(report),
+            *holds(report),
         ]
     )
 
@@ -77,8 +88,8 @@ def _waiting(run: RunRow) -> html.P:
 
 
 def _splits(report: Report) -> html.Div:
-    ranks = _graph("by-rank", by_rank(report))
-    steps = _graph("by-step", by_step(report))
+    ranks = graph("by-rank", by_rank(report))
+    steps = graph("by-step", by_step(report))
     return html.Div(
         [
             section("Where the step went, by rank", "each bucket's median over full steps", ranks),
@@ -92,8 +103,8 @@ def _over_time(report: Report, tables: Tables | None, chosen: Chosen) -> list[Co
     if tables is None or not len(tables.segments.rank):
         return []
     step = _shown_step(report, chosen)
-    band = _graph("timeline", timeline(tables, step))
-    grid = _graph("pipeline", pipeline(tables, step))
+    band = graph("timeline", timeline(tables, step))
+    grid = graph("pipeline", pipeline(tables, step))
     ranks = len(set(tables.segments.rank.tolist()))
     shown = "each rank" if ranks <= ROWS else f"{ROWS} of {ranks:,} ranks, evenly spaced,"
     top = section("Timeline", f"what {shown} did", _step_menu(report, step), band)
@@ -101,14 +112,6 @@ def _over_time(report: Report, tables: Tables | None, chosen: Chosen) -> list[Co
     # The grid stays in the page without boxes too: the menu's callback draws into it.
     below = html.Div(section("Pipeline", note, grid), hidden=not len(tables.boxes.rank))
     return [top, below]
-
-
-def _graph(name: str, figure: Figure) -> dcc.Graph:
-    return dcc.Graph(
-        id=name,
-        figure=figure,
-        config={"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
-    )
 
 
 def _shown_step(report: Report, chosen: Chosen) -> int | None:

@@ -1,0 +1,300 @@
+"""The sections of a run's page say what the report says, and are absent where it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from dash import html
+from dash.development.base_component import Component
+from report_builders import MS, analysis
+
+from stepsplit.analyzer.report.report import ContentionRow, IdleRow, Report
+from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.overlap import Overlap
+from stepsplit.analyzer.split.slow_ranks import SlowKernel
+from stepsplit.analyzer.split.stragglers import Lateness
+from stepsplit.analyzer.split.variation import SlowStep, StepTimes
+from stepsplit.dashboard.web.compute import compute
+from stepsplit.dashboard.web.coverage import holds
+from stepsplit.dashboard.web.idle import idle
+from stepsplit.dashboard.web.path import path
+from stepsplit.dashboard.web.stragglers import overlap, stragglers
+
+
+def with_rows(**rows: Any) -> Report:
+    """The built run (four full steps a rank) with these rows and no other detail."""
+    none = dict.fromkeys(_DETAIL, ())
+    return msgspec.structs.replace(analysis().report, **{**none, **rows})
+
+
+_DETAIL = (
+    "idle", "kernels", "slow_kernels", "contention", "overlap", "lateness",
+    "critical_path", "path_steps", "step_times", "slow_steps", "coverage",
+)  # fmt: skip
+
+
+def text(part: Any) -> str:
+    """All that the part says, in the order of the page."""
+    if isinstance(part, Component):
+        return text(getattr(part, "children", None))
+    return "".join(map(text, part)) if isinstance(part, list) else str(part or "")
+
+
+def found(part: Any, kind: type) -> Iterator[Any]:
+    """The components of the kind in the part."""
+    if isinstance(part, kind):
+        yield part
+    for child in _children(part):
+        yield from found(child, kind)
+
+
+def _children(part: Any) -> list[Any]:
+    inside = part if isinstance(part, list) else getattr(part, "children", None)
+    return inside if isinstance(inside, list) else [inside] if inside is not None else []
+
+
+def body(table: html.Table) -> list[list[str]]:
+    """What the cells of a table say, without its head."""
+    _head, *rows = found(table, html.Tr)
+    return [[text(cell) for cell in found(row, html.Td)] for row in rows]
+
+
+def test_idle_is_told_by_cause_as_the_mean_of_a_step() -> None:
+    report = with_rows(
+        idle=(
+            IdleRow(0, "synchronize", "aten::item", 24 * MS, 4),
+            IdleRow(0, "launch_bound", "aten::mm", 8 * MS, 9),
+            IdleRow(1, "synchronize", "aten::item", 8 * MS, 4),
+            IdleRow(1, "synchronize", "cudaMemcpy", 24 * MS, 4),
+        )
+    )
+
+    (section,) = idle(report)
+
+    by_cause, _, _ = found(section, html.Table)
+    late = "synchronize launching late after waiting for the device"
+    busy = "launch bound launching too slowly"
+    assert body(by_cause) == [
+        [late, "aten::item", "57.1 %", "rank 1, 8.00 ms", "87.5 %", "3.50 ms"],
+        [busy, "aten::mm", "100.0 %", "rank 0, 2.00 ms", "12.5 %", "0.50 ms"],
+    ]
+
+
+def test_idle_by_op_and_by_rank_is_there_on_demand() -> None:
+    report = with_rows(
+        idle=(
+            IdleRow(0, "python", "", 16 * MS, 9),
+            IdleRow(0, "python", None, 8 * MS, 3),
+            IdleRow(3, "data_loading", "next", 40 * MS, 4),
+        )
+    )
+
+    by_op, by_rank = found(idle(report), html.Details)
+
+    assert [body(one) for one in found(by_op, html.Table)] == [
+        [
+            ["data loading", "next", "4", "2.50 ms"],
+            ["python", "nothing named", "9", "1.00 ms"],
+            ["python", "smaller ones", "3", "0.50 ms"],
+        ]
+    ]
+    assert [body(one) for one in found(by_rank, html.Table)] == [
+        [["rank 3", "10.0 ms", "10.0 ms", "0.00 ms"], ["rank 0", "6.00 ms", "0.00 ms", "6.00 ms"]]
+    ]
+
+
+def test_a_rank_without_a_full_step_counts_all_of_its_own() -> None:
+    partial = tuple(
+        msgspec.structs.replace(row, kind="partial") if row.rank == 1 else row
+        for row in analysis().report.steps
+    )
+    report = with_rows(steps=partial, idle=(IdleRow(1, "python", "", 5 * MS, 1),))
+
+    (by_cause, *_) = found(idle(report), html.Table)
+
+    assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
+
+
+def test_a_cause_without_an_op_names_none() -> None:
+    (by_cause, *_) = found(idle(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),))), html.Table)
+
+    assert body(by_cause)[0][1:3] == ["", ""]
+
+
+def test_stragglers_come_before_those_who_are_later_by_chance() -> None:
+    report = with_rows(
+        lateness=(
+            Lateness(0, "tp", False, 2, 40, 21, 3 * MS, 63 * MS, 0.4, False),
+            Lateness(1, "tp", False, 2, 40, 0, 0, 0, 1.0, False),
+            Lateness(2, None, False, 4, 40, 38, MS, 38 * MS, 1e-20, True),
+            Lateness(0, "pp", True, 2, 10, 5, 9 * MS, 45 * MS, None, False),
+        )
+    )
+
+    (section,) = stragglers(report)
+
+    calls, messages = found(section, html.Table)
+    assert body(calls) == [
+        ["rank 2", "other", "straggler", "40", "95.0 %", "25.0 %", "1.00 ms", "38.0 ms"],
+        ["rank 0", "tp", "", "40", "52.5 %", "50.0 %", "3.00 ms", "63.0 ms"],
+    ]
+    assert body(messages) == [["rank 0", "pp", "", "10", "50.0 %", "50.0 %", "9.00 ms", "45.0 ms"]]
+    assert text(section).count("a straggler comes last more often than chance has it") == 1
+
+
+def test_without_a_straggler_the_section_says_so() -> None:
+    late = Lateness(0, "tp", False, 2, 40, 21, 3 * MS, 63 * MS, 0.4, False)
+
+    (section,) = stragglers(with_rows(lateness=(late,)))
+
+    assert "no rank comes last so often and so late that it is more than chance" in text(section)
+
+
+def test_overlap_is_summed_over_the_ranks_and_told_for_a_step() -> None:
+    report = with_rows(
+        overlap=(
+            Overlap(0, "tp", "all_reduce", 32 * MS, 8 * MS, 24 * MS),
+            Overlap(1, "tp", "all_reduce", 32 * MS, 24 * MS, 8 * MS),
+            Overlap(0, "pp", "send", 16 * MS, 0, 16 * MS),
+        )
+    )
+
+    (table,) = found(overlap(report), html.Table)
+
+    assert body(table) == [
+        ["tp", "all_reduce", "4.00 ms", "2.00 ms", "2.00 ms", "50.0 %"],
+        ["pp", "send", "1.00 ms", "0.00 ms", "1.00 ms", "0.0 %"],
+    ]
+
+
+def test_families_share_the_compute_of_all_ranks() -> None:
+    report = with_rows(
+        kernels=(
+            KernelFamily(0, "gemm", 8, 40 * MS, 0.5),
+            KernelFamily(0, "attention", 8, 40 * MS, 0.5),
+            KernelFamily(1, "gemm", 8, 80 * MS, 1.0),
+        )
+    )
+
+    (table,) = found(compute(report), html.Table)
+
+    assert body(table) == [
+        ["gemm", "rank 1, 20.0 ms", "75.0 %", "7.50 ms"],
+        ["attention", "rank 0, 10.0 ms", "25.0 %", "2.50 ms"],
+    ]
+
+
+def test_slow_kernels_and_contention_are_told_the_costliest_first() -> None:
+    report = with_rows(
+        slow_kernels=(
+            SlowKernel(2, "ampere_gemm", "gemm", 1.08, MS, 96),
+            SlowKernel(3, "flash_fwd", "attention", 1.2, 3 * MS, 48),
+        ),
+        contention=(ContentionRow(0, 0.99, 12, -4 * MS), ContentionRow(1, 1.25, 14, 8 * MS)),
+    )
+
+    contended, slow = found(compute(report), html.Table)
+
+    assert body(contended) == [
+        ["rank 1", "14", "1.25 x", "2.00 ms"],
+        ["rank 0", "12", "0.99 x", "-1.00 ms"],
+    ]
+    assert body(slow) == [
+        ["rank 3", "flash_fwd", "attention", "48", "1.20 x", "3.00 ms"],
+        ["rank 2", "ampere_gemm", "gemm", "96", "1.08 x", "1.00 ms"],
+    ]
+
+
+def test_the_path_names_the_ranks_that_have_most_of_it() -> None:
+    (section,) = path(analysis().report)
+
+    (table,) = found(section, html.Table)
+    assert body(table) == [
+        ["compute", "rank 3 78.3 %, rank 0 21.7 %", "82.9 %", "120 ms"],
+        ["collective on tp", "rank 3 58.3 %, rank 2 41.7 %", "12.0 %", "17.3 ms"],
+        ["idle", "rank 0 100.0 %", "2.1 %", "3.00 ms"],
+        ["p2p on pp", "rank 2 100.0 %", "2.0 %", "2.89 ms"],
+        ["bubble on pp", "rank 0 100.0 %", "1.0 %", "1.44 ms"],
+    ]
+    assert "rank 3 ends last in 4 of 4 steps" in text(section)
+
+
+def test_a_slow_step_is_a_sentence_that_leads_to_it() -> None:
+    report = with_rows(
+        slow_steps=(
+            SlowStep(7, 160 * MS, 15 * MS, 1, "compute", 9 * MS),
+            SlowStep(5, 170 * MS, 25 * MS, 3, "idle", 24 * MS),
+        ),
+        step_times=(StepTimes(None, 12, 145 * MS, 170 * MS, 170 * MS, (5, 7)),),
+    )
+
+    (section,) = path(report)
+
+    assert [text(item) for item in found(section, html.Li)] == [
+        "step 5 took 170 ms, 25.0 ms longer: rank 3 idle +24.0 ms",
+        "step 7 took 160 ms, 15.0 ms longer: rank 1 compute +9.00 ms",
+    ]
+    assert [link.href for link in found(section, html.A)] == ["?step=5", "?step=7"]
+    assert "than 145 ms, the median of 12 on their slowest rank" in text(section)
+
+
+def test_the_path_of_one_rank_alone_is_not_shown() -> None:
+    report = analysis().report
+    alone = msgspec.structs.replace(report.run, world_size=1, ranks=(0,))
+
+    assert path(msgspec.structs.replace(report, run=alone)) == []
+
+
+def test_estimated_waits_are_told_by_axis() -> None:
+    report = with_rows(
+        coverage=(
+            Coverage("tp", 2, 2, 0, 40, 0),
+            Coverage("dp_shard", 4, 1, 2, 80, 30),
+            Coverage(None, 1, 0, 1, 6, 6),
+        )
+    )
+
+    (table,) = found(holds(report), html.Table)
+
+    assert body(table) == [
+        ["tp", "measured", "2", "2", "0", "40", "0"],
+        ["dp_shard", "partly estimated", "4", "1", "2", "80", "30"],
+        ["other", "estimated", "1", "0", "1", "6", "6"],
+    ]
+
+
+def test_missing_ranks_are_listed() -> None:
+    run = msgspec.structs.replace(analysis().report.run, world_size=8, ranks=(0, 2, 3))
+
+    (section,) = holds(with_rows(run=run))
+
+    assert text(section).endswith("5 of 8 ranks were not recorded: 1, 4 to 7.")
+
+
+def test_a_whole_and_measured_recording_needs_no_reserve() -> None:
+    assert holds(analysis().report) == []
+
+
+@pytest.mark.parametrize("section", [idle, path, stragglers, compute, overlap, holds])
+def test_a_section_without_rows_is_absent(section: Any) -> None:
+    assert section(with_rows()) == []
+
+
+@pytest.mark.parametrize("section", [idle, stragglers, compute, overlap])
+def test_a_recording_without_steps_has_no_means(section: Any) -> None:
+    report = msgspec.structs.replace(analysis().report, steps=(), lateness=(), slow_kernels=())
+
+    assert section(report) == []
+
+
+def test_a_long_name_is_whole_under_the_pointer() -> None:
+    name = "void at::native::vectorized_elementwise_kernel<4, " + "x" * 200 + ">"
+    report = with_rows(slow_kernels=(SlowKernel(0, name, "elementwise", 1.1, MS, 20),))
+
+    titles = [span.title for span in found(compute(report), html.Span) if hasattr(span, "title")]
+
+    assert titles == [name]

@@ -15,7 +15,11 @@ _HEAD = (
 
 def table_of(rows: Sequence[Row], judged: bool) -> str:
     """The rows with their targets; met or missed only where they are judged."""
-    cells = [_HEAD, *(_cells(row, judged) for row in rows)]
+    return in_markdown([_HEAD, *(_cells(row, judged) for row in rows)])
+
+
+def in_markdown(cells: Sequence[Sequence[str]]) -> str:
+    """The cells as a table, the first line its head."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     first, *rest = [_line(line, widths) for line in cells]
     return "\n".join([first, _line(["-" * width for width in widths], widths), *rest])

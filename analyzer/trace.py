@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
@@ -167,7 +167,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """One rank of a recording. host and backend are "" where the trace does not say."""
+    """One rank of a recording. host and backend are "" where the trace does not say.
+
+    on_device: an accelerator recorded something; else the host is what worked.
+    """
 
     source: Path
     rank: int
@@ -180,11 +183,10 @@ class RankTrace:
     calls: Calls
     groups: tuple[Group, ...]
     notes: tuple[Note, ...] = ()
+    on_device: bool = field(init=False)
 
-    @property
-    def on_device(self) -> bool:
-        """Whether an accelerator recorded anything; else the host is what worked."""
-        return bool(self.events.of(*DEVICE_CATEGORIES).any())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_device", bool(self.events.of(*DEVICE_CATEGORIES).any()))
 
 
 @dataclass(frozen=True, slots=True)

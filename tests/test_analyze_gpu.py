@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import pytest
 from builders import BASE_NS, COMM_STREAM, GpuTrace
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.readers.kineto import schema
 from stepsplit.analyzer.report.report import BlameRow, ExposedRow
 
 PAIR = [("0", "default_pg", [0, 1])]
@@ -388,3 +391,16 @@ def test_without_marks_steps_end_with_the_call_that_comes_once_in_each(tmp_path:
     ]
     inferred = next(row for row in report.warnings if row.code == "steps_inferred")
     assert "the sequence of collectives" in inferred.message
+
+
+def test_a_kernel_of_any_name_that_states_its_collective_is_one(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=PAIR).step(1, 0, 50).kernel("gemm", 0, 20)
+    trace.kernel("my_exchange", 20, 40, **{"Collective name": "allreduce"}).kernel("gemm", 40, 50)
+    assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=30, collective=20)}
+
+
+def test_stated_collectives_are_read_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(schema, "lenient")
+    texts = [b'{"stream": 7, "Collective name": "allreduce"}', b'{"stream": 7}']
+    found = schema.device_args([msgspec.Raw(text) for text in texts])
+    assert [(args.stream, args.communicates) for args in found] == [(7, True), (7, False)]

@@ -25,7 +25,7 @@ from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Calls, Group, Lane, Note
 
-READER = "stepsplit.events/1"
+READER = "stepsplit.events/2"
 """Changes with what the reader makes of a trace: then caches are made again."""
 LEAST_BYTES = 16 << 20
 """Smaller files are read about as fast as their cache."""

@@ -167,7 +167,7 @@ class _Builder:
             if args.stream >= 0:
                 event = events[row]
                 lane[row] = lanes[event.pid, event.tid, args.device, args.stream]
-            if args.collective is not None:
+            if args.communicates:
                 to_note[row] = True
         self._note(events, np.flatnonzero(to_note).tolist())
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)

@@ -20,6 +20,7 @@ Narrow = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
 _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 NO_ARGS = Raw(b"{}")
+UNSTATED = Raw(b"null")
 _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
 _T = TypeVar("_T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -61,7 +62,12 @@ class DeviceArgs(Struct, gc=False):
     correlation: Wide = -1
     stream: Narrow = -1
     device: Narrow = -1
-    collective: Raw | None = field(default=None, name="Collective name")
+    collective: Raw = field(default=UNSTATED, name="Collective name")
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the event says which collective it carries out."""
+        return self.collective is not UNSTATED and bytes(self.collective) != b"null"
 
 
 class Args(Struct, gc=False):

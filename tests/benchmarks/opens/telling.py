@@ -26,11 +26,11 @@ def open_and_tell(opened: Callable[[], _T], events_in: Callable[[_T], int], time
         seconds.append(time.perf_counter() - begin)
         events = events_in(found)
         del found
-    told = {"seconds": seconds, "events": events, "own_peak_bytes": _own_peak_bytes()}
+    told = {"seconds": seconds, "events": events, "own_peak_bytes": own_peak_bytes()}
     sys.stdout.write(f"\n{json.dumps(told)}\n")
 
 
-def _own_peak_bytes() -> int:
+def own_peak_bytes() -> int:
     """The most that was resident, as the kernel counts; ru_maxrss would count the parent's too."""
     found = _PEAK.search(Path("/proc/self/status").read_text())
     return 1024 * int(found[1]) if found else 0

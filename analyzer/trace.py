@@ -98,9 +98,10 @@ class Events:
 
     def of(self, *categories: Category) -> Bool:
         """Which events are of one of these categories."""
-        chosen = np.zeros(256, dtype=np.bool_)
-        chosen[list(categories)] = True
-        return np.asarray(chosen[self.category])
+        found = np.zeros(len(self), dtype=np.bool_)
+        for category in categories:
+            found |= self.category == category
+        return found
 
     def launches_of(self, rows: Int64) -> Int64:
         """The row of the host's call that launched each of these, by correlation; -1 for none."""

@@ -9,6 +9,7 @@ import numpy as np
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.split.intervals import Intervals, empty, union
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
@@ -96,6 +97,6 @@ def _fused(events: Events, rules: Rules) -> Bool:
     """Which kernels compute and communicate at once; other names are many, and are not asked."""
     kernels = events.of(Category.KERNEL)
     chosen = np.zeros(len(events.names), dtype=np.bool_)
-    for number in np.unique(events.name_id[kernels]).tolist():
+    for number in distinct(events.name_id[kernels]).tolist():
         chosen[number] = rules.kind_of(events.names[number]) == "fused"
     return kernels & chosen[events.name_id]

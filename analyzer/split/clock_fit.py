@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.labels import labels_of, runs_of
+from stepsplit.analyzer.split.labels import distinct, labels_of, runs_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]
@@ -110,7 +110,7 @@ def _together(kinds: _Kinds, noise_ns: float) -> tuple[float, float]:
 def _noise(level: Float, kind: Int64) -> float:
     """The standard deviation of what is left when each kind has its own middle."""
     left = np.abs(level - _middle_of_kinds(level, kind).of_row)
-    free = max(len(level) - len(np.unique(kind)) - 2, 1)
+    free = max(len(level) - len(distinct(kind)) - 2, 1)
     return _NORMAL * float(np.median(left)) * float(np.sqrt(len(level) / free))
 
 
@@ -120,7 +120,7 @@ def _drift(since: Float, apart: Float, kind: Int64) -> tuple[float, float]:
     The biases of kinds are taken out first.
     """
     span = float(np.ptp(since))
-    if len(since) < len(np.unique(kind)) + _FEWEST or span < _SHORTEST_NS:
+    if len(since) < len(distinct(kind)) + _FEWEST or span < _SHORTEST_NS:
         return 0.0, _USUAL
     slope = _slope(since, apart)
     for _ in range(2):

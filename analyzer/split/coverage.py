@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.layout import Layout
 from stepsplit.analyzer.split.match import Matched
 from stepsplit.analyzer.trace import RankTrace
@@ -48,7 +49,7 @@ def coverage_of(
     present = {trace.rank for trace in traces}
     there = [len(present & set(group.ranks)) for group in matched.groups]
     axis_of = [layout.axis_of(group) for group in matched.groups]
-    used = np.unique(matched.group[matched.group >= 0]).tolist()
+    used = distinct(matched.group[matched.group >= 0]).tolist()
     found = []
     for axis in dict.fromkeys(axis_of[group] for group in used):
         mine = [group for group in used if axis_of[group] == axis]

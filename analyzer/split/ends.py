@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.split.clock_fit import BIAS_NS, ClockFit, fitted
-from stepsplit.analyzer.split.labels import labels_of, most_of
+from stepsplit.analyzer.split.labels import distinct, labels_of, most_of
 from stepsplit.analyzer.split.match import TOGETHER, Matched
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
@@ -71,5 +71,5 @@ class Known:
         there = np.rint(self._sum_ns[call] / self._count[call]).astype(np.int64)
         kind = self._ends.kind[rows]
         found = fitted(end_ns, end_ns - there, labels_of(kind, self._ends.trace[rows]))
-        theirs = BIAS_NS / float(np.sqrt(len(np.unique(kind))))
+        theirs = BIAS_NS / float(np.sqrt(len(distinct(kind))))
         return found.doubted(theirs).doubted(float(np.median(self._doubt_ns[call])))

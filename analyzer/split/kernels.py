@@ -11,6 +11,7 @@ import numpy as np
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.split.classify import computing
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import Events, Int64, RankTrace
 
@@ -88,7 +89,7 @@ def own_ns(events: Events, rows: Int64) -> Int64:
     rows ascend. The sum over a lane is the time that the events cover.
     """
     own = events.dur_ns[rows].copy()
-    for lane in np.unique(events.lane[rows]).tolist():
+    for lane in distinct(events.lane[rows]).tolist():
         here = np.flatnonzero(events.lane[rows] == lane)
         start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
         outer_first = np.lexsort((-end, start))

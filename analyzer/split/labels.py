@@ -23,6 +23,11 @@ def labels_of(*columns: npt.NDArray[Any]) -> Int64:
     return found
 
 
+def distinct(values: npt.NDArray[Any]) -> Int64:
+    """The values that occur, in order; none of them negative, and the largest no great number."""
+    return np.flatnonzero(np.bincount(values))
+
+
 def runs_of(label: Int64) -> tuple[Int64, Int64]:
     """(the rows in order of label and then as they were, where each label begins in it)."""
     order = np.argsort(label, kind="stable")

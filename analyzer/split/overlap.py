@@ -9,7 +9,7 @@ import numpy as np
 
 from stepsplit.analyzer.split.attribute import held_up
 from stepsplit.analyzer.split.intervals import Intervals, meet, overlap_ns, union
-from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.split.labels import distinct, labels_of
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.waits import COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.trace import OPS, Bool, Calls, Int64
@@ -87,7 +87,7 @@ def overlaps_together(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
 def _by_kind(kind: Int64, pieces: Pieces, inside: Intervals) -> Iterator[tuple[int, Intervals]]:
     """(kind of call, when any of its pieces ran inside of these), for the kinds that have some."""
     of_piece = kind[pieces.call]
-    for number in np.unique(of_piece).tolist():
+    for number in distinct(of_piece).tolist():
         rows = of_piece == number
         both = meet(union(pieces.start_ns[rows], pieces.end_ns[rows]), inside)
         if len(both.start_ns):

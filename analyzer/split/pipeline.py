@@ -11,7 +11,7 @@ import numpy as np
 
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
-from stepsplit.analyzer.split.labels import most_of
+from stepsplit.analyzer.split.labels import distinct, most_of
 from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
 
@@ -105,7 +105,7 @@ def _marks(name: str, stage: int | None) -> tuple[_Mark, ...]:
 def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
     """A device shows a mark once for each stream that worked in it: the one that computes most."""
     events = trace.events
-    lanes = np.unique(events.lane[rows]).tolist()
+    lanes = distinct(events.lane[rows]).tolist()
     if not trace.on_device or len(lanes) == 1:
         return rows
     computes = events.of(Category.KERNEL)

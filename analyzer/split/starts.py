@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.split.intervals import Intervals
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.teams import Threads
 from stepsplit.analyzer.split.threads import ALLOCATES, SYNCHRONIZES, named
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Events, Int64
@@ -59,7 +60,7 @@ def starts_of(events: Events, gaps: Intervals, threads: Threads) -> Starts:
         launch=launch,
         returned_ns=np.where(launch >= 0, events.end_ns[launch], queued),
         thread=np.where(launch >= 0, of_launch, threads.main),
-        ordered=_ordered(events, launch, np.unique(launches[launches >= 0])),
+        ordered=_ordered(events, launch, distinct(launches[launches >= 0])),
     )
 
 
@@ -70,7 +71,7 @@ def _launched_before(events: Events, device: Int64, launches: Int64) -> Int64:
     """
     calls = events.start_ns[events.of(Category.RUNTIME)]
     bound = np.where(launches >= 0, events.start_ns[launches], NEVER)
-    for lane in np.unique(events.lane[device[launches < 0]]).tolist():
+    for lane in distinct(events.lane[device[launches < 0]]).tolist():
         here = np.flatnonzero(events.lane[device] == lane)
         recorded = np.flatnonzero(launches[here] >= 0)
         bound[here] = np.minimum.accumulate(bound[here][::-1])[::-1]
@@ -106,7 +107,7 @@ def waits_of(
     """
     calls = waits[of_team[waits]]
     launches = events.launches_of(np.flatnonzero(events.of(*DEVICE_CATEGORIES)))
-    launches = np.unique(launches[launches >= 0])
+    launches = distinct(launches[launches >= 0])
     launches = launches[of_team[launches]]
     last = np.searchsorted(events.start_ns[calls], gap_start_ns, side="left") - 1
     if not len(calls):

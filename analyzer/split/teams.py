@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.threads import STEP, Doing, Thread, first, named, thread_at
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, UInt8
 
@@ -101,7 +102,7 @@ def threads_of(events: Events) -> Threads:
         [number.setdefault((lane.pid, lane.tid), len(number)) for lane in events.lanes],
         dtype=np.int64,
     )
-    lanes = np.unique(events.lane[events.of(Category.OP) & named(events, _BACKWARD)])
+    lanes = distinct(events.lane[events.of(Category.OP) & named(events, _BACKWARD)])
     gradients = np.isin(of_lane, of_lane[lanes])
     main = _main(events, of_lane, gradients)
     return Threads(of_lane, main, tuple(sorted({*of_lane[gradients].tolist()} - {main})))

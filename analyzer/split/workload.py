@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.split.classify import computing_ops
+from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 
@@ -74,7 +75,7 @@ def _computes(trace: RankTrace) -> Bool:
         computes[trace.calls.event] = False
         return computes
     computes = computing_ops(events)
-    for lane in np.unique(events.lane[computes]).tolist():
+    for lane in distinct(events.lane[computes]).tolist():
         rows = np.flatnonzero(computes & (events.lane == lane))
         reach = np.maximum.accumulate(events.end_ns[rows])
         computes[rows[1:][events.start_ns[rows[1:]] < reach[:-1]]] = False

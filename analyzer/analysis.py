@@ -16,9 +16,9 @@ from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables, Waits
+from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
 from stepsplit.analyzer.split.rank_split import RankSplit
 from stepsplit.analyzer.split.run_split import RunSplit, split_run
-from stepsplit.analyzer.split.waits import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS
 
 

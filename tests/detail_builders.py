@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.report.report import ContentionRow, IdleRow, StepRow
+from stepsplit.analyzer.split.compute.kernels import KernelFamily
+from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
 from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.overlap import Overlap
-from stepsplit.analyzer.split.slow_ranks import SlowKernel
 from stepsplit.analyzer.split.stragglers import Lateness
 from stepsplit.analyzer.split.variation import StepTimes
 

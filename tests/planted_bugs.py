@@ -12,23 +12,14 @@ from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.readers.kineto import device_calls
-from stepsplit.analyzer.split import (
-    arrivals,
-    attribute,
-    classify,
-    clock_fit,
-    ends,
-    identity,
-    lags,
-    levels,
-    run_split,
-    steps,
-    waits,
-)
-from stepsplit.analyzer.split.arrivals import Arrivals
+from stepsplit.analyzer.split import attribute, classify, run_split, steps
 from stepsplit.analyzer.split.attribute import IDLE
+from stepsplit.analyzer.split.blame import lags, levels
+from stepsplit.analyzer.split.calls import arrivals, identity, waits
+from stepsplit.analyzer.split.calls.arrivals import Arrivals
+from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW, Pieces
+from stepsplit.analyzer.split.clocks import ends, fit
 from stepsplit.analyzer.split.intervals import Intervals, empty
-from stepsplit.analyzer.split.waits import BUBBLE, SKEW, Pieces
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -141,7 +132,7 @@ BUGS = (
         _wrapped(waits, "_wait_bucket", _swapped),
     ),
     Bug("an offset dropped", SCENARIOS["ddp_slow_rank"], _wrapped(ends, "fitted", _offset_dropped)),
-    Bug("a drift dropped", _drifting, _wrapped(clock_fit, "_drift", _drift_dropped)),
+    Bug("a drift dropped", _drifting, _wrapped(fit, "_drift", _drift_dropped)),
     Bug(
         "the gap rule forgotten",
         SCENARIOS["ddp_host_stall"],

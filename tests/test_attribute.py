@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.attribute import attribute
+from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
 
 Span = tuple[int, int]
 Piece = tuple[int, int, int, int]

@@ -10,8 +10,8 @@ from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.group_names import Named, named
-from stepsplit.analyzer.split.layout import Layout, layout_of
+from stepsplit.analyzer.split.mesh.group_names import Named, named
+from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
 from stepsplit.analyzer.trace import Group, RankTrace
 from stepsplit.collectors.run_spec import GroupInfo, Mesh, RunSpec
 

@@ -8,8 +8,8 @@ import numpy as np
 from builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.match import Matched, match
-from stepsplit.analyzer.split.shifts import Sequence, paired
+from stepsplit.analyzer.split.calls.match import Matched, match
+from stepsplit.analyzer.split.calls.shifts import Sequence, paired
 
 PAIR = [("0", "", [0, 1])]
 

@@ -11,7 +11,7 @@ from builders import GpuTrace
 
 from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.arrivals import arrivals_of
+from stepsplit.analyzer.split.calls.arrivals import arrivals_of
 from stepsplit.analyzer.split.run_split import split_run
 from stepsplit.analyzer.split.stragglers import Lateness, chance_of, lateness_of
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.report.report import ContentionRow, IdleRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.idle import IdleCause
+from stepsplit.analyzer.split.idle.causes import IdleCause
 from stepsplit.analyzer.split.rank_split import RankSplit
 from stepsplit.analyzer.split.run_split import RunSplit
 from stepsplit.analyzer.split.variation import StepTimes

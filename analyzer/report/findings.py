@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
 from stepsplit.analyzer.report.report import BlameRow, Finding, IdleRow, Pipeline, StepRow
-from stepsplit.analyzer.split.slow_ranks import SlowKernel, slow_ranks
+from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel, slow_ranks
 
 WORTH = 0.01
 """Causes below this share of the step are not worth a line."""

@@ -17,9 +17,9 @@ import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE, Attribution
-from stepsplit.analyzer.split.clocks import Clock
+from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, SKEW
+from stepsplit.analyzer.split.clocks.clock import Clock
 from stepsplit.analyzer.split.intervals import Intervals, meet
-from stepsplit.analyzer.split.waits import BUBBLE, COLLECTIVE, SKEW
 from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 
 

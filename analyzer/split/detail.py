@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.split.contention import Contention, slowdown_under_communication
+from stepsplit.analyzer.split.compute.contention import Contention, slowdown_under_communication
+from stepsplit.analyzer.split.compute.kernels import KernelFamily, kernel_families
+from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel, slow_kernels
 from stepsplit.analyzer.split.coverage import Coverage, coverage_of
 from stepsplit.analyzer.split.critical_path import CriticalPaths, critical_paths, timeline_of
-from stepsplit.analyzer.split.idle import IdleCause, idle_causes
-from stepsplit.analyzer.split.kernels import KernelFamily, kernel_families
+from stepsplit.analyzer.split.idle.causes import IdleCause, idle_causes
 from stepsplit.analyzer.split.overlap import Overlap, overlaps_of
 from stepsplit.analyzer.split.rank_split import RankSplit, Together
-from stepsplit.analyzer.split.slow_ranks import SlowKernel, slow_kernels
 from stepsplit.analyzer.split.stragglers import Lateness, lateness_of
 from stepsplit.analyzer.split.variation import Variation, variation_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.split.intervals import Intervals, union
-from stepsplit.analyzer.split.layout import Layout
-from stepsplit.analyzer.split.pipeline import BOX, PHASE_OF_LETTER
+from stepsplit.analyzer.split.mesh.layout import Layout
+from stepsplit.analyzer.split.pipeline.grid import BOX, PHASE_OF_LETTER
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Int64, RankTrace
 

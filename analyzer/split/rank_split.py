@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.arrivals import Arrivals
 from stepsplit.analyzer.split.attribute import Attribution, Band, attribute
-from stepsplit.analyzer.split.boxes import found_boxes
+from stepsplit.analyzer.split.calls.arrivals import Arrivals
+from stepsplit.analyzer.split.calls.match import Matched
+from stepsplit.analyzer.split.calls.waits import Pieces, pieces_of, without_lag
 from stepsplit.analyzer.split.classify import Work
-from stepsplit.analyzer.split.clocks import Alignment, Clock
-from stepsplit.analyzer.split.layout import Layout
-from stepsplit.analyzer.split.match import Matched
+from stepsplit.analyzer.split.clocks.clock import Alignment, Clock
+from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.split.phases import phases_of
-from stepsplit.analyzer.split.pipeline import Box, StepGrid, covered_ns, grid_of
+from stepsplit.analyzer.split.pipeline.boxes import found_boxes
+from stepsplit.analyzer.split.pipeline.grid import Box, StepGrid, covered_ns, grid_of
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.split.waits import Pieces, pieces_of, without_lag
 from stepsplit.analyzer.trace import RankTrace
 
 

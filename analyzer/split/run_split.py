@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
-from stepsplit.analyzer.split.align import align
-from stepsplit.analyzer.split.arrivals import arrivals_of
-from stepsplit.analyzer.split.bandwidth import CollectiveStat, collective_stats
-from stepsplit.analyzer.split.blame import Blame, blame
+from stepsplit.analyzer.split.blame.blame import Blame, blame
+from stepsplit.analyzer.split.blame.levels import RankTime, rank_time
+from stepsplit.analyzer.split.blame.workload import Workload, workloads
+from stepsplit.analyzer.split.calls.arrivals import arrivals_of
+from stepsplit.analyzer.split.calls.bandwidth import CollectiveStat, collective_stats
+from stepsplit.analyzer.split.calls.match import Matched, match
+from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
 from stepsplit.analyzer.split.classify import work_of
-from stepsplit.analyzer.split.clocks import Alignment
+from stepsplit.analyzer.split.clocks.align import align
+from stepsplit.analyzer.split.clocks.clock import Alignment
 from stepsplit.analyzer.split.detail import Detail, detail_of
-from stepsplit.analyzer.split.layout import Layout, layout_of
-from stepsplit.analyzer.split.levels import RankTime, rank_time
-from stepsplit.analyzer.split.match import Matched, match
-from stepsplit.analyzer.split.pipeline import StageHoles, holes_of
+from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
+from stepsplit.analyzer.split.pipeline.grid import StageHoles, holes_of
+from stepsplit.analyzer.split.pipeline.schedule_kind import schedule_named, schedule_seen
 from stepsplit.analyzer.split.rank_split import RankSplit, Together, split_rank
 from stepsplit.analyzer.split.same_steps import agreed
-from stepsplit.analyzer.split.schedule_kind import schedule_named, schedule_seen
 from stepsplit.analyzer.split.steps import Steps, steps_of
-from stepsplit.analyzer.split.waits import BUBBLE, SKEW
-from stepsplit.analyzer.split.workload import Workload, workloads
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
 

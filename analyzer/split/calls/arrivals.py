@@ -1,0 +1,123 @@
+"""When the data of each call moved, told from all of its members: what else it did was waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
+from stepsplit.analyzer.split.calls.transfers import guessed_transfers, message_transfers
+from stepsplit.analyzer.split.clocks.clock import Alignment
+from stepsplit.analyzer.split.labels import least_of
+from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, RankTrace
+
+_FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]
+_TOGETHER = [OP_CODE[op] for op in TOGETHER]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When the data of each call moved, on the common clock; columns of one length.
+
+    Data moves from moves_ns to moved_ns, the rest of the call is waiting. last is the rank that
+    came last, -1 where nobody knows; estimated marks calls of which a member is not there.
+    """
+
+    start_ns: Int64
+    end_ns: Int64
+    moves_ns: Int64
+    moved_ns: Int64
+    last: Int32
+    estimated: Bool
+
+
+def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignment) -> Arrivals:
+    """When data moved in each call, and who came last."""
+    start, end = matched.start_ns.copy(), matched.end_ns.copy()
+    for i, clock in enumerate(alignment.clocks):
+        rows = matched.of_trace(i)
+        start[rows], end[rows] = clock.common_ns(start[rows]), clock.common_ns(end[rows])
+    ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
+    came = _last_to_come(matched, start, end, ranks)
+    moved = message_transfers(traces, matched, came.at_ns, end, ~came.left_early)
+    guess = guessed_transfers(traces, matched, came.at_ns, end)
+    waited = guess >= 0
+    moves = np.where(waited, end - guess, came.at_ns)
+    last = np.where(waited, _absent(matched, ranks), came.rank).astype(np.int32)
+    return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """For each row the last arrival that it had to wait for, and whose; -1 where it has no fellow.
+
+    left_early: some end of the call came before somebody's arrival, so that it tells no transfer.
+    """
+
+    at_ns: Int64
+    rank: Int32
+    left_early: Bool
+
+
+def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _Coming:
+    at, who = start.copy(), np.full(len(matched), -1, dtype=np.int32)
+    known = np.flatnonzero((matched.shared >= 0) & matched.leads)
+    order = known[np.lexsort((start[known], matched.shared[known]))]
+    call = matched.shared[order]
+    count = int(matched.shared.max(initial=-1)) + 1
+    after = np.searchsorted(call, np.arange(count), side="right")
+    rows = np.flatnonzero(matched.shared >= 0)
+    last = order[after[matched.shared[rows]] - 1] if count else order
+    at[rows], who[rows] = start[last], ranks[matched.trace[last]]
+    early = np.zeros(len(matched), dtype=np.bool_)
+    early[rows] = (end[rows] <= at[rows]) & ~np.isin(matched.op[rows], _TOGETHER)
+    left = np.zeros(count + 1, dtype=np.bool_)
+    left[matched.shared[early]] = True
+    _spare_the_early(matched, _Sorted(order, after), start, end, left, at, who, ranks)
+    return _Coming(at, who, left[matched.shared] & (matched.shared >= 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """The first rows of the members, by call and then by arrival; after[call] is its end."""
+
+    order: Int64
+    after: Int64
+
+
+def _spare_the_early(
+    matched: Matched,
+    members: _Sorted,
+    start: Int64,
+    end: Int64,
+    left: Bool,
+    at: Int64,
+    who: Int32,
+    ranks: Int32,
+) -> None:
+    """In a call that some member left early, each waited at most for who came before it left.
+
+    From a root (broadcast, scatter) all wait for the root alone, so who comes after the first has
+    left is not the root, and nobody waited for it.
+    """
+    rows = np.flatnonzero(left[matched.shared] & (matched.shared >= 0))
+    first_end = least_of(matched.shared, end, len(members.after))
+    for row in rows.tolist():
+        call = int(matched.shared[row])
+        low = int(members.after[call - 1]) if call else 0
+        fellows = members.order[low : int(members.after[call])]
+        limit = first_end[call] if matched.op[row] in _FROM_ROOT else end[row]
+        place = int(np.searchsorted(start[fellows], limit, side="right")) - 1
+        last = int(fellows[max(place, 0)])
+        at[row], who[row] = start[last], ranks[matched.trace[last]]
+
+
+def _absent(matched: Matched, present: Int32) -> Int32:
+    """The rank that each incomplete call lacks, -1 where it lacks none or several."""
+    here = set(present.tolist())
+    lacking = [set(group.ranks) - here for group in matched.groups]
+    only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
+    of_group = np.array([*only, -1], dtype=np.int32)[matched.group]
+    return np.where(matched.key < 0, of_group, -1).astype(np.int32)

@@ -1,0 +1,153 @@
+"""Which rank sits where: the mesh, the pipeline coordinate of each rank, the axis of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stepsplit.analyzer.split.mesh.group_names import named, one_axis
+from stepsplit.analyzer.split.mesh.inference import lines_of, used_axes
+from stepsplit.analyzer.split.mesh.named_groups import axes_by_name, expert_axes, named_pipelines
+from stepsplit.analyzer.split.mesh.rank_lines import Line, mesh_of, named_lines
+from stepsplit.analyzer.split.mesh.stage_chains import Exchanges, exchanges
+from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.collectors.run_spec import Mesh, RunSpec
+
+Lines = Mapping[str, Line]
+NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
+"""What a layout may be taken from where run.json states no mesh."""
+_NO_MESH = "run.json states no mesh"
+_UNKNOWN = "no mesh known: every wait counts as skew, none as bubble"
+_EVIDENCE = {
+    NAMES: "the names of the groups, which do not make up all ranks",
+    MESSAGES: "the messages between ranks",
+    USE: "the ranks of the groups and the operations on them",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where ranks sit; mesh and source are None where unknown.
+
+    pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
+    told holds the axes of groups of which more is known than the mesh tells, as of experts.
+    """
+
+    mesh: Mesh | None
+    source: str | None
+    pipelines: tuple[tuple[int, ...], ...]
+    stage_of: Mapping[int, int]
+    notes: tuple[Note, ...] = ()
+    told: Mapping[Group, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def along(
+        cls,
+        mesh: Mesh | None,
+        source: str | None,
+        pipelines: Sequence[Sequence[int]],
+        *notes: Note,
+        told: Mapping[Group, frozenset[str]] | None = None,
+    ) -> Layout:
+        """The layout whose pipelines are these."""
+        stages = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
+        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, told or {})
+
+    def stage(self, rank: int) -> int:
+        """The rank's pp coordinate, 0 where there is no pipeline."""
+        return self.stage_of.get(rank, 0)
+
+    def axes_of(self, group: Group) -> frozenset[str]:
+        """The axes along which the group's ranks differ; none where nobody knows.
+
+        A group of experts lies along their own axes, whatever the mesh makes of its ranks.
+        """
+        if group in self.told:
+            return self.told[group]
+        if (name := named(group.description)).experts:
+            return frozenset(name.axes)
+        if self.mesh is None:
+            described = described_axis(group)
+            return frozenset({described} if described else ())
+        axes = self.mesh.axes
+        spread = {a: {self.mesh.coordinate(rank, a) for rank in group.ranks} for a in axes}
+        return frozenset(axis for axis in axes if len(spread[axis]) > 1)
+
+    def axis_of(self, group: Group) -> str | None:
+        """The axis along which the group lies; None for a group along several or of one rank."""
+        if len(group.ranks) < 2:
+            return None
+        axes = self.axes_of(group)
+        if axes or self.mesh is not None:
+            return next(iter(axes)) if len(axes) == 1 else None
+        stages = {self.stage(rank) for rank in group.ranks}
+        return "pp" if len(stages) == len(group.ranks) else None
+
+
+def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> Layout:
+    """The layout that run.json states, else what group names, messages and use tell."""
+    groups = _all_groups(spec, traces)
+    if spec is not None and spec.mesh is not None:
+        told = expert_axes(groups)
+        return Layout.along(spec.mesh, "run.json", _pipelines(spec.mesh), told=told)
+    world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
+    lines = named_lines(groups)
+    if (mesh := mesh_of(lines, groups, world_size)) is not None:
+        note = Note("mesh_inferred", f"{_NO_MESH}: taken from the names of the groups")
+        told = expert_axes(groups)
+        return Layout.along(mesh, NAMES, _pipelines(mesh), note, told=told)
+    if world_size == 1:
+        return Layout.along(None, None, ())
+    return _inferred(traces, groups, lines, world_size)
+
+
+def described_axis(group: Group) -> str | None:
+    """The axis that a group's description names, as DeviceMesh, Megatron and DeepSpeed do."""
+    return one_axis(group.description)
+
+
+def _inferred(
+    traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
+) -> Layout:
+    """The layout by messages and the use of groups, where names alone do not make up the world."""
+    found = exchanges(traces)
+    pipelines = named_pipelines(groups, lines, world_size) or found.pipelines
+    stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
+    used = used_axes(traces, found.rings, stage)
+    told = axes_by_name(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
+    seen = {**lines_of(used, found, {trace.rank for trace in traces}), **lines}
+    mesh = mesh_of(seen, groups, world_size)
+    if mesh is not None and set(_pipelines(mesh)) >= set(pipelines) and _clear(traces, found, seen):
+        source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
+        text = f"{_NO_MESH}: taken from {_EVIDENCE[source]}"
+        note = Note("mesh_inferred", text)
+        return Layout.along(mesh, source, _pipelines(mesh), note, told=told)
+    if pipelines:
+        source = MESSAGES if pipelines == found.pipelines else NAMES
+        note = Note("mesh_inferred", f"{_NO_MESH}: stages taken from {_EVIDENCE[source]}")
+        return Layout.along(None, source, pipelines, note, told=told)
+    note = Note("mesh_unknown", _UNKNOWN + _doubt(found))
+    return Layout.along(None, USE if used else None, (), note, told=told)
+
+
+def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
+    """Whether no message may belong to a pipeline that the mesh would lack."""
+    unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
+    return "pp" in lines or not (found.doubtful or unknown)
+
+
+def _doubt(found: Exchanges) -> str:
+    some = ", ".join(map(str, found.doubtful[:8])) + (", ..." if len(found.doubtful) > 8 else "")
+    text = f"; ranks {some} send to each other as a pipeline or a ring might"
+    return text if found.doubtful else ""
+
+
+def _pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
+    lines = dict.fromkeys(mesh.line(rank, "pp") for rank in range(mesh.world_size))
+    return [line for line in lines if len(line) > 1]
+
+
+def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
+    stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
+    every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
+    return [group for group in every if group.ranks]

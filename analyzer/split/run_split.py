@@ -81,7 +81,7 @@ def split_run(
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     holes = holes_of(layout.pipelines, grids)
     schedule = _schedule(layout, ranks, spec, ideal_bubble) if holes else None
-    work_done = workloads(traces, [one.windows for one in steps])
+    work_done = workloads(traces, [one.windows for one in steps], rules)
     times = [_time(i, *one, together) for i, one in enumerate(zip(ranks, work_done, strict=True))]
     blamed = blame(times, _ideal_ns(holes, schedule))
     _check(ranks, blamed)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.classify import computing_ops
-from stepsplit.analyzer.split.labels import distinct
+from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.split.classify import computing
+from stepsplit.analyzer.split.compute.kernels import own_ns
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
+from stepsplit.analyzer.trace import Int64, RankTrace
 
 Float = npt.NDArray[np.float64]
 
@@ -29,14 +30,14 @@ class Workload:
 
 
 def workloads(
-    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]]
+    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]], rules: Rules
 ) -> list[Workload]:
     """The workload of every rank, each kernel known by its name."""
     names: dict[str, int] = {}
     for trace in traces:
         for name in trace.events.names:
             names.setdefault(name, len(names))
-    tables = [_table(trace, own, names) for trace, own in zip(traces, windows, strict=True)]
+    tables = [_table(trace, own, names, rules) for trace, own in zip(traces, windows, strict=True)]
     usual = _usual_ns(tables)
     work = [(table.count * usual).sum(axis=1) for table in tables]
     fair = _fair_ns(work, windows)
@@ -54,32 +55,20 @@ class _Table:
     total_ns: Int64
 
 
-def _table(trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int]) -> _Table:
+def _table(
+    trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int], rules: Rules
+) -> _Table:
     events = trace.events
-    rows = np.flatnonzero(_computes(trace))
+    rows = np.flatnonzero(computing(trace, rules))
+    took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
     window = np.searchsorted([w.start_ns for w in windows], events.start_ns[rows], side="right") - 1
-    rows, window = rows[window >= 0], window[window >= 0]
+    rows, took, window = rows[window >= 0], took[window >= 0], window[window >= 0]
     number = np.array([names[name] for name in events.names], dtype=np.int64)
     shape = (len(windows), len(names))
     cell = window * shape[1] + number[events.name_id[rows]]
     count = np.bincount(cell, minlength=shape[0] * shape[1])
-    total = np.bincount(cell, weights=events.dur_ns[rows], minlength=shape[0] * shape[1])
+    total = np.bincount(cell, weights=took, minlength=shape[0] * shape[1])
     return _Table(count.reshape(shape), total.astype(np.int64).reshape(shape))
-
-
-def _computes(trace: RankTrace) -> Bool:
-    """Kernels that compute; on a CPU the ops that lie in no other that computes."""
-    events = trace.events
-    if trace.on_device:
-        computes = events.of(Category.KERNEL)
-        computes[trace.calls.event] = False
-        return computes
-    computes = computing_ops(events)
-    for lane in distinct(events.lane[computes]).tolist():
-        rows = np.flatnonzero(computes & (events.lane == lane))
-        reach = np.maximum.accumulate(events.end_ns[rows])
-        computes[rows[1:][events.start_ns[rows[1:]] < reach[:-1]]] = False
-    return computes
 
 
 def _usual_ns(tables: Sequence[_Table]) -> Float:

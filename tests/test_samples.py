@@ -7,14 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+from build_samples import BUILT
+from ground_truth import first_blamed
 
 from stepsplit.analyzer import Report, analyze
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.wire import REPORT_NAME, read_report, to_json
 from stepsplit.collectors.run_spec import write_whole
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 NAMES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
 PIPELINES = tuple(name for name in NAMES if "pp" in name)
+TRUE = tuple(BUILT)
 
 
 def golden(name: str) -> Report:
@@ -22,10 +26,12 @@ def golden(name: str) -> Report:
 
 
 def test_every_sample_is_known_here() -> None:
-    assert sorted(path.name for path in SAMPLES.iterdir() if path.is_dir()) == sorted(NAMES)
+    assert sorted(path.name for path in SAMPLES.iterdir() if path.is_dir()) == sorted(
+        (*NAMES, *TRUE)
+    )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *TRUE))
 def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequest) -> None:
     report = analyze(SAMPLES / name)
     if request.config.getoption("--update-golden"):
@@ -34,7 +40,7 @@ def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequ
     assert all(sum(row.split.buckets_ns) == row.step_ns for row in report.steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *TRUE))
 def test_a_sample_is_small_and_says_where_it_is_from(name: str) -> None:
     recorded = [path for path in (SAMPLES / name).iterdir() if path.name != REPORT_NAME]
     assert sum(path.stat().st_size for path in recorded) < 1_000_000
@@ -100,3 +106,21 @@ def test_fsdp_on_gloo_hides_nothing_and_has_no_bubble() -> None:
 def test_a_pipeline_alone_has_messages_and_no_collective() -> None:
     for name in ("pp2_m2", "pp2_m8"):
         assert {row.collective_ns + row.skew_ns for row in golden(name).steps} == {0}
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_a_built_sample_gives_the_truth_beside_it(name: str) -> None:
+    truth = json.loads((SAMPLES / name / "truth.json").read_text())
+    rows = {(row.rank, row.step): row for row in golden(name).steps if row.kind == "full"}
+    for true in truth["steps"]:
+        row, step_ns = rows[true["rank"], true["step"]], true["end_ns"] - true["start_ns"]
+        for bucket in BUCKETS:
+            off_ns = getattr(row, f"{bucket}_ns") - true[f"{bucket}_ns"]
+            assert abs(off_ns) <= 0.005 * step_ns, (row.rank, row.step, bucket, off_ns)
+
+
+def test_a_built_sample_blames_what_was_planted() -> None:
+    for name in TRUE:
+        cause = json.loads((SAMPLES / name / "truth.json").read_text())["cause"]
+        if cause is not None:
+            assert first_blamed(golden(name)) == (cause["rank"], cause["cause"])

@@ -50,28 +50,48 @@ def findings_of(
     if not count:
         return ()
     step_ns = step_median_ns(steps)
-    found = [_of_blame(row, count, slow) for row in blamed if row.rank is not None]
+    found = [_of_blame(rows, count, slow) for rows in _by_cause(blamed)]
     found += _of_schedule(blamed, pipeline, count)
     found += _of_idle(steps, idle)
     worth = [finding for finding in found if finding.gain_ns >= WORTH * step_ns]
     return tuple(sorted(worth, key=lambda finding: -finding.gain_ns)[:MOST])
 
 
-def _of_blame(row: BlameRow, count: int, slow: Sequence[SlowKernel]) -> Finding:
-    gain = row.caused_ns // count
-    axis = f" on {row.axis}" if row.axis else ""
-    why = _slowness(row.rank, slow) if row.cause == "compute" else ""
+def _by_cause(blamed: Sequence[BlameRow]) -> list[list[BlameRow]]:
+    """The rows of each rank and cause, of whatever axis, the largest first."""
+    same: dict[tuple[int, str], list[BlameRow]] = defaultdict(list)
+    for row in blamed:
+        if row.rank is not None:
+            same[row.rank, row.cause].append(row)
+    return list(same.values())
+
+
+def _of_blame(rows: Sequence[BlameRow], count: int, slow: Sequence[SlowKernel]) -> Finding:
+    first = rows[0]
+    caused_ns = sum(row.caused_ns for row in rows)
+    skew_ns = sum(row.caused_skew_ns for row in rows)
+    why = _slowness(first.rank, slow) if first.cause == "compute" else ""
     return Finding(
-        code=f"late_{row.cause}",
-        bucket="skew" if row.caused_skew_ns >= row.caused_bubble_ns else "bubble",
-        gain_ns=gain,
-        measured_ns=row.caused_ns,
+        code=f"late_{first.cause}",
+        bucket="skew" if 2 * skew_ns >= caused_ns else "bubble",
+        gain_ns=caused_ns // count,
+        measured_ns=caused_ns,
         predicted_ns=None,
-        ranks=() if row.rank is None else (row.rank,),
-        steps=row.steps,
+        ranks=() if first.rank is None else (first.rank,),
+        steps=tuple(sorted({step for row in rows for step in row.steps})),
         events=(),
-        message=f"rank {row.rank} {_DID[row.cause]}{axis}{why}",
+        message=f"rank {first.rank} {_DID[first.cause]}{_on_axes(rows)}{why}",
     )
+
+
+def _on_axes(rows: Sequence[BlameRow]) -> str:
+    """On which axes, those that lost most first; little ones are left out."""
+    most = rows[0].caused_ns
+    axes = [row.axis for row in rows if row.axis and 10 * row.caused_ns >= most]
+    if not axes:
+        return ""
+    *others, last = axes
+    return f" on {', '.join(others)} and {last}" if others else f" on {last}"
 
 
 def _slowness(rank: int | None, slow: Sequence[SlowKernel]) -> str:

@@ -28,6 +28,7 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.dashboard.reporters import lines
 
 MOST_COLLECTIVES = 6
+_FEW_AXES = 2
 _STYLE = {
     "compute": "green",
     "collective": "blue",
@@ -98,7 +99,7 @@ def _split(report: Report) -> Table:
     table = _table("", *("median", "share"), *(_axis_name(a) for a in axes), "worst rank", "")
     for row in bucket_medians(report.steps):
         of_axes = [_on_axis(report, row.bucket, axis) for axis in axes]
-        worst = _worst(report, row)
+        worst = _worst(report, row, roomy=len(axes) <= _FEW_AXES)
         table.add_row(
             Text(row.bucket, style=_STYLE[row.bucket]),
             units.milliseconds(row.median_ns),
@@ -110,12 +111,16 @@ def _split(report: Report) -> Table:
     return table
 
 
-def _worst(report: Report, row: BucketMedian) -> str:
-    """The rank with most of a bucket; of idle also the op or cause that has most of it."""
+def _worst(report: Report, row: BucketMedian, roomy: bool) -> str:
+    """The rank with most of a bucket; of idle also its cause, where there is room for it."""
     if not row.worst_ns:
         return ""
     causes = [one for one in report.idle if one.rank == row.worst_rank and one.cause != "unknown"]
-    why = f" ({causes[0].cause.replace('_', ' ')})" if row.bucket == "idle" and causes else ""
+    why = (
+        f" ({causes[0].cause.replace('_', ' ')})"
+        if row.bucket == "idle" and causes and roomy
+        else ""
+    )
     return f"r{row.worst_rank}{why} {units.milliseconds(row.worst_ns)}"
 
 

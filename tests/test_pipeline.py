@@ -15,7 +15,8 @@ from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
 from stepsplit.analyzer.split.pipeline.boxes import FoundBoxes, boxes_of_messages, found_boxes
-from stepsplit.analyzer.split.pipeline.grid import PHASE_OF_LETTER, Box, boxes_of
+from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
+from stepsplit.analyzer.split.pipeline.marks import PHASE_OF_LETTER
 from stepsplit.analyzer.split.pipeline.schedule_kind import (
     SeenSchedule,
     schedule_named,

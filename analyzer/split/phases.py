@@ -9,7 +9,7 @@ import numpy as np
 
 from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.mesh.layout import Layout
-from stepsplit.analyzer.split.pipeline.grid import BOX, PHASE_OF_LETTER
+from stepsplit.analyzer.split.pipeline.marks import marks_in
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Int64, RankTrace
 
@@ -87,10 +87,9 @@ def _stages_ahead(trace: RankTrace, layout: Layout) -> Int64:
 
 
 def _boxes(events: Events, phase: str) -> Bool:
-    matches = (BOX.match(name) for name in events.names)
-    return events.name_mask(
-        tuple(m is not None and PHASE_OF_LETTER[m["letter"]] == phase for m in matches)
-    )
+    """Which events mark forwards (or backwards) of microbatches; of what stage is all the same."""
+    marked = (any(mark.phase == phase for mark in marks_in(name, 0)) for name in events.names)
+    return events.name_mask(tuple(marked))
 
 
 def _spans(events: Events, mask: Bool) -> Intervals:

@@ -17,7 +17,8 @@ from stepsplit.analyzer.split.clocks.clock import Alignment, Clock
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.split.phases import phases_of
 from stepsplit.analyzer.split.pipeline.boxes import found_boxes
-from stepsplit.analyzer.split.pipeline.grid import Box, StepGrid, covered_ns, grid_of
+from stepsplit.analyzer.split.pipeline.grid import StepGrid, covered_ns, grid_of
+from stepsplit.analyzer.split.pipeline.marked import Box
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import RankTrace
 

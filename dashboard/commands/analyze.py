@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from stepsplit.analyzer.hang.hang import to_json as hang_to_json
 from stepsplit.analyzer.readers.rules_file import BUILT_IN, read_rules
 from stepsplit.analyzer.report.files import save, write
 from stepsplit.analyzer.report.wire import to_json
+from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.reporters.hang import screen as hang_screen
 from stepsplit.dashboard.reporters.progress import reading_bar
 from stepsplit.dashboard.reporters.terminal import screen
@@ -48,7 +48,7 @@ def command(
     rules = BUILT_IN if rules_file is None else read_rules(rules_file)
     try:
         with reading_bar() as progress:
-            analysis = examine(places, workers or _cores(), progress, rules)
+            analysis = examine(places, workers or cores(), progress, rules)
     except DataError:
         if not only_dumps(places):
             raise
@@ -75,10 +75,3 @@ def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None)
     if json_file is not None:
         write(Path(json_file), hang_to_json(hang))
     Console(highlight=False).print(hang_screen(hang))
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

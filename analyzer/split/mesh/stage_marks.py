@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
+from stepsplit.analyzer.split.pipeline.marks import marks_in
 from stepsplit.analyzer.trace import Events
-
-_MARK = re.compile(r"stepsplit::[FB] stage=(\d{1,9}) |PP:(\d{1,9})[FB]\d+$")
 
 
 def marked_stage(events: Events) -> int | None:
-    """The first of the stages whose forwards and backwards are marked; None where none is."""
-    marks = (_MARK.match(name) for name in events.names)
-    return min((int(m[1] or m[2]) for m in marks if m is not None), default=None)
+    """The first of the stages whose work is marked; None where none is."""
+    return min((mark.stage for name in events.names for mark in marks_in(name)), default=None)

@@ -10,7 +10,7 @@ import numpy as np
 from stepsplit.analyzer.split.classify import computing_ops
 from stepsplit.analyzer.split.intervals import union
 from stepsplit.analyzer.split.mesh.layout import Layout
-from stepsplit.analyzer.split.pipeline.grid import Box, boxes_of
+from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
 _WITHIN_STAGE = frozenset({"tp", "cp", "ep"})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,30 +10,8 @@ import numpy as np
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
-from stepsplit.analyzer.split.labels import distinct, most_of
-from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
-
-BOX = re.compile(
-    r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
-    r"(?: stage=(?P<stage>\d{1,9}) mb=(?P<mb>\d{1,9})|(?P<pp_mb>\d{1,9}))$"
-)
-PHASE_OF_LETTER = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
-_AT_ONCE = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
-_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-_OF_GPIPE = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
-_MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
-"""How the names of each kind of mark begin; the first kind that a trace holds counts alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """One forward, backward or weight gradient of a microbatch, on the rank's own clock."""
-
-    stage: int
-    microbatch: int
-    phase: str
-    start_ns: int
-    end_ns: int
+from stepsplit.analyzer.split.labels import most_of
+from stepsplit.analyzer.split.pipeline.marked import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,73 +33,6 @@ class StageHoles:
     stage: int
     window_ns: int
     holes_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A stage's work on a microbatch, as a name tells it."""
-
-    stage: int
-    microbatch: int
-    phase: str
-
-
-def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
-    """The boxes that annotations mark, on the device where it shows them, in order of time.
-
-    Some of torch's schedules mark them too; where the collector did, its marks alone count. The
-    marks of torch's GPipe name no stage: stage, the rank's pp coordinate, does; without it they
-    are no boxes. Two actions at once are two boxes of the same time.
-    """
-    events = trace.events
-    of_category = events.of(Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION)
-    for prefixes in _MARKERS:
-        marks = [_marks(name, stage) if name.startswith(prefixes) else () for name in events.names]
-        rows = np.flatnonzero(of_category & events.name_mask(tuple(map(bool, marks))))
-        if len(rows):
-            found = _on_compute_stream(trace, rows).tolist()
-            return tuple(
-                _box(events, row, mark) for row in found for mark in marks[events.name_id[row]]
-            )
-    return ()
-
-
-def _marks(name: str, stage: int | None) -> tuple[_Mark, ...]:
-    if (one := BOX.match(name)) is not None:
-        phase = PHASE_OF_LETTER[one["letter"]]
-        return (_Mark(int(one["stage"] or one["pp"]), int(one["mb"] or one["pp_mb"]), phase),)
-    if (several := _AT_ONCE.match(name)) is not None:
-        return tuple(
-            _Mark(int(at), int(microbatch), PHASE_OF_LETTER[letter])
-            for at, letter, microbatch in _ACTION.findall(several["actions"])
-        )
-    if stage is not None and (named := _OF_GPIPE.match(name)) is not None:
-        return (_Mark(stage, int(named["mb"]), named["phase"].lower()),)
-    return ()
-
-
-def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
-    """A device shows a mark once for each stream that worked in it: the one that computes most."""
-    events = trace.events
-    lanes = distinct(events.lane[rows]).tolist()
-    if not trace.on_device or len(lanes) == 1:
-        return rows
-    computes = events.of(Category.KERNEL)
-    computes[trace.calls.event] = False
-    work = np.bincount(
-        events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
-    )
-    of_stream: dict[tuple[str, str], float] = defaultdict(float)
-    for lane, busy in zip(events.lanes, work.tolist(), strict=True):
-        of_stream[lane.pid, lane.tid] += busy
-    streams = {lane: (events.lanes[lane].pid, events.lanes[lane].tid) for lane in lanes}
-    busiest = max(lanes, key=lambda lane: of_stream[streams[lane]])
-    return np.asarray(rows[events.lane[rows] == busiest])
-
-
-def _box(events: Events, row: int, mark: _Mark) -> Box:
-    start = int(events.start_ns[row])
-    return Box(mark.stage, mark.microbatch, mark.phase, start, start + int(events.dur_ns[row]))
 
 
 def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band) -> StepGrid:

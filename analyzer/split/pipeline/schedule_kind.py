@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stepsplit.analyzer.split.pipeline.grid import Box
+from stepsplit.analyzer.split.pipeline.marked import Box
 
 Line = Sequence[Sequence[Box]]
 """The boxes of one step: of each rank of a pipeline, by pp coordinate, none where it is absent."""

@@ -14,12 +14,12 @@ WORTH = 0.01
 """Causes below this share of the step are not worth a line."""
 MOST = 5
 _DID = {
-    "compute": "computes while others wait",
-    "imbalance": "has more to compute than the others, who wait",
-    "host": "runs nothing while others wait: its host is late",
-    "copy": "copies memory while others wait",
-    "transfer": "is in slow transfers while others wait",
-    "missing": "is not in the recording",
+    "compute": "computes while others wait{on}",
+    "imbalance": "has more to compute than the others, who wait{on}",
+    "host": "runs nothing while others wait{on}: its host is late",
+    "copy": "copies memory while others wait{on}",
+    "transfer": "is in slow transfers while others wait{on}",
+    "missing": "is not in the recording, and others wait{on}",
     "unknown": "",
 }
 
@@ -80,7 +80,7 @@ def _of_blame(rows: Sequence[BlameRow], count: int, slow: Sequence[SlowKernel]) 
         ranks=() if first.rank is None else (first.rank,),
         steps=tuple(sorted({step for row in rows for step in row.steps})),
         events=(),
-        message=f"rank {first.rank} {_DID[first.cause]}{_on_axes(rows)}{why}",
+        message=f"rank {first.rank} {_DID[first.cause].format(on=_on_axes(rows))}{why}",
     )
 
 

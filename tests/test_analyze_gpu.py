@@ -404,3 +404,15 @@ def test_stated_collectives_are_read_on_the_fast_path(monkeypatch: pytest.Monkey
     texts = [b'{"stream": 7, "Collective name": "allreduce"}', b'{"stream": 7}']
     found = schema.device_args([msgspec.Raw(text) for text in texts])
     assert [(args.stream, args.communicates) for args in found] == [(7, True), (7, False)]
+
+
+def test_a_group_too_long_to_be_listed_is_told_by_start_and_stride(tmp_path: Path) -> None:
+    for rank, computed in ((0, 50), (4, 10)):
+        trace = GpuTrace(rank, 8, groups=[("dp", "", [0, 4])]).step(1, 0, 100)
+        trace.kernel("gemm", 0, computed).all_reduce(computed, 70, group="dp", Seq=1, **{
+            "Process Group Ranks": "[0, 4, ...]", "Process Group Name": "9",
+            "Global rank start": 0, "Global rank stride": 4,
+        }).kernel("gemm", 70, 100).write(tmp_path)  # fmt: skip
+    report = analyze(tmp_path)
+    assert splits(report)[4, 1] == us(compute=40, skew=40, collective=20)
+    assert (0, 4) in {row.ranks for row in report.groups}

@@ -124,7 +124,9 @@ class _GroupBook:
         ranks = ranks_in(args.group_ranks)
         if not ranks:
             named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
-            return named[0] if len(named) == 1 else -1
+            ranks = () if named else args.strided_ranks
+            if not ranks:
+                return named[0] if len(named) == 1 else -1
         key = (args.group_name, ranks)
         if key not in self._numbers:
             self._numbers[key] = len(self.groups)

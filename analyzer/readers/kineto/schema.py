@@ -21,6 +21,7 @@ _Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
 _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 NO_ARGS = Raw(b"{}")
 UNSTATED = Raw(b"null")
+_MOST_RANKS = 1 << 20
 _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
 _T = TypeVar("_T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -81,12 +82,21 @@ class Args(Struct, gc=False):
     group_name: str = field(default="", name="Process Group Name")
     group_description: str = field(default="", name="Process Group Description")
     group_ranks: str | list[Narrow] = field(default="", name="Process Group Ranks")
+    rank_start: Narrow = field(default=-1, name="Global rank start")
+    rank_stride: Narrow = field(default=-1, name="Global rank stride")
     seq: Wide = field(default=-1, name="Seq")
     src_rank: Narrow = field(default=-1, name="Src Rank")
     dst_rank: Narrow = field(default=-1, name="Dst Rank")
     dims: list[Any] = field(default=[], name="Input Dims")
     types: list[Any] = field(default=[], name="Input type")
     concrete: list[Any] = field(default=[], name="Concrete Inputs")
+
+    @property
+    def strided_ranks(self) -> tuple[int, ...]:
+        """The ranks of a group too long to be listed, where they lie in even steps."""
+        if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MOST_RANKS:
+            return ()
+        return tuple(self.rank_start + i * self.rank_stride for i in range(self.group_size))
 
 
 class PgConfig(Struct):

@@ -154,4 +154,5 @@ def _why_idle(idle: Sequence[IdleRow]) -> str:
 
 
 def _short(op: str) -> str:
+    op = op.removeprefix("autograd::engine::evaluate_function: ")
     return op if len(op) <= _MOST_LETTERS else op[: _MOST_LETTERS - 3] + "..."

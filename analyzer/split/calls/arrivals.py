@@ -11,10 +11,11 @@ from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
 from stepsplit.analyzer.split.calls.transfers import guessed_transfers, message_transfers
 from stepsplit.analyzer.split.clocks.clock import Alignment
 from stepsplit.analyzer.split.labels import least_of
-from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Int32, Int64, RankTrace
 
 _FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]
-_TOGETHER = [OP_CODE[op] for op in TOGETHER]
+_MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*TOGETHER, "recv")]
+"""What may end before a member comes. A receive only seems to, by a clock that is a little off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _
     last = order[after[matched.shared[rows]] - 1] if count else order
     at[rows], who[rows] = start[last], ranks[matched.trace[last]]
     early = np.zeros(len(matched), dtype=np.bool_)
-    early[rows] = (end[rows] <= at[rows]) & ~np.isin(matched.op[rows], _TOGETHER)
+    early[rows] = (end[rows] <= at[rows]) & np.isin(matched.op[rows], _MAY_LEAVE)
     left = np.zeros(count + 1, dtype=np.bool_)
     left[matched.shared[early]] = True
     _spare_the_early(matched, _Sorted(order, after), start, end, left, at, who, ranks)

@@ -43,7 +43,7 @@ class _Joining:
         self._ends = ends_of(traces, matched, self._wall)
         self._known = Known(self._ends)
         self._causality = Causality(matched)
-        self.left = bodies_of([t.host or f"rank {t.rank}" for t in traces], self._ends)
+        self.left = bodies_of(traces, matched, self._ends, self._wall)
         self._own = {body.traces: body.ends_ns(self._ends) for body in self.left}
         self._of_host: dict[str, Clock] = {}
         self._unlinked: list[int] = []

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.split.calls.match import Matched
+from stepsplit.analyzer.split.clocks.bounds import Causality
 from stepsplit.analyzer.split.clocks.ends import Ends, Known
 from stepsplit.analyzer.split.clocks.fit import ClockFit
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Int64, RankTrace
 
 EXACT = ClockFit(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -29,29 +31,54 @@ class Body:
         return np.concatenate(rows), np.concatenate(at)
 
 
-def bodies_of(hosts: Sequence[str], ends: Ends) -> list[Body]:
-    """The ranks in bodies: those of a host that calls join; hosts has one a trace."""
+def bodies_of(
+    traces: Sequence[RankTrace], matched: Matched, ends: Ends, wall_ns: Int64
+) -> list[Body]:
+    """The ranks in bodies: those of a host that calls join; a rank without a host is alone."""
+    hosts = [trace.host or f"rank {trace.rank}" for trace in traces]
     found = []
     for host in dict.fromkeys(hosts):
         left = [trace for trace, its in enumerate(hosts) if its == host]
         while left:
-            body = _grown(host, left, ends)
+            body = _Growing(matched, ends, wall_ns, left).body(host)
             found.append(body)
             left = [trace for trace in left if trace not in body.traces]
     return sorted(found, key=lambda body: body.traces[0])
 
 
-def _grown(host: str, left: Sequence[int], ends: Ends) -> Body:
-    """The first of these and all that calls join to it, those with most calls in common first."""
-    known = Known(ends)
-    rows = {trace: ends.of_trace(trace) for trace in left}
-    clocks = {left[0]: EXACT}
-    known.learn(rows[left[0]], ends.end_ns[rows[left[0]]], 0.0)
-    while waiting := [trace for trace in left if trace not in clocks]:
-        new = max(waiting, key=lambda trace: len(known.shared(rows[trace])))
-        shared = known.shared(rows[new])
-        if not len(shared):
-            break
-        clocks[new] = known.fit(shared, ends.end_ns[shared])
-        known.learn(rows[new], clocks[new].common_ns(ends.end_ns[rows[new]]), clocks[new].sigma_ns)
-    return Body(host, tuple(clocks), tuple(clocks.values()))
+class _Growing:
+    """A body that begins with the first of some ranks."""
+
+    def __init__(self, matched: Matched, ends: Ends, wall_ns: Int64, traces: Sequence[int]) -> None:
+        self._matched, self._ends, self._wall = matched, ends, wall_ns
+        self._known, self._causality = Known(ends), Causality(matched)
+        self._left = {trace: ends.of_trace(trace) for trace in traces}
+        self._clocks: dict[int, ClockFit] = {}
+        self._take(traces[0], EXACT)
+
+    def body(self, host: str) -> Body:
+        """It and all that calls join to it, those with most calls in common first."""
+        while self._left:
+            new = max(self._left, key=lambda trace: len(self._known.shared(self._left[trace])))
+            shared = self._known.shared(self._left[new])
+            if not len(shared):
+                break
+            self._take(new, self._bounded(new, self._known.fit(shared, self._ends.end_ns[shared])))
+        return Body(host, tuple(self._clocks), tuple(self._clocks.values()))
+
+    def _bounded(self, trace: int, fit: ClockFit) -> ClockFit:
+        """The clock, moved where an end of its calls would come before what it needs."""
+        rows = self._matched.of_trace(trace)
+        return fit.moved(self._causality.bounds(rows, *self._edges(trace, fit)).least_move())
+
+    def _take(self, trace: int, clock: ClockFit) -> None:
+        self._clocks[trace] = clock
+        rows = self._left.pop(trace)
+        self._known.learn(rows, clock.common_ns(self._ends.end_ns[rows]), clock.sigma_ns)
+        self._causality.learn(self._matched.of_trace(trace), *self._edges(trace, clock))
+
+    def _edges(self, trace: int, clock: ClockFit) -> tuple[Int64, Int64]:
+        """When the rank's calls began and ended, by that clock."""
+        rows, wall = self._matched.of_trace(trace), self._wall[trace]
+        begin, end = self._matched.start_ns[rows] + wall, self._matched.end_ns[rows] + wall
+        return clock.common_ns(begin), clock.common_ns(end)

@@ -36,11 +36,12 @@ def bodies_of(
 ) -> list[Body]:
     """The ranks in bodies: those of a host that calls join; a rank without a host is alone."""
     hosts = [trace.host or f"rank {trace.rank}" for trace in traces]
+    causality = Causality(matched)
     found = []
     for host in dict.fromkeys(hosts):
         left = [trace for trace, its in enumerate(hosts) if its == host]
         while left:
-            body = _Growing(matched, ends, wall_ns, left).body(host)
+            body = _Growing(matched, ends, wall_ns, causality.blank(), left).body(host)
             found.append(body)
             left = [trace for trace in left if trace not in body.traces]
     return sorted(found, key=lambda body: body.traces[0])

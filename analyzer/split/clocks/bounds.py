@@ -8,6 +8,7 @@ above or from below.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,11 +60,20 @@ class Causality:
         known = (matched.shared >= 0) & matched.leads
         self._begins = np.where(known & (mutual | (matched.op == _SEND)), matched.shared, -1)
         self._needs = np.where(known & (mutual | (matched.op == _RECV)), matched.shared, -1)
-        count = int(matched.shared.max(initial=-1)) + 1
-        self._touched = np.zeros(count, dtype=np.bool_)
         self._shared = matched.shared
-        self._last_start = np.full(count, _NEVER[0])
-        self._first_end = np.full(count, _NEVER[1])
+        self._calls = int(matched.shared.max(initial=-1)) + 1
+        self._forget()
+
+    def blank(self) -> Causality:
+        """The same calls, of which nothing is known yet."""
+        other = copy(self)
+        other._forget()
+        return other
+
+    def _forget(self) -> None:
+        self._touched = np.zeros(self._calls, dtype=np.bool_)
+        self._last_start = np.full(self._calls, _NEVER[0])
+        self._first_end = np.full(self._calls, _NEVER[1])
 
     def learn(self, rows: slice, start_ns: Int64, end_ns: Int64) -> None:
         """The rows of one more rank, on the common clock."""

@@ -50,9 +50,16 @@ def bodies_of(
 class _Growing:
     """A body that begins with the first of some ranks."""
 
-    def __init__(self, matched: Matched, ends: Ends, wall_ns: Int64, traces: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matched: Matched,
+        ends: Ends,
+        wall_ns: Int64,
+        causality: Causality,
+        traces: Sequence[int],
+    ) -> None:
         self._matched, self._ends, self._wall = matched, ends, wall_ns
-        self._known, self._causality = Known(ends), Causality(matched)
+        self._known, self._causality = Known(ends), causality
         self._left = {trace: ends.of_trace(trace) for trace in traces}
         self._clocks: dict[int, ClockFit] = {}
         self._take(traces[0], EXACT)

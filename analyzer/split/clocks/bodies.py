@@ -36,19 +36,20 @@ def bodies_of(
 ) -> list[Body]:
     """The ranks in bodies: those of a host that calls join; a rank without a host is alone."""
     hosts = [trace.host or f"rank {trace.rank}" for trace in traces]
-    causality = Causality(matched)
+    causality, rows = Causality(matched), [ends.of_trace(i) for i in range(len(traces))]
     found = []
     for host in dict.fromkeys(hosts):
         left = [trace for trace, its in enumerate(hosts) if its == host]
         while left:
-            body = _Growing(matched, ends, wall_ns, causality.blank(), left).body(host)
+            own = {trace: rows[trace] for trace in left}
+            body = _Growing(matched, ends, wall_ns, causality.blank(), own).body(host)
             found.append(body)
             left = [trace for trace in left if trace not in body.traces]
     return sorted(found, key=lambda body: body.traces[0])
 
 
 class _Growing:
-    """A body that begins with the first of some ranks."""
+    """A body that begins with the first of some ranks, given with their rows of ends."""
 
     def __init__(
         self,
@@ -56,13 +57,13 @@ class _Growing:
         ends: Ends,
         wall_ns: Int64,
         causality: Causality,
-        traces: Sequence[int],
+        rows: dict[int, Int64],
     ) -> None:
         self._matched, self._ends, self._wall = matched, ends, wall_ns
         self._known, self._causality = Known(ends), causality
-        self._left = {trace: ends.of_trace(trace) for trace in traces}
+        self._left = rows
         self._clocks: dict[int, ClockFit] = {}
-        self._take(traces[0], EXACT)
+        self._take(next(iter(rows)), EXACT)
 
     def body(self, host: str) -> Body:
         """It and all that calls join to it, those with most calls in common first."""

@@ -63,56 +63,61 @@ class _Coming:
 
 
 def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _Coming:
-    at, who = start.copy(), np.full(len(matched), -1, dtype=np.int32)
-    known = np.flatnonzero((matched.shared >= 0) & matched.leads)
-    order = known[np.lexsort((start[known], matched.shared[known]))]
-    call = matched.shared[order]
-    count = int(matched.shared.max(initial=-1)) + 1
-    after = np.searchsorted(call, np.arange(count), side="right")
-    rows = np.flatnonzero(matched.shared >= 0)
-    last = order[after[matched.shared[rows]] - 1] if count else order
-    at[rows], who[rows] = start[last], ranks[matched.trace[last]]
-    early = np.zeros(len(matched), dtype=np.bool_)
-    early[rows] = (end[rows] <= at[rows]) & np.isin(matched.op[rows], _MAY_LEAVE)
-    left = np.zeros(count + 1, dtype=np.bool_)
-    left[matched.shared[early]] = True
-    _spare_the_early(matched, _Sorted(order, after), start, end, left, at, who, ranks)
-    return _Coming(at, who, left[matched.shared] & (matched.shared >= 0))
+    members = _Members.of(matched, start)
+    last = members.last_of(matched)
+    may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE)
+    left = np.zeros(len(members.after) + 1, dtype=np.bool_)
+    left[matched.shared[may_leave & (end <= start[last])]] = True
+    left_early: Bool = left[matched.shared] & (matched.shared >= 0)
+    rows = np.flatnonzero(left_early)
+    last[rows] = _waited_for(matched, members, rows, start, end)
+    who = np.where(matched.shared >= 0, ranks[matched.trace[last]], -1).astype(np.int32)
+    return _Coming(start[last], who, left_early)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sorted:
+class _Members:
     """The first rows of the members, by call and then by arrival; after[call] is its end."""
 
     order: Int64
     after: Int64
 
+    @classmethod
+    def of(cls, matched: Matched, start: Int64) -> _Members:
+        known = np.flatnonzero((matched.shared >= 0) & matched.leads)
+        order = known[np.lexsort((start[known], matched.shared[known]))]
+        calls = np.arange(int(matched.shared.max(initial=-1)) + 1)
+        return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
 
-def _spare_the_early(
-    matched: Matched,
-    members: _Sorted,
-    start: Int64,
-    end: Int64,
-    left: Bool,
-    at: Int64,
-    who: Int32,
-    ranks: Int32,
-) -> None:
-    """In a call that some member left early, each waited at most for who came before it left.
+    def of_call(self, call: int) -> Int64:
+        """The rows of one call, in the order of their arrival."""
+        return self.order[self.after[call - 1] if call else 0 : self.after[call]]
+
+    def last_of(self, matched: Matched) -> Int64:
+        """For each row that of the last member of its call, itself where it has no fellow."""
+        last = np.arange(len(matched))
+        rows = np.flatnonzero(matched.shared >= 0)
+        last[rows] = self.order[self.after[matched.shared[rows]] - 1]
+        return last
+
+
+def _waited_for(
+    matched: Matched, members: _Members, rows: Int64, start: Int64, end: Int64
+) -> list[int]:
+    """For rows of calls that some member left early, the last that came before that.
 
     From a root (broadcast, scatter) all wait for the root alone, so who comes after the first has
     left is not the root, and nobody waited for it.
     """
-    rows = np.flatnonzero(left[matched.shared] & (matched.shared >= 0))
     first_end = least_of(matched.shared, end, len(members.after))
+    last = []
     for row in rows.tolist():
         call = int(matched.shared[row])
-        low = int(members.after[call - 1]) if call else 0
-        fellows = members.order[low : int(members.after[call])]
+        fellows = members.of_call(call)
         limit = first_end[call] if matched.op[row] in _FROM_ROOT else end[row]
         place = int(np.searchsorted(start[fellows], limit, side="right")) - 1
-        last = int(fellows[max(place, 0)])
-        at[row], who[row] = start[last], ranks[matched.trace[last]]
+        last.append(int(fellows[max(place, 0)]))
+    return last
 
 
 def _absent(matched: Matched, present: Int32) -> Int32:

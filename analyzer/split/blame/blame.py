@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.blame.lags import Lags, Waits, lags_of
+from stepsplit.analyzer.split.blame.exposed_waits import Waits
+from stepsplit.analyzer.split.blame.lags import Lags, lags_of
 from stepsplit.analyzer.split.blame.levels import RankTime
 from stepsplit.analyzer.split.calls.waits import BUBBLE
 from stepsplit.analyzer.split.labels import labels_of

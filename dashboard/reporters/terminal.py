@@ -45,7 +45,7 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", None)
 def screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_heading(report.run), _used(report)]
-    parts += [_warning(row) for row in report.warnings]
+    parts += _warnings(report.warnings)
     parts += [Text(), _split(report), _memo(report), *lines.coverage(report)]
     parts += lines.critical_path(report)
     if report.pipeline is not None:
@@ -89,9 +89,18 @@ def _used(report: Report) -> Text:
     return Text("   ".join(part for part in (steps, ranks, spread, lines.clocks(report)) if part))
 
 
-def _warning(row: WarningRow) -> Text:
+def _warnings(rows: Sequence[WarningRow]) -> list[Text]:
+    """One line for each, and one for what is said of several ranks."""
+    same: dict[str, list[WarningRow]] = {}
+    for row in rows:
+        same.setdefault(row.code if row.rank is not None else row.message, []).append(row)
+    return [_warning(group[0], len(group) - 1) for group in same.values()]
+
+
+def _warning(row: WarningRow, more: int) -> Text:
     of_rank = "" if row.rank is None else f" (rank {row.rank})"
-    return Text(f"warning: {row.message}{of_rank}", style="yellow")
+    like_it = f"; the like on {more} rank{'s' if more > 1 else ''} more" if more else ""
+    return Text(f"warning: {row.message}{of_rank}{like_it}", style="yellow")
 
 
 def _split(report: Report) -> Table:

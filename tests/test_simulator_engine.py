@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from simulator.engine import Deadlock, simulate
 from simulator.program import (
@@ -169,3 +172,13 @@ def test_a_call_must_be_of_one_op_on_all_ranks() -> None:
     with pytest.raises(ValueError) as error:
         run((ALL_REDUCE,), (Collective("0", "all_gather", LARGE, 20),))
     assert str(error.value) == "call 0 of group '0' is of several ops"
+
+
+def test_the_simulator_knows_nothing_of_what_it_judges() -> None:
+    for module in sorted((Path(__file__).parent / "simulator").glob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            else:
+                named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in named if name.split(".")[0] == "stepsplit"], module.name

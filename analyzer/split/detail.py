@@ -70,6 +70,5 @@ def _contention(one: RankSplit, rules: Rules) -> Contention | None:
 
 def _overlaps(one: RankSplit, together: Together) -> tuple[Overlap, ...]:
     axes = [together.layout.axis_of(group) for group in one.trace.groups]
-    full = [w for w in one.windows.windows if w.kind == "full"] or one.windows.windows
-    compute = one.work.compute
-    return overlaps_of(one.trace.rank, one.trace.calls, axes, full, one.pieces, compute)
+    windows, compute = one.windows.counted, one.work.compute
+    return overlaps_of(one.trace.rank, one.trace.calls, axes, windows, one.pieces, compute)

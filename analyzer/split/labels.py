@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Int64
 
 
 def labels_of(*columns: npt.NDArray[Any]) -> Int64:
@@ -28,6 +28,11 @@ def distinct(values: npt.NDArray[Any]) -> Int64:
     return np.flatnonzero(np.bincount(values))
 
 
+def firsts_of(label: Int64) -> Int64:
+    """The first row of each label, in the order of the labels."""
+    return np.asarray(np.unique(label, return_index=True)[1])
+
+
 def runs_of(label: Int64) -> tuple[Int64, Int64]:
     """(the rows in order of label and then as they were, where each label begins in it)."""
     order = np.argsort(label, kind="stable")
@@ -45,13 +50,6 @@ def place_within(label: Int64) -> Int64:
     place = np.empty(len(label), dtype=np.int64)
     place[order] = np.arange(len(label)) - np.maximum.accumulate(begin)
     return place
-
-
-def all_of(label: Int64, holds: Bool, count: int) -> Bool:
-    """For each of count labels, whether it holds for all of its rows; a label of -1 is left out."""
-    found = np.ones(count, dtype=np.bool_)
-    found[label[(label >= 0) & ~holds]] = False
-    return found
 
 
 def least_of(label: Int64, values: Int64, count: int) -> Int64:

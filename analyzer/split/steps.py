@@ -43,6 +43,11 @@ class Steps:
     windows: tuple[StepWindow, ...]
     notes: tuple[Note, ...]
 
+    @property
+    def counted(self) -> tuple[StepWindow, ...]:
+        """The full steps, over which sums and medians are taken; all of them where none is full."""
+        return tuple(w for w in self.windows if w.kind == "full") or self.windows
+
 
 @dataclass(frozen=True, slots=True)
 class _HostStep:

@@ -19,7 +19,7 @@ from stepsplit.analyzer.split.blame.exposed_waits import Waits
 from stepsplit.analyzer.split.blame.lags import Lags, lags_of
 from stepsplit.analyzer.split.blame.levels import RankTime
 from stepsplit.analyzer.split.calls.waits import BUBBLE
-from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.split.labels import firsts_of, labels_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]
@@ -122,7 +122,7 @@ def _shares(waits: Waits, lags: Lags, carried: Float, schedule: Float) -> dict[_
 def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount: Float) -> None:
     """Adds the amounts of each (owner, step) to those of the cause; an owner of -1 is nobody."""
     label = labels_of(owner, step)
-    first = np.unique(label, return_index=True)[1]
+    first = firsts_of(label)
     sums = np.zeros((len(first), amount.shape[1]))
     np.add.at(sums, label, amount)
     for rank, number, row in zip(owner[first].tolist(), step[first].tolist(), sums, strict=True):

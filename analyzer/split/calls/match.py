@@ -12,7 +12,7 @@ from stepsplit.analyzer.split.calls.identity import call_rows, identities
 from stepsplit.analyzer.split.calls.unnamed import NAME as UNNAMED
 from stepsplit.analyzer.split.calls.unnamed import world_of_unnamed
 from stepsplit.analyzer.split.clocks.clock import Alignment
-from stepsplit.analyzer.split.labels import labels_of, least_of, most_of
+from stepsplit.analyzer.split.labels import firsts_of, labels_of, least_of, most_of
 from stepsplit.analyzer.trace import (
     OP_CODE,
     Bool,
@@ -161,7 +161,7 @@ def _first_kernels(rows: Matched, shared: Int64) -> Bool:
     leads = shared < 0
     known = np.flatnonzero(~leads)
     in_time = known[np.argsort(rows.start_ns[known], kind="stable")]
-    first = np.unique(labels_of(shared[in_time], rows.trace[in_time]), return_index=True)[1]
+    first = firsts_of(labels_of(shared[in_time], rows.trace[in_time]))
     leads[in_time[first]] = True
     return leads
 
@@ -192,7 +192,7 @@ def _members(rows: Matched, label: Int64, count: int) -> Int64:
     """How many ranks made each call; of a message, how many ends of it are there."""
     known = np.flatnonzero(label >= 0)
     who = np.where(rows.is_message[known], known, rows.trace[known])
-    first = np.unique(labels_of(label[known], who), return_index=True)[1]
+    first = firsts_of(labels_of(label[known], who))
     return np.bincount(label[known][first], minlength=count)
 
 

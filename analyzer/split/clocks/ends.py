@@ -9,7 +9,7 @@ import numpy as np
 
 from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
 from stepsplit.analyzer.split.clocks.fit import BIAS_NS, ClockFit, fitted
-from stepsplit.analyzer.split.labels import distinct, labels_of, most_of
+from stepsplit.analyzer.split.labels import distinct, firsts_of, labels_of, most_of
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
 
@@ -39,7 +39,7 @@ def ends_of(traces: Sequence[RankTrace], matched: Matched, wall_ns: Int64) -> En
     member = labels_of(matched.shared[rows], matched.trace[rows])
     count = int(member.max(initial=-1)) + 1
     end = most_of(member, matched.end_ns[rows] + wall_ns[matched.trace[rows]], count)
-    one = rows[np.unique(member, return_index=True)[1]]
+    one = rows[firsts_of(member)]
     trace = matched.trace[one].astype(np.int64)
     kind = labels_of(matched.group[one], matched.op[one], matched.message_bytes[one])
     return Ends(matched.shared[one], trace, kind, end)

@@ -66,7 +66,7 @@ def computed(trace: RankTrace, steps: Steps, rules: Rules = BUILT_IN) -> Compute
     """What the rank computed in its full steps, or in all where none is full."""
     rows, events = np.flatnonzero(computing(trace, rules)), trace.events
     took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
-    full = [w for w in steps.windows if w.kind == "full"] or list(steps.windows)
+    full = steps.counted
     starts = np.array([window.start_ns for window in full], dtype=np.int64)
     ends = np.array([window.end_ns for window in full], dtype=np.int64)
     at = np.searchsorted(starts, events.start_ns[rows], side="right") - 1

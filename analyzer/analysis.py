@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.processes import Progress, no_progress
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.readers.rules import Rules

@@ -11,6 +11,13 @@ def milliseconds(ns: int | float) -> str:
     return f"{ms:,.{_decimals(ms)}f} ms"
 
 
+def milliseconds_between(low_ns: int | float, high_ns: int | float) -> str:
+    """A band: 11e6 and 14e6 ns -> "11.0-14.0 ms", both with the figures of the larger."""
+    low, high = low_ns / 1e6, high_ns / 1e6
+    decimals = _decimals(high)
+    return f"{low:,.{decimals}f}-{high:,.{decimals}f} ms"
+
+
 def microseconds(ns: int | float) -> str:
     """4_400 ns -> "4.40 µs"."""
     us = ns / 1e3
@@ -30,16 +37,36 @@ def gigabytes_per_second(bytes_per_s: float) -> str:
 
 def size(count_bytes: int | float) -> str:
     """A message's size, decimal as networks are sold: 134_000_000 -> "134 MB"."""
-    value, units = float(count_bytes), ["TB", "GB", "MB", "kB", "B"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop()
-    return f"{value:.{0 if units[-1] == 'B' else _decimals(value)}f} {units[-1]}"
+    return _scaled(count_bytes, [" TB", " GB", " MB", " kB", " B"])
 
 
 def gibibytes(count_bytes: int | float) -> str:
     """Device memory, binary: 85_899_345_920 -> "80.0 GiB"."""
     return f"{count_bytes / 2**30:,.1f} GiB"
+
+
+def count(number: int | float) -> str:
+    """How many parameters, in the field's words: 8_030_261_248 -> "8.03B" (billion)."""
+    return _scaled(number, ["T", "B", "M", "k", ""])
+
+
+def flops(work: int | float) -> str:
+    """Work, not a rate: 300_000_000_000_000 -> "300 TFLOP"."""
+    return _scaled(work, [" EFLOP", " PFLOP", " TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP"])
+
+
+def tokens_per_second(rate: float) -> str:
+    """8904.3 -> "8,904 tokens/s"."""
+    return f"{rate:,.{_decimals(rate)}f} tokens/s"
+
+
+def _scaled(number: int | float, units: list[str]) -> str:
+    """Three figures in the largest unit that leaves one before the point; units, largest first."""
+    value, left = float(number), units[:]
+    while value >= 999.5 and len(left) > 1:
+        value /= 1000
+        left.pop()
+    return f"{value:.{0 if len(left) == len(units) else _decimals(value)}f}{left[-1]}"
 
 
 def _decimals(value: float) -> int:

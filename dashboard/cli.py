@@ -13,7 +13,7 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 
-VERBS = ("analyze", "dashboard", "demo", "export")
+VERBS = ("analyze", "dashboard", "demo", "export", "model", "validate")
 BAD_INPUT, INTERNAL = 2, 4
 
 

@@ -11,7 +11,7 @@ from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
 from stepsplit.analyzer.split.pipeline.boxes import FoundBoxes, boxes_of_messages, found_boxes

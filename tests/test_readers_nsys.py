@@ -13,7 +13,7 @@ from required import shared_trace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.schedule import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys.export import read_nsys, recognizes
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.split.run_split import split_run

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.calls.match import Matched
 from stepsplit.analyzer.split.labels import labels_of, runs_of
@@ -26,15 +27,6 @@ class CollectiveStat:
     wait_ns_median: int
     algbw_bytes_per_s: float | None
     busbw_bytes_per_s: float | None
-
-
-def busbw_factor(op: str, ranks: int) -> float:
-    """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
-    if op == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (ranks - 1) / ranks
-    return 1.0
 
 
 def collective_stats(

@@ -1,0 +1,1 @@
+"""Communication of a step: which messages every strategy sends, and how long they take."""

@@ -1,0 +1,102 @@
+"""What data parallelism sends where every rank keeps whole weights: DDP, ZeRO-1 and ZeRO-2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsplit.analyzer.model.comm.calls import Place, all_gather, all_reduce, reduce_scatter
+from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.prediction import Message
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.work.parameters import StageParameters
+
+DDP = Formula(
+    "comm.ddp",
+    "all_reduces of the gradients once a step, g P bytes in ceil(g P/bucket) calls",
+    "Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2",
+)
+ZERO = Formula(
+    "comm.zero",
+    "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once a step"
+    " (ZeRO-2 outside Megatron-LM: gradients every microbatch)",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
+)
+MIB = 2**20
+MEGATRON_BUCKET = 40_000_000
+MEGATRON_BUCKET_PER_RANK = 1_000_000
+"""Parameters in a bucket where gradients overlap the backward pass; else one bucket holds all.
+NVIDIA/Megatron-LM, core/distributed/distributed_data_parallel.py."""
+DEEPSPEED_BUCKET = 500_000_000
+"""Numbers in a bucket: reduce_bucket_size and allgather_bucket_size, DeepSpeed's config-json."""
+DDP_FIRST_BYTES, DDP_BYTES = 1 * MIB, 25 * MIB
+"""PyTorch's kDefaultFirstBucketBytes and bucket_cap_mb."""
+EVERY_MICROBATCH = ("deepspeed", "zero-paper")
+"""Frameworks whose ZeRO-2 cannot keep whole gradients from one microbatch to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """count buckets of so many parameters."""
+
+    count: int
+    parameters: int
+
+
+def data_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+    """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
+    layout = job.layout
+    if layout.zero == 3:
+        return ()
+    return (
+        *_group(job, held.stage, held.dense, "dp", layout.gradient_ranks),
+        *_group(job, held.stage, held.experts, "expert_dp", layout.expert_dp),
+    )
+
+
+def _group(job: Job, stage: int, parameters: int, axis: str, ranks: int) -> tuple[Message, ...]:
+    if ranks == 1 or parameters == 0:
+        return ()
+    found = []
+    for bucket in buckets(job, parameters, ranks):
+        found += _summed(job, stage, bucket, axis, ranks)
+    return tuple(found)
+
+
+def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[Message]:
+    zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
+    place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
+    if zero == 0:
+        return [all_reduce(place, bucket.count, size, ranks)]
+    each = zero == 2 and job.recipe.framework in EVERY_MICROBATCH
+    times = bucket.count * (job.microbatches if each else 1)
+    after = Place(place.strategy, axis, stage, "optimizer")
+    weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
+    return [
+        reduce_scatter(place, times, size, ranks),
+        all_gather(after, bucket.count, weights, ranks),
+    ]
+
+
+def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+    """How the framework cuts a rank's parameters; the parts add up to them.
+
+    Real buckets end where a tensor does, so that their number is a little smaller.
+    """
+    first, each = _capacity(job, ranks)
+    head = min(first, parameters)
+    count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
+    found = (Bucket(1, head), Bucket(count, each), Bucket(1, rest))
+    return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
+
+
+def _capacity(job: Job, ranks: int) -> tuple[int, int]:
+    """Parameters in the first bucket and in each other one; 0: no bound."""
+    match job.recipe.framework:
+        case "ddp" | "huggingface" | "fsdp2":
+            size = job.recipe.gradient_bytes
+            return DDP_FIRST_BYTES // size, DDP_BYTES // size
+        case "deepspeed":
+            return 0, DEEPSPEED_BUCKET
+        case "megatron" if "dp" in job.layout.overlap:
+            return 0, max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
+    return 0, 0

@@ -1,0 +1,1 @@
+"""How much memory each rank needs at its peak, by what it is for."""

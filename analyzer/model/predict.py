@@ -1,0 +1,98 @@
+"""predict: a job in, its Prediction out; the whole model on one page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.comm.messages import messages_of
+from stepsplit.analyzer.model.comm.time import time_of
+from stepsplit.analyzer.model.memory.memory import fits, memory_of
+from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
+from stepsplit.analyzer.model.spec.checks import check
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.span import span_of
+from stepsplit.analyzer.model.spec.stages import stages_of
+from stepsplit.analyzer.model.step.confidence import band_of, confidence_of, doubts
+from stepsplit.analyzer.model.step.exposed import Timed
+from stepsplit.analyzer.model.step.pipeline import pipelined, sends
+from stepsplit.analyzer.model.step.speed import speed_of
+from stepsplit.analyzer.model.step.split import Pipelined, splits_of
+from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
+from stepsplit.analyzer.model.work.conventions import Convention
+from stepsplit.analyzer.model.work.flops import hardware_flops, model_flops
+from stepsplit.analyzer.model.work.mfu import mfu
+from stepsplit.analyzer.model.work.parameters import stage_parameters, total_parameters
+
+CONVENTION: Convention = "C1"
+
+
+def predict(job: Job) -> Prediction:
+    """What the job's step should cost. Raises UsageError for a job that cannot be."""
+    check(job)
+    timed = timed_messages(job)
+    stages = stage_times(job, timed)
+    pipeline = pipelined(job, stages, timed)
+    splits = splits_of(job, stages, pipeline)
+    memory = memory_of(job)
+    slowest = splits[max(range(len(stages)), key=lambda i: stages[i].compute_ns)]
+    flops, executed = model_flops(job, CONVENTION), hardware_flops(job, CONVENTION)
+    reasons = doubts(job, stages, slowest)
+    low_ns, high_ns = band_of(job, slowest, reasons)
+    peak = job.hardware.peak_flops_per_s(job.recipe.dtype)
+    world, step_ns = job.layout.world_size, slowest.step_ns
+    return Prediction(
+        parameters=total_parameters(job.model),
+        parameters_per_stage=tuple(held.total for held in stage_parameters(job)),
+        memory=memory,
+        model_flops=flops,
+        hardware_flops=executed,
+        communication=_communication(stages, timed, slowest),
+        bubble_fraction=pipeline.bubble_fraction,
+        bubble_overhead=pipeline.bubble_overhead,
+        splits=splits,
+        split=slowest,
+        low_ns=low_ns,
+        high_ns=high_ns,
+        convention=CONVENTION,
+        mfu=mfu(flops, step_ns, world, peak),
+        hfu=mfu(executed, step_ns, world, peak),
+        tokens_per_s_per_gpu=job.recipe.global_batch * job.recipe.seq_len / step_ns * 1e9 / world,
+        fits=fits(job, memory),
+        confidence=confidence_of(job, reasons),
+        notes=reasons,
+        formulas=(),
+    )
+
+
+def timed_messages(job: Job) -> dict[int, tuple[Timed, ...]]:
+    """Every message of every stage with the time of one call."""
+    found = defaultdict(list)
+    for message in messages_of(job):
+        found[message.stage].append(Timed(message, _each(job, message)))
+    return {stage: tuple(found[stage]) for stage in range(job.layout.pp)}
+
+
+def _each(job: Job, message: Message) -> Band:
+    """One call; a message costs its time where it is sent, once."""
+    if message.op == "recv":
+        return Band(0.0, 0.0, 0.0)
+    span = span_of(job, message.axis)
+    return time_of(message.op, message.message_bytes, span, job.hardware)
+
+
+def stage_times(job: Job, timed: dict[int, tuple[Timed, ...]]) -> tuple[StageTime, ...]:
+    """What each stage computes, and what its compute cannot hide."""
+    speed = speed_of(job)
+    return tuple(
+        stage_time(job, speed, stage, held, timed[stage.index])
+        for stage, held in zip(stages_of(job), stage_parameters(job), strict=True)
+    )
+
+
+def _communication(
+    stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]], slowest: Split
+) -> tuple[Communication, ...]:
+    """All messages, the pipeline's own with what they add to the slowest stage."""
+    inside = tuple(each for stage in stages for each in stage.communication)
+    return inside + sends(timed, slowest.p2p_ns)

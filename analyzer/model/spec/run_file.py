@@ -1,0 +1,73 @@
+"""RUN.toml -> Job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.spec import presets
+from stepsplit.analyzer.model.spec.checks import first_fault
+from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.spec.hardware_table import HARDWARE_KEYS, hardware_of
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout_table import framework_of, layout_of
+from stepsplit.analyzer.model.spec.model_table import MODEL_KEYS, transformer_of
+from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS
+from stepsplit.analyzer.model.spec.recipe_table import recipe_of
+from stepsplit.analyzer.model.spec.table import Table, either, near, read_table, table_of
+from stepsplit.analyzer.model.spec.transformer import Transformer
+
+
+def read_job(path: str | Path) -> Job:
+    """The job that the file states, checked. Raises DataError, which names the key and the mend;
+    UsageError where no hardware is named."""
+    return job_in(read_table(path))
+
+
+def job_of(text: str, where: str = "RUN.toml") -> Job:
+    """The job of a RUN.toml's text, checked; where names it in errors. Raises as read_job."""
+    return job_in(table_of(where, text.encode()))
+
+
+def job_in(table: Table) -> Job:
+    """The job that the tables state, checked. Raises as read_job."""
+    table.knows("model", "parallel", "training", "hardware")
+    table.needs("model", "training")
+    if "hardware" not in table.values:
+        raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
+    nothing = Table(table.where, "parallel", {})
+    parallel, training = table.table("parallel", nothing), table.table("training", nothing)
+    stated = training.one_of("framework", FRAMEWORKS, None)
+    layout = layout_of(parallel, stated)
+    recipe = recipe_of(training, layout, stated or framework_of(parallel))
+    model = _model(table.table("model", nothing), recipe.seq_len)
+    job = Job(model, layout, recipe, _hardware(table.table("hardware", nothing)))
+    fault = first_fault(job)
+    if fault is not None:
+        raise DataError(table.where, fault.problem, fault.mend)
+    return job
+
+
+def _model(table: Table, seq_len: int) -> Transformer:
+    table.knows("preset", *MODEL_KEYS)
+    preset = table.text("preset", None)
+    try:
+        base = None if preset is None else presets.transformer(preset)
+    except UsageError:
+        raise _unknown(table, preset, presets.model_names()) from None
+    return transformer_of(table, base, seq_len)
+
+
+def _hardware(table: Table) -> Hardware:
+    table.knows("preset", *HARDWARE_KEYS)
+    preset = table.text("preset", None)
+    try:
+        base = None if preset is None else presets.hardware(preset)
+    except UsageError:
+        raise _unknown(table, preset, presets.hardware_names()) from None
+    return hardware_of(table, base)
+
+
+def _unknown(table: Table, preset: str | None, names: tuple[str, ...]) -> DataError:
+    mend = f"write {either(near(str(preset), names))}"
+    return table.error("preset", f"{preset!r} is unknown", mend)

@@ -1,0 +1,45 @@
+"""Where the model is known to fail, and says so."""
+
+from __future__ import annotations
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.prediction import Confidence
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.span import span_of
+from stepsplit.analyzer.model.step.host import host_bound
+from stepsplit.analyzer.model.step.stage_time import StageTime
+
+MOSTLY = 0.4
+"""A step of which communication takes more rests on link constants, not on measured kernels."""
+
+
+def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
+    """Why the step time may be far off; empty where nothing says so."""
+    found = []
+    if any(host_bound(job, stage) for stage in stages):
+        found.append("host-bound: launching a layer takes about as long as computing it")
+    found += [
+        f"{axis} crosses nodes: a group of {span_of(job, axis).ranks} over"
+        f" {span_of(job, axis).nodes} nodes waits for the network inside every layer"
+        for axis in ("tp", "cp", "ep")
+        if span_of(job, axis).nodes > 1
+    ]
+    if split.exposed_comm_ns > MOSTLY * split.step_ns:
+        found.append("communication takes most of the step: it rests on the links' constants")
+    if not job.hardware.efficiency.rows:
+        found.append(f"{job.hardware.name}: efficiencies are guesses, no published run was fitted")
+    return tuple(found)
+
+
+def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
+    """low with any reason to doubt; calibrated where the user's own runs set the constants."""
+    if reasons:
+        return "low"
+    calibrated = any(row.startswith("run:") for row in job.hardware.efficiency.rows)
+    return "calibrated" if calibrated else "high"
+
+
+def band_of(job: Job, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
+    """What the step may well take instead, in ns: 9 of 10 published runs lie that near."""
+    off = job.hardware.efficiency.error * (1 + len(reasons))
+    return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))

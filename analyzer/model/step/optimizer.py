@@ -1,0 +1,48 @@
+"""How long the optimizer's update takes, and what offloading adds to it."""
+
+from __future__ import annotations
+
+from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.step.speed import Speed
+from stepsplit.analyzer.model.work.parameters import StageParameters
+
+UPDATE = Formula(
+    "step.optimizer",
+    "bytes of gradient, master weight and moments read, master and moments written, weight"
+    " written, over memory bandwidth: 30 bytes a parameter for Adam",
+    "arithmetic over Kingma and Ba, arXiv:1412.6980",
+)
+STATE_BYTES = {
+    "adam": 12.0, "adam-8bit": 6.0, "sgd": 4.0, "sgd-momentum": 8.0, "muon": 8.0, "lion": 8.0,
+}  # fmt: skip
+"""Master weight and moments of one parameter in mixed precision; each is read and written."""
+
+
+def updated_parameters(job: Job, stage: StageParameters) -> float:
+    """Parameters that one rank updates: its share where ZeRO spreads the states."""
+    layout = job.layout
+    if layout.zero == 0:
+        return float(stage.total)
+    experts = stage.experts / max(1, layout.expert_dp)
+    return stage.dense / layout.shard_size + experts
+
+
+def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
+    """The update of one rank, on the device."""
+    count = updated_parameters(job, stage)
+    each = 2 * STATE_BYTES[job.recipe.optimizer] + job.recipe.gradient_bytes
+    return speed.moved_ns(count * (each + job.recipe.weight_bytes), 10)
+
+
+def offload_ns(job: Job, stage: StageParameters) -> float:
+    """Gradients to the host and weights back, over the host's link, once a step.
+
+    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's own update
+    is taken to hide behind them.
+    """
+    if "optimizer" not in job.recipe.offload:
+        return 0.0
+    link = job.hardware.host
+    moved = updated_parameters(job, stage) * 2 * job.recipe.weight_bytes
+    return moved / (link.bytes_per_s * link.ring) * 1e9

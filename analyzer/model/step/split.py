@@ -1,0 +1,82 @@
+"""The predicted Split of each pipeline stage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.step.host import idle_ns
+from stepsplit.analyzer.model.step.stage_time import StageTime
+
+STRAGGLERS = Formula(
+    "step.skew",
+    "skew = s sqrt(2 ln n) of the step: the slowest of n nodes whose times vary by s",
+    "expected maximum of n normal variables: Boucheron et al., Concentration Inequalities, 2013,"
+    " section 2.5; s fitted",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """The pipeline's window in ns: first forward to last backward of any rank.
+
+    transfers_ns is how much shorter it would be with free messages, holes_ns what each rank
+    neither computes nor communicates inside its layers.
+    """
+
+    window_ns: float
+    transfers_ns: float
+    holes_ns: tuple[float, ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Holes of all ranks over the windows of all ranks."""
+        ranks = len(self.holes_ns)
+        return sum(self.holes_ns) / (ranks * self.window_ns) if self.window_ns else 0.0
+
+    @property
+    def bubble_overhead(self) -> float:
+        """Holes over the useful rest of the windows."""
+        fraction = self.bubble_fraction
+        return fraction / (1 - fraction) if fraction < 1 else 0.0
+
+
+def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> tuple[Split, ...]:
+    """One Split a stage; all stages end the step together, so that the early ones wait."""
+    whole = tuple(
+        _split(job, stage, pipeline, holes)
+        for stage, holes in zip(stages, pipeline.holes_ns, strict=True)
+    )
+    step_ns = max(split.step_ns for split in whole)
+    skew_ns = round(straggling(job) * step_ns)
+    return tuple(_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in whole)
+
+
+def straggling(job: Job) -> float:
+    """What waiting for the slowest node adds to a step, a ratio of it."""
+    nodes = max(1.0, job.layout.world_size / job.hardware.gpus_per_node)
+    return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
+
+
+def _split(job: Job, stage: StageTime, pipeline: Pipelined, holes_ns: float) -> Split:
+    m = job.microbatches
+    moving = round(min(pipeline.transfers_ns, holes_ns))
+    communication = stage.communication
+    hidden = sum(each.time.ns - each.exposed_ns for each in communication)
+    return Split(
+        compute_ns=round(m * stage.compute_ns + stage.optimizer_ns),
+        collective_ns=round(m * (stage.forward_ns + stage.backward_ns) + stage.once_ns),
+        p2p_ns=moving,
+        bubble_ns=round(holes_ns) - moving,
+        copy_ns=round(stage.offload_ns),
+        idle_ns=round(idle_ns(job, stage)),
+        overlapped_ns=round(max(0.0, hidden)),
+    )
+
+
+def _until(split: Split, step_ns: int) -> Split:
+    """The same, waiting for the slowest stage at the step's end."""
+    return split - Split(bubble_ns=split.step_ns - step_ns)

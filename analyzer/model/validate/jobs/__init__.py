@@ -1,0 +1,1 @@
+"""The jobs behind published rows: what each paper ran, and what it leaves open."""

@@ -1,0 +1,138 @@
+"""The floating-point operations of a step of the whole job, and of one pass of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.stages import Chunk
+from stepsplit.analyzer.model.spec.transformer import Transformer
+from stepsplit.analyzer.model.work.conventions import Convention
+from stepsplit.analyzer.model.work.parameters import active_parameters, total_parameters
+from stepsplit.analyzer.model.work.weights import (
+    Weights,
+    attention_weights,
+    mlp_weights,
+    routed_weights,
+    share,
+)
+
+PASSES = 3
+"""A backward pass costs two forward passes: gradients of inputs and of weights."""
+KORTHIKANTI_CORE = 3
+"""Forward passes of the attention core that Korthikanti's eq. 8 adds for selective recomputation.
+
+Its term grows from s/(6h) to s/(3h); to compute the core once more would be s/(4.5h).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFlops:
+    """One forward pass: products with weights, the attention core (whole, not causal), the head."""
+
+    linear: int
+    attention: int
+    head: int
+
+
+def model_flops(job: Job, convention: Convention = "C1") -> int:
+    """FLOPs of one step of all ranks by a convention of CONVENTIONS.
+
+    C1, C5 and C6 count no recomputation, C2 and C3 include theirs whatever the job recomputes.
+    C4 counts all parameters: on a mixture of experts it says too much, C6 is meant for those.
+    """
+    match convention:
+        case "C2":
+            return _job_flops(job, PASSES, PASSES + KORTHIKANTI_CORE)
+        case "C3":
+            return _job_flops(job, PASSES + 1, PASSES + 1)
+        case "C4":
+            return _by_parameters(job, total_parameters(job.model), PASSES, PASSES)
+        case "C5":
+            return _job_flops(job, PASSES, PASSES, causal=True)
+        case "C6":
+            return _by_parameters(job, active_parameters(job.model), PASSES, PASSES)
+    return _job_flops(job, PASSES, PASSES)
+
+
+def hardware_flops(job: Job, convention: Convention = "C1") -> int:
+    """model_flops and what the job's recompute setting computes again.
+
+    selective: the attention core (C1: as Korthikanti's eq. 8 counts it); full, every and sqrt: the
+    forward pass of all layers, not of the head (C4 and C6, as llm-foundry does: of everything).
+    """
+    layers, core = _passes(job, convention)
+    match convention:
+        case "C2" | "C3":
+            return model_flops(job, convention)
+        case "C4":
+            return _by_parameters(job, total_parameters(job.model), layers, core)
+        case "C5":
+            return _job_flops(job, layers, core, causal=True)
+        case "C6":
+            return _by_parameters(job, active_parameters(job.model), layers, core)
+    return _job_flops(job, layers, core)
+
+
+def _passes(job: Job, convention: Convention) -> tuple[int, int]:
+    """Passes over the products of layers and over the attention core, in forward passes."""
+    if job.recipe.recompute == "none":
+        return PASSES, PASSES
+    if job.recipe.recompute == "selective":
+        return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
+    return PASSES + 1, PASSES + 1
+
+
+def _job_flops(job: Job, layers: int, core: int, causal: bool = False) -> int:
+    model, seq = job.model, job.recipe.seq_len
+    attention = core * model.layers * core_flops(model, seq)
+    linear = layers * 2 * layer_weights(model)
+    head = PASSES * 2 * model.hidden * job.padded_vocab
+    return _tokens(job) * (linear + (attention // 2 if causal else attention) + head)
+
+
+def _by_parameters(job: Job, parameters: int, linear: int, core: int) -> int:
+    attention = core * job.model.layers * core_flops(job.model, job.recipe.seq_len)
+    return _tokens(job) * (2 * linear * parameters + attention)
+
+
+def _tokens(job: Job) -> int:
+    return job.recipe.global_batch * job.recipe.seq_len
+
+
+def layer_weights(model: Transformer) -> int:
+    """Weights of all layers that one token meets in matrix products."""
+    moe = model.expert_layers
+    count = model.layers * attention_weights(model).total
+    count += (model.layers - moe) * mlp_weights(model, model.ffn).total
+    return count + (moe * routed_weights(model).total if moe else 0)
+
+
+def core_flops(model: Transformer, keys: int, tp: int = 1) -> int:
+    """Forward FLOPs of one token in one layer's attention core: 2 s a (d_qk + d_v), not causal."""
+    latent = model.latent
+    widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
+    return 2 * keys * share(model.heads, tp) * widths
+
+
+def chunk_flops(job: Job, chunk: Chunk) -> ChunkFlops:
+    """One microbatch's forward pass through a chunk on one rank.
+
+    Context parallelism divides the tokens, tensor parallelism the products. What it leaves whole
+    (router, compressed projections) runs on the rank's own tokens under sequence parallelism.
+    Expert work is a rank's share with balanced routing.
+    """
+    model, tp, tokens = job.model, job.layout.tp, job.tokens
+    dense = attention_weights(model, tp) + mlp_weights(model, model.ffn, tp)
+    linear = chunk.dense_layers * _products(job, dense)
+    if chunk.expert_layers:
+        routed = attention_weights(model, tp) + routed_weights(model, tp)
+        linear += chunk.expert_layers * _products(job, routed)
+    attention = tokens * chunk.layers * core_flops(model, job.recipe.seq_len, tp)
+    head = 2 * tokens * model.hidden * share(job.padded_vocab, tp) if chunk.head else 0
+    return ChunkFlops(linear, attention, head)
+
+
+def _products(job: Job, weights: Weights) -> int:
+    whole = share(job.tokens, job.layout.sequence_split) * weights.whole
+    return 2 * (job.tokens * weights.divided + whole)

@@ -1,0 +1,71 @@
+"""stepsplit model: a RUN.toml -> how long a step should take, where it goes, and what fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.run_spec import write_whole
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.model.prediction import Prediction
+    from stepsplit.analyzer.model.spec.job import Job
+
+
+@click.command()
+@click.argument("run_file", metavar="RUN.toml", type=click.Path(path_type=Path))
+@click.option(
+    "--json", "json_file", metavar="FILE",
+    help="Write the prediction here; - for standard output, and nothing else there.",
+)  # fmt: skip
+@click.option(
+    "--explain", is_flag=True,
+    help="Show each formula with this run's numbers, and the rules of thumb that differ.",
+)  # fmt: skip
+def command(run_file: Path, json_file: str | None, explain: bool) -> None:
+    """Predict one training step: time, split, memory and messages.
+
+    RUN.toml names the model, how ranks share it, the batch and the hardware, by preset or by
+    numbers. Nothing is run.
+    """
+    # What the model needs is loaded here, so that the list of commands stays quick.
+    from stepsplit.analyzer.model.predict import predict
+    from stepsplit.analyzer.model.spec.run_file import read_job
+    from stepsplit.analyzer.model.wire import to_json
+
+    job = read_job(run_file)
+    prediction = predict(job)
+    if json_file == "-":
+        click.echo(to_json(prediction), nl=False)
+        return
+    if json_file is not None:
+        _write(Path(json_file), to_json(prediction))
+    _show(job, prediction, explain)
+
+
+def _show(job: Job, prediction: Prediction, explain: bool) -> None:
+    from rich.console import Console
+
+    from stepsplit.dashboard.reporters.prediction import screen
+
+    console = Console(highlight=False)
+    console.print(screen(job, prediction))
+    if explain:
+        from stepsplit.analyzer.model.explain.explain import explain as explained
+        from stepsplit.analyzer.model.explain.heard import heard
+        from stepsplit.dashboard.reporters.explained import listing
+
+        formulas = explained(job, prediction)
+        console.print(listing(formulas, heard(formulas)))
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes the file, whole or not at all. Raises UsageError where it cannot be written."""
+    try:
+        write_whole(path, text.encode())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a file"
+        raise UsageError(f"{path}: {reason}; choose a place that can be written") from None

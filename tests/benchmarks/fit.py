@@ -1,0 +1,105 @@
+"""Fits the efficiencies of a GPU family on every second published run, and prints them as TOML.
+
+python tests/benchmarks/fit.py [--family ampere]
+
+The constants have the least mean of |log(predicted / published)|. The rows that were fitted are
+printed with them: validation reports the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from dataclasses import replace
+
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.spec.hardware import Efficiency
+from stepsplit.analyzer.model.validate.jobs.case import Case
+from stepsplit.analyzer.model.validate.jobs.cases import step_time_cases
+from stepsplit.analyzer.model.validate.records import Published
+from stepsplit.analyzer.model.validate.tables import percentile_90
+
+BOUNDS = {
+    "gemm": (0.3, 0.9),
+    "attention": (0.1, 0.8),
+    "unfused_attention": (0.1, 0.8),
+    "memory": (0.35, 0.9),
+    "launch_ns": (2e3, 1.2e4),
+    "jitter": (0.001, 0.05),
+}
+"""What a kernel can reach at all: the best matrix product measured (MAMF) is 0.87 on A100, a copy
+reaches 0.9 of the memory's bandwidth, a launch takes a few microseconds."""
+START = {
+    "gemm": 0.8, "attention": 0.4, "unfused_attention": 0.4, "memory": 0.75, "launch_ns": 4e3,
+    "jitter": 0.02,
+}  # fmt: skip
+TRIES = 600
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--family", action="append")
+    wanted = options.parse_args().family or ["ampere", "hopper", "blackwell"]
+    cases = step_time_cases(Published())
+    for family in wanted:
+        _family(family, [case for case in cases if case.job.hardware.family == family])
+
+
+def _family(family: str, cases: list[Case]) -> None:
+    ordered = sorted(cases, key=likeness)
+    fitted, rest = ordered[::2], ordered[1::2]
+    best = fit(replace(ordered[0].job.hardware.efficiency, **START), fitted)
+    print(f"[{family}]")
+    for name in BOUNDS:
+        print(f"{name} = {getattr(best, name):.4g}")
+    print(f"error = {percentile_90([abs(math.expm1(error(best, case))) for case in rest]):.2g}")
+    print("rows = [\n" + "".join(f'  "{case.id}",\n' for case in fitted) + "]")
+    for name, some in (("fitted", fitted), ("rest", rest)):
+        for case in some:
+            print(f"#   {case.id} {math.expm1(error(best, case)):+.1%}")
+        off = sorted(abs(math.expm1(error(best, case))) for case in some)
+        print(f"# {name}: {len(off)} rows, mean {sum(off) / len(off):.1%}, worst {off[-1]:.1%}")
+
+
+def likeness(case: Case) -> tuple[object, ...]:
+    """Puts like runs beside each other, so that each half holds some of every kind."""
+    layout, model, recipe = case.job.layout, case.job.model, case.job.recipe
+    shape = (layout.cp, layout.ep, layout.tp, layout.pp, model.layers * model.hidden)
+    return (case.table, case.job.hardware.name, *shape, recipe.seq_len, layout.dp, case.id)
+
+
+def fit(start: Efficiency, cases: list[Case]) -> Efficiency:
+    """The constants of least loss that a random walk of shrinking steps finds (fixed seed)."""
+    draw, best, least = random.Random(0), start, loss(start, cases)
+    for turn in range(TRIES):
+        width = 0.2 * (1 - turn / TRIES)
+        other = replace(best, **{name: _near(draw, best, name, width) for name in BOUNDS})
+        found = loss(other, cases)
+        if found < least:
+            best, least = other, found
+    return best
+
+
+def _near(draw: random.Random, best: Efficiency, name: str, width: float) -> float:
+    low, high = BOUNDS[name]
+    return min(high, max(low, getattr(best, name) * math.exp(draw.gauss(0, width))))
+
+
+def loss(efficiency: Efficiency, cases: list[Case]) -> float:
+    """The mean absolute error of each kind of run, added up: a large table counts like a small."""
+    kinds: dict[str, list[float]] = {}
+    for case in cases:
+        kinds.setdefault(case.family, []).append(abs(error(efficiency, case)))
+    return sum(sum(off) / len(off) for off in kinds.values())
+
+
+def error(efficiency: Efficiency, case: Case) -> float:
+    """log(predicted / published) of the step time."""
+    hardware = replace(case.job.hardware, efficiency=efficiency)
+    predicted = predict(replace(case.job, hardware=hardware))
+    return math.log(predicted.split.step_ns / case.step_ns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Formulas with a job's own numbers, and the rules of thumb that say something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
+
+from stepsplit.analyzer.model.comm.algorithms import nvls_ns, ring_ns
+from stepsplit.analyzer.model.explain.explain import Explained, explain
+from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
+from stepsplit.analyzer.model.explain.folk import folk_rules
+from stepsplit.analyzer.model.explain.heard import TOPICS, heard
+from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
+from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.analyzer.model.spec.span import Span
+from stepsplit.analyzer.model.spec.transformer import Experts
+from stepsplit.analyzer.model.work.parameters import TOTAL
+
+PER_TOKEN = 72 * 24 * 2048**2 + 12 * 24 * 2048 * 2048 + 6 * 2048 * 50_176
+LAYER = 4 * 2048**2 // 2 + 3 * 1024 + 2048 + 8 * 2048**2 // 2 + 4096 + 2048 + 4 * 2048
+"""Parameters of one layer on one of two tensor-parallel ranks: attention, MLP, two norms."""
+FIRST = 12 * LAYER + 25_088 * 2048 + 2048 * 2048
+LAST = 12 * LAYER + 25_088 * 2048 + 2 * 2048
+
+
+def of(formula: str, a_job: Job, a_prediction: Prediction) -> Explained:
+    return next(one for one in explain(a_job, a_prediction) if one.formula.id == formula)
+
+
+def rules(one: Explained) -> dict[str, float]:
+    return {rule.rule: rule.value for rule in one.folk}
+
+
+def values(explained: tuple[Explained, ...]) -> dict[str, tuple[float, dict[str, float]]]:
+    return {one.formula.id: (one.value, rules(one)) for one in explained}
+
+
+def with_messages(*messages: Message, time_ms: int = 3) -> Prediction:
+    """The built prediction with other communication: each kind of call takes time_ms."""
+    time = Band(time_ms * MS, time_ms * MS, time_ms * MS)
+    rows = tuple(Communication(message, time, 0) for message in messages)
+    return replace(prediction(), communication=rows)
+
+
+def one_stage() -> Prediction:
+    """The built prediction's last stage, as if it were alone."""
+    whole = prediction()
+    return replace(
+        whole, splits=whole.splits[1:], memory=(replace(whole.memory[1], stage=0),),
+        communication=(), parameters_per_stage=(LAST,),
+    )  # fmt: skip
+
+
+def test_each_formula_has_the_jobs_value_and_the_rules_that_differ() -> None:
+    assert values(explain(job(), prediction())) == {
+        "parameters.total": (1_311_000_000, {"12 L h^2": 12 * 24 * 2048**2}),
+        "flops.C1": (
+            PER_TOKEN * 32_768,
+            {"6 FLOPs a parameter and token": 6 * 1_311_000_000 * 32_768},
+        ),
+        "flops.mfu": (0.0808, {"all FLOPs that the GPUs execute": 0.1059}),
+        "flops.recompute": (
+            pytest.approx(1.31068, abs=1e-5), {"recomputing doubles the compute": 2.0},
+        ),
+        "memory.states_megatron": (
+            7 * GIB,
+            {
+                "16 bytes a parameter (2 + 2 + 12)": 16 * FIRST,
+                "the optimizer doubles the memory of the weights": 2 * GIB,
+            },
+        ),
+        "memory.recompute_full": (
+            2 * 2048 * 2048, {"recomputing everything keeps O(1)": 0.0},
+        ),
+        "pipeline.bubble_fraction": (
+            1 / 9,
+            {
+                "(p-1)/m of the step": 1 / 8,
+                "a pipeline of p stages idles (p-1)/p of the time": 1 / 2,
+            },
+        ),
+        "pipeline.bubble_overhead": (1 / 8, {"(p-1)/(m+p-1)": 1 / 9}),
+        "schedule.in_flight": (2, {"p stages divide the activations by p": 1}),
+        "comm.tensor": (384, {"two all_reduces a layer": 192}),
+        "comm.ddp": (
+            30 * 40 * MIB, {"2 Phi, read in the unit of the memory table (bytes)": 2 * LAST},
+        ),
+        "comm.choice": (
+            62_500,
+            {
+                "size / 900 GB/s, the link's rate on the data sheet": pytest.approx(
+                    8 * MIB / 900
+                )
+            },
+        ),
+        "link.nvlink": (450e9, {"the rate on the data sheet": 900e9}),
+    }  # fmt: skip
+
+
+def test_symbols_carry_name_meaning_value_and_unit() -> None:
+    assert of("parameters.total", job(), prediction()) == Explained(
+        TOTAL,
+        "parameters of the whole model",
+        (
+            Symbol("L", "layers", 24),
+            Symbol("h", "hidden size", 2048),
+            Symbol("a", "heads", 16),
+            Symbol("k", "key-value heads", 16),
+            Symbol("d", "size of a head", 128),
+            Symbol("f", "width of the MLP", 8192),
+            Symbol("G", "products of the MLP (3 where gated)", 2),
+            Symbol("V", "vocabulary", 50_000),
+        ),
+        1_311_000_000,
+        "parameters",
+        (
+            RuleOfThumb(
+                "12 L h^2",
+                1_207_959_552,
+                "leaves out the embedding and the head, and holds for an MLP of 4h without a gate,"
+                " with as many key-value heads as heads",
+            ),
+        ),
+    )
+
+
+def test_a_rule_that_is_right_here_is_not_shown() -> None:
+    paper = job(recipe=Recipe(2048, 1, 16, framework="zero-paper", gradient_dtype="bf16"))
+    stage = replace(
+        prediction().memory[0],
+        weights_bytes=2 * FIRST, gradients_bytes=2 * FIRST, optimizer_bytes=12 * FIRST,
+    )  # fmt: skip
+    states = of("memory.states", paper, replace(prediction(), memory=(stage,)))
+    assert rules(states) == {"the optimizer doubles the memory of the weights": 4 * FIRST}
+
+
+def test_zero_spreads_the_sixteen_bytes_as_its_paper_says() -> None:
+    sharded = job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=1))
+    rule = "16 bytes a parameter (2 + 2 + 12), by ZeRO-1 over N"
+    states = of("memory.states_megatron", sharded, prediction())
+    assert rules(states)[rule] == (4 + 12 / 2) * FIRST
+
+
+def test_fused_attention_keeps_none_of_the_scores_of_the_gpt_formula() -> None:
+    one = of("memory.activations", job(recipe=Recipe(2048, 1, 16)), prediction())
+    token = 2048 * (10 + 24 / 2 + 5 * 16 * 2048 / (2048 * 2))
+    assert rules(one) == {"s b h (34 + 5 a s / h), spread by tp": 2048 * token}
+
+
+def test_interleaving_halves_what_the_simple_bubble_says() -> None:
+    two = job(layout=Layout(tp=2, pp=2, dp_replicate=2, schedule="interleaved", chunks=2))
+    measured = replace(prediction(), bubble_fraction=1 / 17, bubble_overhead=1 / 16)
+    found = values(explain(two, measured))
+    assert found["pipeline.bubble_fraction"][1]["(p-1)/(m+p-1)"] == 1 / 9
+    assert found["schedule.in_flight"] == (5, {"p stages divide the activations by p": 2})
+
+
+def test_one_stage_has_no_bubble_to_explain() -> None:
+    alone = one_stage()
+    found = values(explain(job(layout=Layout(tp=2, dp_replicate=4)), alone))
+    assert not {"pipeline.bubble_fraction", "pipeline.bubble_overhead", "schedule.in_flight"} & set(
+        found
+    )
+
+
+def test_sequence_parallelism_makes_two_calls_of_each() -> None:
+    split = job(layout=Layout(tp=2, pp=2, dp_replicate=2, sequence_parallel=True))
+    calls = (
+        Message("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB),
+        Message("sp", "reduce_scatter", "tp", 1, "backward", 192, 8 * MIB, 8 * MIB, 4 * MIB),
+        Message("sp", "all_reduce", "tp", 1, "grad_sync", 1, 4096, 4096, 4096),
+        Message("loss", "all_reduce", "tp", 1, "forward", 24, 8192, 8192, 8192),
+    )
+    one = of("comm.sequence", split, with_messages(*calls))
+    assert (one.value, rules(one)) == (392, {"two all_reduces a layer": 192})
+    assert one.folk[0].why.endswith("sequence parallelism makes two calls of each")
+
+
+def test_zero_1_needs_no_all_reduce() -> None:
+    zero = job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=1))
+    calls = (
+        Message("zero-1", "reduce_scatter", "dp", 1, "grad_sync", 1, 4 * LAST, 4 * LAST, 2 * LAST),
+        Message("zero-1", "all_gather", "dp", 1, "optimizer", 1, 2 * LAST, LAST, LAST),
+    )
+    one = of("comm.zero", zero, with_messages(*calls))
+    assert (one.value, rules(one)) == (
+        3 * LAST,
+        {
+            "2 Phi, read in the unit of the memory table (bytes)": 2 * LAST,
+            "ZeRO-1 is an all_reduce and an all_gather: 3 Phi": 5 * LAST,
+        },
+    )
+
+
+def test_fsdp_gathers_for_every_microbatch() -> None:
+    layout = Layout(tp=2, pp=2, dp_shard=2, zero=3)
+    calls = (
+        Message("fsdp", "all_gather", "dp_shard", 1, "forward", 8, 2 * LAST, LAST, LAST),
+        Message("fsdp", "all_gather", "dp_shard", 1, "backward", 8, 2 * LAST, LAST, LAST),
+        Message("fsdp", "reduce_scatter", "dp_shard", 1, "grad_sync", 8, 4 * LAST, 4 * LAST,
+                2 * LAST),
+    )  # fmt: skip
+    one = of("comm.fsdp", job(layout=layout), with_messages(*calls))
+    rule = "3 Phi a step, half more than without sharding (16-bit elements)"
+    assert (one.value, rules(one)) == (32 * LAST, {rule: 6 * LAST})
+
+
+def test_a_tree_moves_the_buffer_twice_however_many_ranks() -> None:
+    wide = job(layout=Layout(pp=2, dp_replicate=16))
+    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    found = values(explain(wide, with_messages(call)))
+    rule = "a tree moves 2 log2(n) times the buffer"
+    assert found["comm.tree"] == (16 * MIB, {rule: 64.0 * MIB})
+
+
+def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
+    wide = job(layout=Layout(pp=2, dp_replicate=16))
+    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    ring = of("comm.choice", wide, with_messages(call))
+    assert ring.symbols[1:] == (
+        Symbol("n", "ranks", 16),
+        Symbol("nodes", "nodes that they are on", 2),
+        Symbol("B", "ib-ndr-400, one direction of one GPU", 50e9, "bytes_per_s"),
+        Symbol("e", "share of it that large rings reach", 0.9, "ratio"),
+        Symbol("a", "latency of one step over it", 5_000, "ns"),
+    )
+    assert ring.folk[0].why == (
+        "that rate is of both directions together, no ring reaches all of it, all_reduce sends"
+        " 1.88 times its buffer, and between nodes the network is the narrower part"
+    )
+
+
+@pytest.mark.parametrize(
+    ("formula", "closed_form"),
+    [("comm.ring", partial(ring_ns, "all_reduce")), ("comm.nvls", nvls_ns)],
+)
+def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
+    formula: str, closed_form: Callable[[float, Span, Hardware], float]
+) -> None:
+    time_ns = closed_form(8 * MIB, Span(8, 8), H100)
+    message = Message("ddp", "all_reduce", "dp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
+    both = Band(2 * time_ns, time_ns, 3 * time_ns)
+    of_node = replace(one_stage(), communication=(Communication(message, both, 0),))
+    assert of(formula, job(layout=Layout(dp_replicate=8)), of_node).value == time_ns
+
+
+def test_a_mixture_has_parameters_that_a_token_does_not_pass() -> None:
+    mixture = replace(GPT, gated=True, experts=Experts(count=8, top_k=2, ffn=4096))
+    one = of("flops.C1", job(model=mixture), prediction())
+    assert one.folk[0].why.endswith(", and experts that a token does not pass")
+    assert one.symbols[-1].name == "N_active"
+
+
+def test_without_a_peak_there_is_no_mfu_to_explain() -> None:
+    unknown = explain(job(), replace(prediction(), mfu=None, hfu=None))
+    assert "flops.mfu" not in values(unknown)
+
+
+def test_another_link_than_nvlink_has_no_double_rate() -> None:
+    pcie = replace(H100, intra=H100.host)
+    assert "link.nvlink" not in values(explain(job(hardware=pcie), prediction()))
+
+
+def test_offloaded_states_are_left_to_the_memory_table() -> None:
+    away = Recipe(2048, 1, 16, offload=frozenset({"optimizer"}))
+    found = values(explain(job(recipe=away), prediction()))
+    assert not [name for name in found if name.startswith("memory.states")]
+
+
+def test_of_the_fields_rules_those_about_the_jobs_formulas_that_do_not_hold_are_heard() -> None:
+    about = {folk.formula for folk in heard([of("comm.ddp", job(), prediction())])}
+    assert about == {"dp.messages"}
+    everything = heard(explain(job(), prediction()))
+    assert {folk.verdict for folk in everything} == {"half", "unit", "wrong"}
+    assert "zero.messages" not in {folk.formula for folk in everything}
+
+
+def test_every_topic_is_one_that_the_fields_rules_have() -> None:
+    assert set(TOPICS.values()) <= {folk.formula for folk in folk_rules()}

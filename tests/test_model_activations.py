@@ -1,0 +1,177 @@
+"""What a layer keeps of a microbatch, item by item."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from work_builders import LITE, TINY, gpt, job, llama, published
+
+from stepsplit.analyzer.model.memory.activations import LayerActivations, layer_activations
+from stepsplit.analyzer.model.memory.frameworks import coefficients
+from stepsplit.analyzer.model.memory.in_flight import chunks_in_flight
+from stepsplit.analyzer.model.memory.recompute import StageActivations, stage_activations
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS, Framework
+from stepsplit.analyzer.model.spec.stages import stages_of
+
+GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
+
+
+def test_a_layer_with_flash_attention_item_by_item() -> None:
+    """16 tokens of 8: norms 8 x 128, q k v 2 x 16 x 24, output 2 x 128 and 4 heads of log-sum-exp,
+    MLP 2 x 16 x 64."""
+    assert layer_activations(job()) == LayerActivations(
+        norms=1024, heads=768, attention=256 + 256, masks=0, mlp=2048, routed=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "total"),
+    [
+        (1, False, "none", 128 * (34 + 40)),
+        (2, False, "none", 128 * (10 + 24 // 2 + 40 // 2)),
+        (2, True, "none", 128 // 2 * (34 + 40)),
+        (2, False, "selective", 128 * (10 + 24 // 2)),
+        (2, True, "selective", 34 * 128 // 2),
+    ],
+)
+def test_gpt_with_dropout_is_table_2_of_korthikanti(
+    tp: int, sequence_parallel: bool, recompute: Any, total: int
+) -> None:
+    """sbh = 128 and 5as/h = 40."""
+    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    assert layer_activations(job(layout=layout, recompute=recompute, **GPT)).total_bytes == total
+
+
+def test_gated_mlp_and_grouped_queries() -> None:
+    """hidden 8, two of four heads hold keys, three products of width 16."""
+    model = llama(2, 8, 4, 2, 16, 512)
+    found = layer_activations(job(model))
+    assert (found.heads, found.mlp) == (2 * 16 * (8 + 4 + 4), 2 * 16 * 3 * 16)
+
+
+def test_context_parallelism_divides_the_tokens_and_ulysses_keeps_its_output_twice() -> None:
+    ring = layer_activations(job(layout=Layout(cp=2)))
+    ulysses = layer_activations(job(layout=Layout(cp=2, context_kind="ulysses")))
+    assert ring == LayerActivations(512, 384, 256, 0, 1024, 0)
+    assert ulysses == replace(ring, attention=256 + 128)
+
+
+def test_fp8_products_keep_half_of_their_inputs_in_transformer_engine() -> None:
+    """Norm outputs and the last product's input shrink; attention's output gains an fp8 copy."""
+    found = layer_activations(job(dtype="fp8"))
+    assert found == LayerActivations(
+        norms=768, heads=768, attention=512 + 128, masks=0, mlp=2 * 512 + 512, routed=0
+    )
+    assert layer_activations(job(dtype="fp8", framework="fsdp2")) == layer_activations(
+        job(framework="fsdp2")
+    )
+
+
+def test_fp32_activations_take_twice_the_bytes_but_for_the_log_sum_exp() -> None:
+    half, full = layer_activations(job()), layer_activations(job(activation_dtype="fp32"))
+    assert full == LayerActivations(2 * half.norms, 2 * half.heads, 768, 0, 2 * half.mlp, 0)
+
+
+def test_an_expert_layer_keeps_what_its_routed_tokens_and_latents_need() -> None:
+    """A token of DeepSeek-V2-Lite: 6 experts of 1408 (gated), shared 2816, 64 router logits; keys
+    and queries 192 wide, values 128, latent 512 before and after its norm, rotary key 64."""
+    found = layer_activations(job(LITE), expert=True)
+    assert found == LayerActivations(
+        norms=16 * 8 * 2048,
+        heads=16 * 2 * (16 * (192 + 192 + 128) + 2 * 512 + 64),
+        attention=16 * 16 * (2 * 128 + 4),
+        masks=0,
+        mlp=16 * 2 * 3 * 2816,
+        routed=16 * (6 * 2 * (2048 + 3 * 1408) + 4 * 64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recompute", "every", "held", "rerun"),
+    [
+        ("none", 1, 4 * 4352, 0),
+        ("full", 1, 4 * 256, 4352),
+        ("every", 2, 2 * 256, 2 * 4352),
+        ("every", 3, 2 * 256, 2 * 4352),
+        ("sqrt", 1, 4 * 256, 4352),
+    ],
+)
+def test_recomputation_trades_layers_for_inputs(
+    recompute: Any, every: int, held: int, rerun: int
+) -> None:
+    """Four layers of 4352 bytes, inputs of 256. sqrt(4 x 4352 / 256) is 8: all four inputs."""
+    small = job(recompute=recompute, recompute_every=every)
+    (stage,) = stages_of(small)
+    assert stage_activations(small, stage) == StageActivations(held, rerun)
+
+
+def test_the_best_number_of_inputs_is_the_root_of_the_ratio() -> None:
+    """100 layers of 17 inputs each: sqrt(100 x 17) = 41, groups of 3."""
+    deep = job(replace(TINY, layers=100), recompute="sqrt")
+    (stage,) = stages_of(deep)
+    assert stage_activations(deep, stage) == StageActivations(41 * 256, 3 * 4352)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "in_flight"),
+    [
+        ("naive", 1, [1, 1, 1, 1]),
+        ("gpipe", 1, [8, 8, 8, 8]),
+        ("1f1b", 1, [4, 3, 2, 1]),
+        ("interleaved", 2, [11, 9, 7, 5]),
+    ],
+)
+def test_microbatches_in_flight_on_each_of_four_ranks(
+    schedule: Any, chunks: int, in_flight: list[int]
+) -> None:
+    piped = job(layout=Layout(pp=4, schedule=schedule, chunks=chunks), global_batch=8)
+    assert [chunks_in_flight(piped, rank) for rank in range(4)] == in_flight
+
+
+def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
+    shapes = {"22B": (48, 6144, 64, 4, 1, 1), "175B": (96, 12288, 96, 1, 8, 3)}
+    for row in published("korthikanti_fig1_memory_formula_values"):
+        if row["model"] not in shapes:
+            continue
+        layers, hidden, heads, batch, pp, chunks = shapes[row["model"]]
+        schedule: Any = "interleaved" if chunks > 1 else "1f1b"
+        for parallel, recompute, name in (
+            (False, "none", "act_GiB_no_recompute_TP8"),
+            (True, "selective", "act_GiB_selective_SP"),
+        ):
+            layout = Layout(
+                tp=8, pp=pp, schedule=schedule, chunks=chunks, sequence_parallel=parallel
+            )
+            model = gpt(layers, hidden, heads, 51200, 2048)
+            recipe = {"seq_len": 2048, "micro_batch": batch, "global_batch": 64 * batch}
+            big = job(model, layout, recompute=recompute, **recipe, **GPT)
+            each = stage_activations(big, stages_of(big)[0]).held_bytes
+            found = chunks_in_flight(big, 0) * each / 2**30
+            assert found == pytest.approx(float(row[name]), rel=1e-4)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_framework_says_where_its_coefficients_come_from(framework: Framework) -> None:
+    found = coefficients(framework)
+    assert found.framework == framework
+    assert found.source
+    assert found.low <= 1.0 <= found.high
+
+
+def test_eager_transformers_need_what_was_measured() -> None:
+    """Bytes of a layer over 2bsh. The Llama row is the one that huggingface was fitted on."""
+    gemma = replace(llama(18, 2048, 8, 1, 16384, 256000), head_size=256)
+    models = {
+        "mistralai/Mistral-7B-Instruct-v0.3": llama(32, 4096, 32, 8, 14336, 32768),
+        "google/gemma-1.1-2b-it": gemma,
+    }
+    for row in published("activation_coefficient_measured"):
+        fitted = f"activation-coefficient/{row['model']}" in coefficients("huggingface").rows
+        if row["model"] in models and not fitted:
+            eager = job(models[row["model"]], framework="huggingface")
+            hidden = 2 * eager.tokens * eager.model.hidden
+            found = layer_activations(eager).total_bytes / hidden
+            assert found == pytest.approx(float(row["coefficient"]), rel=0.05)

@@ -1,0 +1,196 @@
+"""The terminal's answer to a RUN.toml, as a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prediction_builders import GIB, GPT, MS, job, prediction
+from rich.console import Console, RenderableType
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.explain.explain import Explained, explain
+from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
+from stepsplit.analyzer.model.explain.folk import Folk
+from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.dashboard.reporters.explained import listing
+from stepsplit.dashboard.reporters.prediction import screen
+
+SCREEN = """\
+model gpt-1.3b   1.31B parameters   8 x h100-sxm (1 node)   tp 2 pp 2 dp_replicate 2
+16 sequences of 2,048 tokens a step   8 microbatches of 1 a rank   bf16 adam, megatron   recompute
+full
+step 460 ms (430-500 ms)   confidence high   8,904 tokens/s/GPU   MFU 8.1 %, HFU 10.6 % (C1)
+peak memory 14.5 GiB (stage 0) of 80.0 GiB (18.1 %): fits
+
+            predicted   share
+compute        400 ms  87.0 %  ████████████████████████████████████████████████████████████
+collective    33.0 ms   7.2 %  ████▉
+p2p           2.00 ms   0.4 %  ▎
+skew          0.00 ms   0.0 %
+bubble        17.0 ms   3.7 %  ██▌
+copy          0.00 ms   0.0 %
+idle          8.00 ms   1.7 %  █▏
+0.00 ms of the compute hides transfers; model 297 TFLOP, with recomputation 390 TFLOP
+
+pipeline 1f1b, 8 microbatches: bubble fraction 11.1 %, bubble overhead 12.5 %
+stage               0         1
+parameters       354M      353M
+compute        360 ms    400 ms
+bubble        60.0 ms   17.0 ms
+weights       1.0 GiB   1.0 GiB
+gradients     2.0 GiB   2.0 GiB
+optimizer     4.0 GiB   4.0 GiB
+activations   6.0 GiB   3.0 GiB
+transient     0.5 GiB   0.5 GiB
+other         1.0 GiB   1.0 GiB
+peak memory  14.5 GiB  11.5 GiB
+
+communication of a rank of stage 1 in a step
+axis  op          phase      calls     size     sent          time  exposed
+tp    all_reduce  forward      192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
+tp    all_reduce  backward     192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
+dp    all_reduce  grad_sync     30  41.9 MB  1.26 GB  11.0-14.0 ms  9.00 ms
+pp    send        backward       8  8.39 MB  67.1 MB  1.00-4.00 ms  2.00 ms
+
+note: host-bound: launching a layer takes about as long as computing it
+"""
+
+LISTING = """\
+
+WHY: the formulas, with this run's numbers
+
+bytes of a rank = 1.26 GB
+  comm.ddp: 2 (N-1)/N g P
+  N = 2         ranks
+  P = 354M      parameters
+  B = 450 GB/s  nvlink4
+  A. Author, 2020
+  rule of thumb: "2 Phi" would say 707 MB: Phi counts elements
+
+HEARD ABOUT THESE, and what holds
+"all-reduce moves 2P" holds in another unit: 2P elements (B. Author, 2021)
+"""
+
+
+def shown(what: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(what)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def test_the_screen_answers_how_long_where_it_goes_and_what_fits() -> None:
+    assert shown(screen(job(), prediction())) == SCREEN
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
+    lines = shown(screen(job(), many_stages()), width).splitlines()
+    lines += shown(listing(explain(job(), prediction())), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+
+
+def many_stages() -> Prediction:
+    """Sixteen stages of large numbers; the eighth is the slowest, the third the fullest."""
+    whole = prediction()
+    splits = [Split((12_000 + i) * MS, bubble_ns=(1_000 - i) * MS) for i in range(16)]
+    splits[8] = Split(15_000 * MS, bubble_ns=10 * MS)
+    memory = [replace(whole.memory[1], stage=i, activations_bytes=100 * GIB) for i in range(16)]
+    memory[3] = replace(memory[3], activations_bytes=130 * GIB)
+    rows = tuple(
+        replace(row, message=replace(row.message, stage=8, op="reduce_scatter", axis="expert_dp"))
+        for row in whole.communication
+    )
+    return replace(
+        whole, splits=tuple(splits), split=splits[8], memory=tuple(memory),
+        parameters_per_stage=(354_000_000,) * 16, communication=rows,
+    )  # fmt: skip
+
+
+def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown() -> None:
+    lines = shown(screen(job(), many_stages())).splitlines()
+    assert [line.split() for line in lines if line.startswith("stage")] == [
+        ["stage", "0", "1", "2", "3", "8", "15"]
+    ]
+    assert "and 10 stages more, which --json has" in lines
+
+
+def test_what_does_not_fit_is_said_loudly() -> None:
+    full = replace(prediction(), fits=False, memory=(
+        replace(prediction().memory[0], activations_bytes=81 * GIB), prediction().memory[1],
+    ))  # fmt: skip
+    text = shown(screen(job(), full))
+    assert "peak memory 89.5 GiB (stage 0) of 80.0 GiB (111.9 %): DOES NOT FIT\n" in text
+
+
+def test_an_unknown_peak_leaves_the_mfu_out() -> None:
+    text = shown(screen(job(), replace(prediction(), mfu=None, hfu=None)))
+    assert "8,904 tokens/s/GPU   MFU unknown: no peak at this dtype\n" in text
+
+
+def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
+    alone = Layout(zero=0)
+    recipe = Recipe(2048, 1, 1, optimizer="sgd", framework="ddp", offload=frozenset({"optimizer"}))
+    one = replace(
+        prediction(), splits=prediction().splits[1:], memory=prediction().memory[1:],
+        communication=(), notes=(), confidence="low",
+    )  # fmt: skip
+    text = shown(screen(job(replace(GPT, name=""), alone, recipe), one))
+    assert text.startswith(
+        "model of 24 layers, hidden size 2,048   1.31B parameters   1 x h100-sxm (1 node)"
+        "   one rank\n"
+        "1 sequence of 2,048 tokens a step   1 microbatch of 1 a rank   bf16 sgd, ddp"
+        "   offload optimizer\n"
+        "step 460 ms (430-500 ms)   confidence low"
+    )
+    assert "no pipeline: one stage\n" in text
+    assert "communication" not in text
+
+
+def test_states_that_are_spread_and_stages_that_share_a_rank_are_named() -> None:
+    layout = Layout(
+        tp=2, pp=2, dp_shard=2, zero=3, sequence_parallel=True, schedule="interleaved", chunks=2
+    )
+    text = shown(screen(job(layout=layout), prediction()), 120)
+    assert "tp 2 pp 2 dp_shard 2, sequence parallel, ZeRO-3\n" in text
+    assert "pipeline interleaved, 2 stages a rank, 8 microbatches:" in text
+
+
+def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
+    one = Explained(
+        Formula("comm.ddp", "2 (N-1)/N g P", "A. Author, 2020"),
+        "bytes of a rank",
+        (
+            Symbol("N", "ranks", 2),
+            Symbol("P", "parameters", 353_607_680, "parameters"),
+            Symbol("B", "nvlink4", 450e9, "bytes_per_s"),
+        ),
+        1_258_291_200,
+        "bytes",
+        (RuleOfThumb("2 Phi", 707_215_360, "Phi counts elements"),),
+    )
+    two = Folk(
+        "two-phi", "all-reduce moves 2P", "unit", "2P elements", "B. Author, 2021", "dp.messages"
+    )
+    assert shown(listing([one], [two])) == LISTING
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.count(8_030_261_248), "8.03B"),
+        (units.count(1_008_000_000_000), "1.01T"),
+        (units.count(512), "512"),
+        (units.flops(3.2e18), "3.20 EFLOP"),
+        (units.tokens_per_second(3.444), "3.44 tokens/s"),
+        (units.milliseconds_between(0.9e6, 1_234e6), "1-1,234 ms"),
+    ],
+)
+def test_counts_work_rates_and_bands_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,164 @@
+"""What one parameter costs by dtype, optimizer, ZeRO stage and framework."""
+
+from __future__ import annotations
+
+import pytest
+from work_builders import LITE, job, published
+
+from stepsplit.analyzer.model.memory.offload import deepspeed_host_bytes, offload
+from stepsplit.analyzer.model.memory.states import (
+    ParameterBytes,
+    States,
+    expert_shards,
+    parameter_bytes,
+    share,
+    states_of,
+)
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Dtype, Optimizer, Recipe
+from stepsplit.analyzer.model.work.parameters import stage_parameters
+
+PAPER = Recipe(16, 1, 1, framework="zero-paper")
+DEEPSPEED = Recipe(16, 1, 1, dtype="fp16", framework="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("framework", "dtype", "gradients", "each"),
+    [
+        ("zero-paper", "bf16", "fp32", ParameterBytes(2, 2, 12)),
+        ("zero-paper", "fp32", "fp32", ParameterBytes(4, 4, 8)),
+        ("megatron", "bf16", "fp32", ParameterBytes(2, 4, 12)),
+        ("megatron", "bf16", "bf16", ParameterBytes(2, 2, 16)),
+        ("megatron", "fp8", "fp32", ParameterBytes(2, 4, 12)),
+        ("deepspeed", "fp16", "fp16", ParameterBytes(2, 2, 16)),
+        ("fsdp2", "bf16", "fp32", ParameterBytes(4, 4, 8)),
+        ("ddp", "bf16", "fp32", ParameterBytes(4, 4, 8)),
+        ("huggingface", "bf16", "fp32", ParameterBytes(4, 4, 8)),
+        ("nanotron", "bf16", "fp32", ParameterBytes(2, 6, 12)),
+    ],
+)
+def test_each_framework_keeps_its_own_bytes_of_a_parameter(
+    framework: str, dtype: Dtype, gradients: Dtype, each: ParameterBytes
+) -> None:
+    recipe = job(framework=framework, dtype=dtype, gradient_dtype=gradients).recipe
+    assert parameter_bytes(recipe) == each
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each", "beside"),
+    [
+        ("adam", 12, 0), ("adam-8bit", 6, 0), ("sgd", 4, 0), ("sgd-momentum", 8, 0),
+        ("lion", 8, 0), ("muon", 8, 4),
+    ],
+)  # fmt: skip
+def test_an_optimizer_costs_its_moments_beside_the_fp32_weights(
+    optimizer: Optimizer, bytes_each: int, beside: int
+) -> None:
+    each = parameter_bytes(Recipe(16, 1, 1, optimizer=optimizer))
+    assert (each.optimizer, each.adam_beside) == (bytes_each, beside)
+
+
+def test_muon_leaves_embedding_head_and_norm_to_adam() -> None:
+    """8 bytes of 11336 parameters, 4 more of 4096 + 4096 + 8 outside the layers."""
+    muon = job(optimizer="muon")
+    (stage,) = stage_parameters(muon)
+    assert states_of(muon, stage).optimizer_bytes == 8 * 11336 + 4 * 8200
+
+
+@pytest.mark.parametrize(
+    ("zero", "states"),
+    [
+        (0, States(200, 200, 1200)),
+        (1, States(200, 200, 300)),
+        (2, States(200, 50, 300)),
+        (3, States(50, 50, 300)),
+    ],
+)
+def test_each_zero_stage_spreads_one_more_state(zero: int, states: States) -> None:
+    assert share(100, 4, parameter_bytes(PAPER), PAPER, zero) == states
+
+
+def test_a_share_that_does_not_divide_is_rounded_up() -> None:
+    assert share(3, 4, parameter_bytes(PAPER), PAPER, 3) == States(2, 2, 9)
+
+
+def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
+    """8 ranks, 4 of them with different experts: each expert lives on 2."""
+    layout = Layout(dp_replicate=8, ep=4, zero=1)
+    assert (layout.shard_size, expert_shards(layout)) == (8, 2)
+    moe = job(LITE, layout)
+    (stage,) = stage_parameters(moe)
+    expected = -(-12 * stage.dense // 8) + 6 * stage.experts
+    assert states_of(moe, stage).optimizer_bytes == expected
+
+
+def test_hybrid_sharding_spreads_experts_within_a_shard_group_only() -> None:
+    assert expert_shards(Layout(dp_replicate=2, dp_shard=8, ep=4, zero=3)) == 2
+
+
+def test_fsdp_shards_its_states_at_zero_2_too() -> None:
+    two = job(layout=Layout(dp_shard=4, zero=2), framework="fsdp2")
+    (stage,) = stage_parameters(two)
+    assert states_of(two, stage) == States(11336, 11336, 2 * 11336)
+
+
+def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
+    moved = offload(States(2, 4, 12), Recipe(16, 1, 1, offload=frozenset({"optimizer"})))
+    assert (moved.states, moved.moved_bytes) == (States(2, 4, 0), 12)
+
+
+def test_deepspeed_offloads_gradients_with_the_optimizer() -> None:
+    both = frozenset({"optimizer", "parameters"})
+    recipe = Recipe(16, 1, 1, framework="deepspeed", offload=both)
+    assert offload(States(2, 2, 16), recipe).states == States(0, 0, 0)
+
+
+def test_zero_table_1_comes_out_as_printed() -> None:
+    for row in published("zero_table1_model_states"):
+        zero, shards = int(row["stage"][-1]), int(row["dp"])
+        found = share(round(float(row["params"])), shards, parameter_bytes(PAPER), PAPER, zero)
+        _, _, decimals = row["GB_decimal"].partition(".")
+        unit = 10.0 ** -len(decimals)
+        assert found.total_bytes / 1e9 == pytest.approx(float(row["GB_decimal"]), abs=unit)
+
+
+def test_zero_table_2_largest_models_fill_the_memory() -> None:
+    size = {"B": 1e9, "T": 1e12}
+    for row in published("zero_table2_max_model"):
+        mp, gpus, memory = int(row["mp"]), int(row["gpus"]), float(row["gpu_mem_GB"])
+        for zero, name in enumerate(("baseline", "zero1", "zero2", "zero3")):
+            largest = row[f"max_theory_{name}"]
+            parameters = round(float(largest[:-1]) * size[largest[-1]] / mp)
+            found = share(parameters, gpus // mp, parameter_bytes(PAPER), PAPER, zero)
+            assert found.total_bytes / 1e9 == pytest.approx(memory, rel=0.025)
+
+
+def test_megatron_distributed_optimizer_bytes() -> None:
+    for row in published("megatron_dist_optimizer_bytes"):
+        dtype, gradients = row["param_dtype"], row["grad_dtype"]
+        recipe = job(dtype=dtype, gradient_dtype=gradients).recipe
+        whole, _, spread = row["distributed"].removesuffix("/d").partition("+")
+        expected = int(whole) * 800 + int(spread) * 800 // 8
+        each = parameter_bytes(recipe)
+        assert share(800, 8, each, recipe, 1).total_bytes == expected
+        assert share(800, 1, each, recipe, 0).total_bytes == int(row["non_distributed"]) * 800
+
+
+def test_deepspeed_estimators_come_out_as_printed() -> None:
+    for row in published("deepspeed_estimator_outputs"):
+        parameters, largest = (
+            round(float(row[f"{name}_params"])) for name in ("total", "largest_layer")
+        )
+        zero, nodes, per_node = int(row["stage"][-1]), int(row["nodes"]), int(row["gpus_per_node"])
+        moved = frozenset(
+            name + "s" * (name == "parameter")
+            for name, word in (("optimizer", "offload_optimizer"), ("parameter", "offload_param"))
+            if word in row["options"]
+        )
+        recipe = job(framework="deepspeed", dtype="fp16", offload=moved).recipe
+        states = share(parameters, nodes * per_node, parameter_bytes(recipe), recipe, zero)
+        gpu = offload(states, recipe).states.total_bytes + (4 * largest if zero == 3 else 0)
+        assert round(gpu / 2**30, 2) == float(row["per_gpu_GB_as_printed"])
+        init = largest if row["zero_init"] == "1" else None
+        host = deepspeed_host_bytes(parameters, per_node, nodes, zero, moved, init)
+        assert round(host / 2**30, 2) == float(row["per_cpu_GB_as_printed"])

@@ -1,0 +1,102 @@
+"""A prediction as JSON: the keys that scripts rely on, and nothing lost on the way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from prediction_builders import GIB, MS, prediction
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.prediction import Band, Communication, Message
+from stepsplit.analyzer.model.wire import from_json, to_json
+
+
+def test_the_top_level_holds_the_keys_of_the_contract_then_the_rest() -> None:
+    assert list(json.loads(to_json(prediction()))) == [
+        "schema", "parameters", "parameters_per_stage", "memory", "model_flops", "hardware_flops",
+        "communication", "pipeline", "splits", "split", "mfu", "hfu", "tokens_per_s_per_gpu",
+        "fits", "formulas", "confidence", "low_ns", "high_ns", "convention", "notes",
+    ]  # fmt: skip
+
+
+def test_rows_are_flat_and_carry_their_sums() -> None:
+    body = json.loads(to_json(prediction()))
+    assert body["memory"][1] == {
+        "stage": 1, "weights_bytes": GIB, "gradients_bytes": 2 * GIB, "optimizer_bytes": 4 * GIB,
+        "activations_bytes": 3 * GIB, "transient_bytes": GIB // 2, "other_bytes": GIB,
+        "total_bytes": 11 * GIB + GIB // 2,
+    }  # fmt: skip
+    assert body["splits"][0] == {
+        "stage": 0, "compute_ns": 360 * MS, "collective_ns": 30 * MS, "p2p_ns": 2 * MS,
+        "skew_ns": 0, "bubble_ns": 60 * MS, "copy_ns": 0, "idle_ns": 8 * MS, "step_ns": 460 * MS,
+        "overlapped_ns": 5 * MS, "bubble_covered_ns": 0, "fused_ns": 0,
+    }  # fmt: skip
+    assert body["split"] == {key: body["splits"][1][key] for key in body["split"]}
+    assert body["communication"][2] == {
+        "strategy": "ddp", "op": "all_reduce", "axis": "dp", "stage": 1, "phase": "grad_sync",
+        "count": 30, "message_bytes": 41_943_040, "input_bytes": 41_943_040,
+        "wire_bytes": 41_943_040, "time_ns": 12 * MS, "time_ns_low": 11 * MS,
+        "time_ns_high": 14 * MS, "exposed_ns": 9 * MS,
+    }  # fmt: skip
+    assert body["pipeline"] == {"bubble_fraction": 1 / 9, "bubble_overhead": 1 / 8}
+
+
+def test_what_is_written_comes_back() -> None:
+    assert from_json(to_json(prediction())) == prediction()
+
+
+def test_an_unknown_peak_comes_back_as_no_mfu() -> None:
+    unknown = replace(prediction(), mfu=None, hfu=None)
+    assert from_json(to_json(unknown)) == unknown
+
+
+def test_times_are_whole_nanoseconds() -> None:
+    message = Message("tp", "all_reduce", "tp", 0, "forward", 3, 8, 8, 8)
+    one = Communication(message, Band(10.6, 9.2, 12.5), 10)
+    row = json.loads(to_json(replace(prediction(), communication=(one,))))["communication"][0]
+    assert (row["time_ns"], row["time_ns_low"], row["time_ns_high"]) == (11, 9, 12)
+
+
+def test_keys_of_a_newer_version_are_passed_over() -> None:
+    body = json.loads(to_json(prediction())) | {"weather": "fine"}
+    assert from_json(json.dumps(body)) == prediction()
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "problem"),
+    [
+        ('"stepsplit.prediction/1"', '"stepsplit.prediction/9"',
+         "of schema stepsplit.prediction/9, not stepsplit.prediction/1"),
+        ('"parameters": 1311000000', '"parameters": 1.5',
+         "not a stepsplit prediction (1.5 is no whole number)"),
+        ('"mfu": 0.0808', '"mfu": "high"', "not a stepsplit prediction ('high' is no number)"),
+        ('"confidence": "high"', '"confidence": "sure"',
+         "not a stepsplit prediction "
+         "(confidence 'sure' is none of ('calibrated', 'high', 'low'))"),
+        ('"notes"', '"remarks"', "not a stepsplit prediction (no 'notes')"),
+        ('"compute_ns": 360000000', '"compute_ns": 360000001',
+         "not a stepsplit prediction "
+         "(step_ns 460000000 where its parts add up to 460000001)"),
+        ('"total_bytes": 15569256448', '"total_bytes": 1',
+         "not a stepsplit prediction (total_bytes 1 where its parts add up to 15569256448)"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_no_prediction_is_refused(found: str, instead: str, problem: str) -> None:
+    text = to_json(prediction())
+    assert text.count(found) == 1
+    with pytest.raises(DataError) as told:
+        from_json(text.replace(found, instead), "p.json")
+    assert str(told.value) == f"p.json: {problem}; predict the run again"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "null", "{}"])
+def test_a_text_of_another_kind_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="not a stepsplit prediction"):
+        from_json(text)
+
+
+def test_a_number_that_json_cannot_hold_is_never_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(replace(prediction(), bubble_fraction=float("nan")))

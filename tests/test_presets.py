@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
+from stepsplit.analyzer.model.spec.links import PRESETS, efficiency, families, link, link_names
+from stepsplit.analyzer.model.spec.presets import (
+    hardware,
+    hardware_names,
+    model_names,
+    published_parameters,
+    transformer,
+)
+from stepsplit.analyzer.model.spec.table import read_table
+from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+from stepsplit.analyzer.model.work.parameters import total_parameters
+
+COUNTED = [name for name in model_names() if published_parameters(name) is not None]
+LISTED = sorted(PRESETS.rglob("*.toml"))
+
+
+def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
+    assert transformer("llama-3.1-8b") == Transformer(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        ffn=14336,
+        vocab=128256,
+        gated=True,
+        tied=False,
+        norm="rms",
+        biases=False,
+        name="llama-3.1-8b",
+    )
+
+
+def test_a_gpt_has_learned_positions_biases_and_a_tied_head() -> None:
+    assert transformer("gpt3-175b") == Transformer(
+        layers=96,
+        hidden=12288,
+        heads=96,
+        kv_heads=96,
+        head_size=128,
+        ffn=49152,
+        vocab=50257,
+        positions=2048,
+        name="gpt3-175b",
+    )
+
+
+def test_deepseek_has_latent_attention_and_experts_after_three_dense_layers() -> None:
+    model = transformer("deepseek-v3")
+    assert (model.layers, model.hidden, model.heads, model.ffn) == (61, 7168, 128, 18432)
+    assert model.experts == Experts(count=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3)
+    assert model.latent == LatentAttention(
+        query_rank=1536, kv_rank=512, nope=128, rope=64, value=128
+    )
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_preset_loads_under_its_own_name(name: str) -> None:
+    assert transformer(name).name == name
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_preset_has_as_many_parameters_as_its_publishers_say(name: str) -> None:
+    published = published_parameters(name)
+    assert published is not None
+    assert total_parameters(transformer(name)) == pytest.approx(
+        published, abs=max(0.001 * published, _half_of_the_last_digit(published))
+    )
+
+
+def _half_of_the_last_digit(count: int) -> float:
+    """By how much a count may be rounded: 1_700_000_000 is 1.7 billion, give or take 0.05."""
+    zeros = len(str(count)) - len(str(count).rstrip("0"))
+    return 10.0**zeros / 2
+
+
+def test_most_models_have_a_published_count() -> None:
+    assert len(COUNTED) > 0.9 * len(model_names())
+
+
+def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> None:
+    assert hardware("a100-sxm-80gb") == Hardware(
+        name="a100-sxm-80gb",
+        family="ampere",
+        peaks_flops_per_s=(
+            ("fp32", 19.5e12),
+            ("tf32", 156e12),
+            ("bf16", 312e12),
+            ("fp16", 312e12),
+        ),
+        memory_bytes=80 * 2**30,
+        memory_bytes_per_s=2.039e12,
+        gpus_per_node=8,
+        intra=link("nvlink-3"),
+        inter=link("ib-hdr-200"),
+        host=link("host-pcie-4"),
+        efficiency=efficiency("ampere"),
+    )
+
+
+def test_the_link_between_nodes_and_the_size_of_a_node_can_be_told() -> None:
+    usual = hardware("h100-sxm")
+    told = hardware("h100-sxm", nodes_link="roce-400", gpus_per_node=4)
+    assert (usual.inter, usual.gpus_per_node) == (link("ib-ndr-400"), 8)
+    assert (told.inter, told.gpus_per_node) == (link("roce-400"), 4)
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_hardware_preset_loads_under_its_own_name(name: str) -> None:
+    device = hardware(name)
+    assert device.name == name
+    assert min(device.memory_bytes, device.memory_bytes_per_s, device.gpus_per_node) >= 1
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_lower_precision_is_never_slower(name: str) -> None:
+    peaks = dict(hardware(name).peaks_flops_per_s)
+    order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("name", link_names())
+def test_a_ring_reaches_no_more_than_the_link_was_sold_for(name: str) -> None:
+    found = link(name)
+    assert isinstance(found, Link) and found.name == name
+    assert 0 < found.ring <= 1 and found.latency_ns > 0 and found.bytes_per_s > 0
+
+
+def test_nvlink_is_told_per_direction() -> None:
+    assert [link(f"nvlink-{n}").bytes_per_s for n in (2, 3, 4, 5)] == [150e9, 300e9, 450e9, 900e9]
+
+
+@pytest.mark.parametrize("family", families())
+def test_no_family_reaches_more_than_its_peaks(family: str) -> None:
+    found = efficiency(family)
+    assert isinstance(found, Efficiency) and found.launch_ns >= 0
+    assert 0 < max(found.gemm, found.attention, found.memory) <= 1
+
+
+def test_an_unknown_model_names_the_near_ones() -> None:
+    message = "no model preset 'llama-3-9b'; write llama-3-8b, llama-3-70b, llama-30b or llama-13b"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        transformer("llama-3-9b")
+
+
+def test_an_unknown_gpu_or_link_names_the_near_ones() -> None:
+    with pytest.raises(UsageError, match=r"^no hardware preset 'h100'; write h100-sxm, "):
+        hardware("h100")
+    with pytest.raises(UsageError, match=r"^no link 'ndr-400'; write ib-ndr-400, "):
+        hardware("h100-sxm", nodes_link="ndr-400")
+
+
+@pytest.mark.parametrize("file", LISTED, ids=lambda file: file.stem)
+def test_every_number_has_a_source(file: Path) -> None:
+    assert list(_without_source(file.stem, read_table(file).values, sourced=False)) == []
+
+
+def _without_source(name: str, table: Mapping[str, object], sourced: bool) -> Iterator[str]:
+    """The tables that hold numbers whose source neither they nor the table around them name."""
+    source = table.get("source")
+    sourced = sourced or (isinstance(source, str) and len(source) > 10)
+    if not sourced and any(isinstance(value, int | float) for value in table.values()):
+        yield name
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _without_source(f"{name}.{key}", value, sourced)
+
+
+def test_a_number_without_source_would_be_found() -> None:
+    table = {"a": {"source": "a paper, table 1", "b": {"n": 1}}, "c": {"d": {"n": 1}}}
+    assert list(_without_source("file", table, sourced=False)) == ["file.c.d"]

@@ -1,0 +1,112 @@
+"""From a row of a published table to the job behind it."""
+
+from __future__ import annotations
+
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.analyzer.model.validate.jobs.case import gpt
+from stepsplit.analyzer.model.validate.jobs.ccl_bench import ccl_bench
+from stepsplit.analyzer.model.validate.jobs.llm_foundry import llm_foundry
+from stepsplit.analyzer.model.validate.jobs.megatron import (
+    korthikanti,
+    megascale,
+    sc21_table1,
+    sc21_table2,
+)
+from stepsplit.analyzer.model.validate.jobs.simumax import simumax
+from stepsplit.analyzer.model.validate.jobs.zero_bubble import zero_bubble
+from stepsplit.analyzer.model.validate.records import Published, Record
+
+
+def published(table: str, name: str) -> Record:
+    (found,) = [row for row in Published().records(table) if row.id == name]
+    return found
+
+
+def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
+    (case,) = sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
+    assert case.job.model == gpt(80, 12288, 96, 51200, 2048)
+    assert case.job.layout == Layout(tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2)
+    assert case.job.recipe == Recipe(
+        seq_len=2048, micro_batch=2, global_batch=2304, dtype="fp16", recompute="full",
+        gradient_dtype="fp16", activation_dtype="fp16", flash_attention=False, dropout=True,
+        fused_loss=False,
+    )  # fmt: skip
+    hardware = case.job.hardware
+    assert (hardware.name, hardware.inter.name, hardware.gpus_per_node) == (
+        "a100-sxm-80gb", "ib-hdr-200", 8,
+    )  # fmt: skip
+    assert round(case.step_ns / 1e6) == 24_817
+
+
+def test_rows_of_another_system_are_no_case_of_megatron() -> None:
+    table = "megatron_sc21_table2_zero3_vs_ptd"
+    assert sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384")) == ()
+
+
+def test_korthikanti_ran_each_model_twice() -> None:
+    full, selective = korthikanti(published("korthikanti_table5_end_to_end", "korthikanti-t5/530B"))
+    assert [case.id for case in (full, selective)] == [
+        "korthikanti-t5/530B_full",
+        "korthikanti-t5/530B_selective",
+    ]
+    assert (full.step_ns, selective.step_ns) == (49.05e9, 37.83e9)
+    assert (full.job.recipe.recompute, selective.job.recipe.recompute) == ("full", "selective")
+    assert (full.job.layout.sequence_parallel, selective.job.layout.sequence_parallel) == (
+        False,
+        True,
+    )
+
+
+def test_a_utilization_gives_the_time_that_is_not_printed() -> None:
+    (case,) = megascale(published("megascale_table2", "megascale/530B_Megatron-LM_2240_2240"))
+    assert case.job.layout.world_size == 2240
+    assert round(case.step_ns / 1e9, 1) == 43.1
+
+
+def test_b200_runs_keep_the_shape_of_the_table() -> None:
+    name = "simumax/llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
+    case = simumax(published("simumax_b200_measured", name))
+    assert case.job.layout == Layout(
+        tp=2, cp=4, sequence_parallel=True, zero=1, context_kind="ulysses"
+    )
+    assert case.job.recipe == Recipe(seq_len=32768, micro_batch=1, global_batch=4)
+    assert (case.family, case.job.microbatches, case.step_ns) == ("B200 dense", 4, 1758.0e6)
+
+
+def test_mixtures_keep_their_first_layer_dense() -> None:
+    name = "simumax/deepseekv2_tp1_ep8_pp1_dp8_l4_mbc4_cef"
+    case = simumax(published("simumax_b200_measured", name))
+    assert case.family == "B200 experts"
+    assert (case.job.model.layers, case.job.model.expert_layers) == (4, 3)
+
+
+def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> None:
+    name = "llm-foundry/1b_2048_512xh100_80gb_amp_bf16_12x1_SHARD_GRAD_OP_ckpt-False"
+    case = llm_foundry(published("llm_foundry_mpt_throughput", name))
+    assert case.job.model.positions == 2048
+    assert case.job.layout == Layout(
+        dp_shard=512, zero=3, overlap=frozenset({"dp"}), reshard_after_forward="never"
+    )
+    assert case.job.recipe == Recipe(
+        seq_len=2048, micro_batch=12, global_batch=6144, framework="fsdp2"
+    )
+    assert round(case.step_ns / 1e6) == 617
+
+
+def test_the_ends_of_a_zero_bubble_pipeline_hold_a_layer_less() -> None:
+    table = "zero_bubble_table4_throughput_memory"
+    job = zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
+    assert job.layout == Layout(pp=8, schedule="zb-h2", layers_per_stage=(2, 3, 3, 3, 3, 3, 3, 2))
+    assert (job.microbatches, job.layout.world_size) == (24, 8)
+
+
+def test_a_short_trace_names_the_batch_of_a_rank() -> None:
+    job = ccl_bench(
+        published(
+            "ccl_bench_training_traces",
+            "ccl-bench/llama3-torchtitan-nccl-4gpu-fsdp_2-tp_2-b_4-s_512",
+        )
+    )
+    assert (job.recipe.global_batch, job.recipe.micro_batch, job.microbatches) == (8, 4, 1)
+    assert (job.layout.zero, job.layout.reshard_after_forward) == (3, "always")

@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.spec.hardware import Hardware, Link
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.links import efficiency, link
+from stepsplit.analyzer.model.spec.presets import hardware, transformer
+from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.analyzer.model.spec.run_file import job_in, job_of, read_job
+from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+
+LLAMA = {"preset": "llama-3.1-8b"}
+SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}
+TRAINING = {"seq_len": 4096, "micro_batch": 1, "global_batch": 64}
+H100 = {"preset": "h100-sxm"}
+
+
+def run(
+    model: dict[str, Any] = LLAMA,
+    parallel: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    device: dict[str, Any] = H100,
+) -> Job:
+    """The job of TRAINING with the keys given, on whatever device."""
+    tables = {
+        "model": model,
+        "parallel": parallel or {},
+        "training": TRAINING | (training or {}),
+        "hardware": device,
+    }
+    return job_in(Table("RUN.toml", "", tables))
+
+
+def refusal(**tables: Any) -> str:
+    with pytest.raises(DataError) as error:
+        run(**tables)
+    return str(error.value)
+
+
+def test_a_run_file_states_model_layout_recipe_and_hardware(tmp_path: Path) -> None:
+    path = tmp_path / "RUN.toml"
+    path.write_text("""
+[model]
+preset = "llama-3.1-70b"
+
+[parallel]
+tp = 8
+pp = 4
+dp = 2
+rank_order = "tp-cp-ep-dp-pp"
+sequence_parallel = true
+zero = 1
+schedule = "interleaved"
+chunks = 5
+overlap = ["dp", "pp"]
+world_size = 64
+
+[training]
+seq_len = 8192
+micro_batch = 1
+global_batch = 128
+dtype = "bf16"
+optimizer = "adam"
+recompute = "selective"
+framework = "megatron"
+
+[hardware]
+preset = "h100-sxm"
+nodes_link = "roce-400"
+""")
+    assert read_job(path) == Job(
+        transformer("llama-3.1-70b"),
+        Layout(
+            tp=8,
+            pp=4,
+            dp_replicate=2,
+            sequence_parallel=True,
+            zero=1,
+            schedule="interleaved",
+            chunks=5,
+            overlap=frozenset({"dp", "pp"}),
+        ),
+        Recipe(seq_len=8192, micro_batch=1, global_batch=128, recompute="selective"),
+        hardware("h100-sxm", nodes_link="roce-400"),
+    )
+
+
+def test_the_text_alone_will_do() -> None:
+    text = """
+model.preset = "gpt2-124m"
+training = { seq_len = 1024, micro_batch = 4, microbatches = 3 }
+hardware.preset = "a100-sxm-40gb"
+"""
+    assert job_of(text) == Job(
+        transformer("gpt2-124m"),
+        Layout(),
+        Recipe(seq_len=1024, micro_batch=4, global_batch=12),
+        hardware("a100-sxm-40gb"),
+    )
+
+
+def test_a_model_of_sizes_is_a_gpt_where_nothing_else_is_said() -> None:
+    assert run(SMALL).model == Transformer(
+        layers=4, hidden=256, heads=4, kv_heads=4, head_size=64, ffn=1024, vocab=1000
+    )
+
+
+def test_a_gated_model_has_rms_norms_no_biases_and_a_head_of_its_own() -> None:
+    gated = SMALL | {"gated": True, "ffn": 704, "kv_heads": 2}
+    assert run(gated).model == Transformer(
+        layers=4,
+        hidden=256,
+        heads=4,
+        kv_heads=2,
+        head_size=64,
+        ffn=704,
+        vocab=1000,
+        gated=True,
+        tied=False,
+        norm="rms",
+        biases=False,
+    )
+
+
+def test_learned_positions_are_a_number_or_one_for_each_token() -> None:
+    assert run(SMALL | {"learned_positions": 8192}).model.positions == 8192
+    assert run(SMALL | {"learned_positions": True}).model.positions == 4096
+    assert run(SMALL | {"learned_positions": False}).model.positions == 0
+
+
+def test_keys_beside_a_preset_replace_its_sizes() -> None:
+    model = run(LLAMA | {"layers": 12, "tied": True, "name": "cut"}).model
+    assert (model.layers, model.tied, model.name) == (12, True, "cut")
+    assert (model.hidden, model.kv_heads, model.ffn) == (4096, 8, 14336)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"experts": 8, "top_k": 2, "expert_ffn": 512, "shared_ffn": 128, "dense_layers": 1},
+        {"experts": {"count": 8, "top_k": 2, "ffn": 512, "shared_ffn": 128, "dense_layers": 1}},
+    ],
+)
+def test_experts_stand_beside_the_sizes_or_in_a_table_of_their_own(experts: Any) -> None:
+    found = run(SMALL | experts).model.experts
+    assert found == Experts(count=8, top_k=2, ffn=512, shared_ffn=128, dense_layers=1)
+
+
+def test_experts_are_as_wide_as_the_mlp_unless_told() -> None:
+    assert run(SMALL | {"experts": 8, "top_k": 2, "ffn": 300}).model.experts == Experts(8, 2, 300)
+
+
+def test_some_of_a_preset_s_experts_can_be_replaced() -> None:
+    model = run({"preset": "mixtral-8x7b", "experts": {"count": 16}}).model
+    assert model.experts == Experts(count=16, top_k=2, ffn=14336)
+
+
+def test_latent_attention_has_a_table() -> None:
+    sizes = {"kv_rank": 64, "nope": 32, "rope": 16, "value": 32}
+    found = run(SMALL | {"latent": sizes}).model.latent
+    assert found == LatentAttention(query_rank=0, kv_rank=64, nope=32, rope=16, value=32)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "framework", "replicate", "shard", "zero"),
+    [
+        ({"dp": 8}, "megatron", 8, 1, 0),
+        ({"dp": 8, "zero": 1}, "megatron", 8, 1, 1),
+        ({"dp": 8, "zero": 3}, "deepspeed", 1, 8, 3),
+        ({"dp": 8}, "fsdp2", 1, 8, 3),
+        ({"dp_replicate": 8}, "fsdp2", 8, 1, 0),
+        ({"dp_replicate": 2, "dp_shard": 4}, "fsdp2", 2, 4, 3),
+        ({"world_size": 32, "tp": 4}, "megatron", 8, 1, 0),
+        ({"gpus": 32, "tp": 2, "cp": 2}, "fsdp2", 1, 8, 3),
+        ({}, "megatron", 1, 1, 0),
+    ],
+)
+def test_data_parallelism_copies_or_shards_as_zero_says(
+    parallel: Any, framework: str, replicate: int, shard: int, zero: int
+) -> None:
+    layout = run(parallel=parallel, training={"framework": framework}).layout
+    assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (replicate, shard, zero)
+
+
+def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
+    assert run(parallel={"dp_shard": 8}).recipe.framework == "fsdp2"
+    assert run(parallel={"dp": 8}).recipe.framework == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("stated", "framework", "hidden"),
+    [
+        ({}, "megatron", set()),
+        ({}, "fsdp2", {"dp"}),
+        ({}, "deepspeed", {"dp"}),
+        ({"overlap": False}, "fsdp2", set()),
+        ({"overlap": True}, "megatron", {"tp", "cp", "ep", "dp", "pp"}),
+        ({"overlap": ["tp"]}, "ddp", {"tp"}),
+    ],
+)
+def test_overlap_is_the_framework_s_unless_told(stated: Any, framework: str, hidden: Any) -> None:
+    assert run(parallel=stated, training={"framework": framework}).layout.overlap == hidden
+
+
+def test_several_chunks_are_interleaved_unless_told() -> None:
+    assert run(parallel={"pp": 2, "chunks": 4}).layout.schedule == "interleaved"
+
+
+@pytest.mark.parametrize(
+    ("stated", "recompute", "every"),
+    [("none", "none", 1), ("full", "full", 1), ("every-4", "every", 4), ("sqrt", "sqrt", 1)],
+)
+def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None:
+    recipe = run(training={"recompute": stated}).recipe
+    assert (recipe.recompute, recipe.recompute_every) == (recompute, every)
+
+
+@pytest.mark.parametrize(
+    ("stated", "states", "target"),
+    [
+        ({}, set(), "cpu"),
+        ({"offload": "cpu"}, {"optimizer"}, "cpu"),
+        ({"offload": "nvme"}, {"optimizer"}, "nvme"),
+        ({"offload": ["optimizer", "parameters"]}, {"optimizer", "parameters"}, "cpu"),
+        ({"offload": ["activations"], "offload_to": "nvme"}, {"activations"}, "nvme"),
+    ],
+)
+def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -> None:
+    recipe = run(training=stated).recipe
+    assert (recipe.offload, recipe.offload_to) == (states, target)
+
+
+@pytest.mark.parametrize(
+    ("framework", "dtype", "gradients", "activations"),
+    [
+        ("megatron", "bf16", "fp32", "bf16"),
+        ("fsdp2", "bf16", "fp32", "bf16"),
+        ("ddp", "bf16", "bf16", "bf16"),
+        ("deepspeed", "fp16", "fp16", "fp16"),
+        ("zero-paper", "fp16", "fp16", "fp16"),
+        ("deepspeed", "fp8", "bf16", "bf16"),
+        ("ddp", "fp32", "fp32", "fp32"),
+        ("megatron", "fp32", "fp32", "fp32"),
+    ],
+)
+def test_gradients_are_summed_in_the_dtype_of_the_framework(
+    framework: str, dtype: str, gradients: str, activations: str
+) -> None:
+    recipe = run(training={"framework": framework, "dtype": dtype}).recipe
+    assert (recipe.gradient_dtype, recipe.activation_dtype) == (gradients, activations)
+
+
+def test_hardware_of_numbers() -> None:
+    device = {
+        "name": "ours",
+        "family": "hopper",
+        "peaks": {"bf16": 5e14, "fp32": 3e13},
+        "memory_bytes": 64_000_000_000,
+        "memory_bytes_per_s": 2e12,
+        "gpus_per_node": 4,
+        "intra": {"bytes_per_s": 1e11, "ring": 0.9, "latency_ns": 2000},
+        "nodes_link": "ib-hdr-200",
+        "efficiency": {"gemm": 0.5},
+    }
+    assert run(device=device).hardware == Hardware(
+        name="ours",
+        family="hopper",
+        peaks_flops_per_s=(("fp32", 3e13), ("bf16", 5e14)),
+        memory_bytes=64_000_000_000,
+        memory_bytes_per_s=2e12,
+        gpus_per_node=4,
+        intra=Link("intra", 1e11, 0.9, 2000.0),
+        inter=link("ib-hdr-200"),
+        host=link("host-pcie-5"),
+        efficiency=replace(efficiency("hopper"), gemm=0.5),
+    )
+
+
+def test_numbers_beside_a_preset_replace_its_own() -> None:
+    device = run(device=H100 | {"gpus_per_node": 4, "memory_bytes": 10**11}).hardware
+    assert (device.gpus_per_node, device.memory_bytes) == (4, 10**11)
+    assert device.intra == hardware("h100-sxm").intra
+
+
+def test_a_run_without_hardware_is_asked_for_it() -> None:
+    with pytest.raises(UsageError, match=r'^RUN.toml: on what\? write \[hardware\] preset = "'):
+        job_of('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        (
+            {"model": {"preset": "llama-3.1-8"}},
+            "model.preset: 'llama-3.1-8' is unknown; write ll",
+        ),
+        ({"device": {"preset": "h100"}}, "hardware.preset: 'h100' is unknown; write h100-sxm,"),
+        ({"model": {"layers": 4}}, "model.hidden: missing; give hidden"),
+        ({"model": SMALL | {"gated": True}}, "model.ffn: missing; give ffn"),
+        (
+            {"model": SMALL | {"heads": 3}},
+            "model.heads: hidden 256 / heads 3 = 85.3333 is no head size; "
+            "mend one of them or give head_size",
+        ),
+        ({"model": SMALL | {"layer": 4}}, "model.layer: unknown key; write layers, "),
+        ({"model": SMALL | {"top_k": 2}}, "model.top_k: of a model without experts; give experts"),
+        ({"model": SMALL | {"experts": 8}}, "model.top_k: missing; give top_k"),
+        (
+            {"model": SMALL | {"layers": 0}},
+            "model.layers: 0 is no count; write a whole number from",
+        ),
+        ({"model": SMALL | {"layers": True}}, "model.layers: True is no count; write a whole num"),
+        ({"model": SMALL | {"tied": 1}}, "model.tied: 1 is neither true nor false; write true or"),
+        ({"model": SMALL | {"norm": "l2"}}, "model.norm: 'l2' is unknown; write rms or layer"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor: unknown key; write "),
+        ({"parallel": {"zero": 4}}, "parallel.zero: 4 is no ZeRO stage; write 0, 1, 2 or 3"),
+        (
+            {"parallel": {"dp": 8, "dp_shard": 2}},
+            "parallel.dp: stated beside dp_shard; give dp, or both of the others",
+        ),
+        (
+            {"parallel": {"tp": 8, "dp": 4, "world_size": 64}},
+            "parallel.world_size: 64, but tp 8 x pp 1 x dp 4 x cp 1 = 32; "
+            "mend the axes or world_size",
+        ),
+        (
+            {"parallel": {"tp": 8, "pp": 3, "gpus": 64}},
+            "parallel.gpus: 64 / (tp 8 x pp 3 x cp 1) = 2.66667; mend the axes or gpus",
+        ),
+        (
+            {"parallel": {"rank_order": "tp-dp"}},
+            "parallel.rank_order: 'tp-dp' is no order of the axes; "
+            'write "tp-cp-ep-dp-pp" in the order of the ranks, the fastest first',
+        ),
+        ({"parallel": {"overlap": "dp"}}, "parallel.overlap: 'dp' is no list; write words in [ ]"),
+        (
+            {"parallel": {"layers_per_stage": [1, -1]}},
+            "parallel.layers_per_stage[1]: -1 is no count; write a whole number from 0 up",
+        ),
+        ({"parallel": {"schedule": "1f1"}}, "parallel.schedule: '1f1' is unknown; write 1f1b, "),
+        (
+            {"training": {"microbatches": 3}},
+            "training.global_batch: 64, but microbatches 3 x micro_batch 1 x dp 1 = 3; "
+            "leave one of them out",
+        ),
+        (
+            {"training": {"recompute": "every-0"}},
+            "training.recompute: 'every-0' is unknown; "
+            "write none, selective, full, sqrt or every-4",
+        ),
+        ({"training": {"offload": ["all"]}}, "training.offload: 'all' is unknown; write optimizer"),
+        ({"training": {"dtype": "bf8"}}, "training.dtype: 'bf8' is unknown; write fp32, bf16, "),
+        ({"device": {"family": "hopper"}}, "hardware.peaks: missing; give peaks"),
+        ({"device": H100 | {"peaks": {"bf16": "fast"}}}, "hardware.peaks.bf16: 'fast' is no amou"),
+        ({"device": H100 | {"peaks": 1e15}}, "hardware.peaks: 1000000000000000.0 is no table; wr"),
+        (
+            {"device": H100 | {"nodes_link": "ib"}},
+            "hardware.nodes_link: 'ib' is unknown; write ib-",
+        ),
+        ({"parallel": {"tp": 3}}, "heads 32 / tp 3 = 10.6667; mend heads or tp"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_mend(tables: Any, told: str) -> None:
+    assert refusal(**tables).startswith(f"RUN.toml: {told}")
+
+
+def test_every_error_is_one_line() -> None:
+    assert "\n" not in refusal(model={"preset": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"[model", "not TOML (Expected ']'"),
+        (b"\xff", "not TOML ("),
+        (b"layers = 1" + b"0" * 5000, "not TOML ("),
+        (b"[modl]\n", "modl: unknown key; write model, parallel, training or hardware"),
+        (b"model = 3\ntraining = 1\nhardware = 1\n", "training: 1 is no table; write [training]"),
+        (b"hardware = 1\n", "model: missing; give model"),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_named(tmp_path: Path, text: bytes, told: str) -> None:
+    path = tmp_path / "RUN.toml"
+    path.write_bytes(text)
+    with pytest.raises(DataError) as error:
+        read_job(path)
+    assert str(error.value).startswith(f"{path}: {told}")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.toml: No such file or directory; check the path$"):
+        read_job(tmp_path / "none.toml")

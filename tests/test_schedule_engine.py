@@ -1,0 +1,168 @@
+"""Pipelines of unequal stages: when each pass runs, and the fast way to the same makespan."""
+
+from __future__ import annotations
+
+import random
+from time import perf_counter
+
+import pytest
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.schedule import steady
+from stepsplit.analyzer.model.schedule.engine import Costs, Timeline, simulate
+from stepsplit.analyzer.model.schedule.graph import graph, linked
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule.passes import Pass
+from stepsplit.analyzer.model.schedule.steady import PipelineTime, pipeline_ns
+from stepsplit.analyzer.model.spec.layout import SCHEDULES, TWO_STAGES, Schedule
+
+UNEQUAL: Costs = ((2, 1, 2), (3, 2, 2))
+
+
+def test_1f1b_of_two_unequal_stages_with_three_microbatches() -> None:
+    """Rank 0: F0 F1 . B0 F2 . B1 . B2; rank 1 works without a pause once it has begun.
+
+    rank 0  |F0|F1|     |B0 |F2|  |B1 |    |B2 |
+            0  2  4     9   12 14 16  19   23  26
+    rank 1     |F0 |B0  |F1 |B1   |F2 |B2  |
+               2   5    9   12    16  19   23
+    """
+    assert simulate(graph("1f1b", 2, 3), UNEQUAL) == Timeline(
+        starts_ns=((0, 2, 9, 12, 16, 23), (2, 5, 9, 12, 16, 19)),
+        ends_ns=((2, 4, 12, 14, 19, 26), (5, 9, 12, 16, 19, 23)),
+        busy_ns=(15, 21),
+    )
+
+
+def test_the_holes_of_a_rank_are_the_window_of_all_less_its_own_passes() -> None:
+    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL)
+    assert (timeline.makespan_ns, timeline.holes_ns) == (26, (11, 5))
+
+
+def test_a_transfer_delays_whoever_waits_for_it() -> None:
+    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1)
+    assert timeline.starts_ns == ((0, 2, 11, 14, 18, 25), (3, 6, 10, 13, 17, 20))
+
+
+def test_a_blocking_transfer_holds_up_the_sender_too() -> None:
+    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1, blocking=True)
+    assert timeline.starts_ns == ((0, 3, 11, 14, 19, 27), (3, 6, 11, 14, 19, 22))
+
+
+def test_no_message_passes_where_the_v_turns_around() -> None:
+    """Two stages on the one rank of the turn: only rank 0's ends of the V are across the link."""
+    orders = ((Pass("F", 0, 0), Pass("F", 0, 1)), (Pass("F", 0, 0), Pass("F", 0, 1)))
+    timeline = simulate(linked(orders, ((0, 3), (1, 2))), ((1, 0, 0),) * 4, transfer_ns=10)
+    assert timeline.starts_ns == ((0, 23), (11, 12))
+
+
+def test_joined_passes_start_and_end_together() -> None:
+    orders = ((Pass("F", 0), Pass("F", 1, joined=True), Pass("B", 0)),)
+    timeline = simulate(linked(orders, ((0,),)), ((2, 1, 2),))
+    assert timeline == Timeline(((0, 2, 2),), ((2, 7, 7),), (7,))
+
+
+def test_an_order_that_can_never_run_is_refused() -> None:
+    orders = ((Pass("F", 0), Pass("B", 0)), (Pass("B", 0), Pass("F", 0)))
+    with pytest.raises(UsageError, match="rank 0 never gets past its pass 2 of 2, B of microb"):
+        linked(orders, ((0,), (1,)))
+
+
+def test_costs_of_another_number_of_stages_are_refused() -> None:
+    with pytest.raises(UsageError, match="costs of 2 stages for a pipeline of 4; give one a stage"):
+        simulate(graph("interleaved", 2, 2, 2), UNEQUAL)
+    with pytest.raises(UsageError, match="costs of 2 stages for a pipeline of 4; give one a stage"):
+        pipeline_ns("interleaved", 2, 2, 2, UNEQUAL)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_stages_leave_the_ideal_bubble(schedule: Schedule) -> None:
+    """With equal times of the three kinds of pass, as the formulas of the V shapes assume."""
+    chunks = 2 if schedule == "interleaved" else 1
+    costs = ((1.0, 1.0, 1.0),) * model_stages(schedule, 4, chunks)
+    timeline = simulate(graph(schedule, 4, 12, chunks), costs)
+    ideal = ideal_bubble_fraction(schedule, 4, 12, chunks, (1.0, 1.0, 1.0))
+    assert timeline.holes_ns[0] / timeline.makespan_ns == pytest.approx(ideal)
+
+
+# The fast way.
+
+
+def model_stages(schedule: Schedule, stages: int, chunks: int) -> int:
+    if schedule == "dualpipe":
+        return stages
+    return stages * (2 if schedule in TWO_STAGES and stages > 1 else chunks)
+
+
+def drawn_costs(dice: random.Random, stages: int) -> Costs:
+    """Equal stages, stages that differ, or equal ones between a first and a last that differ."""
+    spread = dice.choice([0.0, 0.02, 0.3, 1.0])
+    costs = [
+        (1e6 + spread * 1e6 * dice.random(), 1e6 + spread * 1e6 * dice.random(), 9e5)
+        for _ in range(stages)
+    ]
+    return tuple(costs[:1] * (stages - 1) + costs[-1:] if dice.random() < 0.4 else costs)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_fast_way_is_the_whole_simulation_to_a_billionth(schedule: Schedule) -> None:
+    dice = random.Random(schedule)
+    for _ in range(30):
+        p = dice.choice([2, 4, 6]) if schedule == "dualpipe" else dice.choice([1, 2, 3, 5])
+        chunks = dice.choice([2, 3]) if schedule == "interleaved" else 1
+        m = 2 * p * dice.choice([1, 4, 6]) + (0 if schedule == "interleaved" else 2)
+        costs = drawn_costs(dice, model_stages(schedule, p, chunks))
+        transfer_ns, blocking = dice.choice([0.0, 1e4, 3e5]), dice.random() < 0.5
+        whole = simulate(graph(schedule, p, m, chunks), costs, transfer_ns, blocking)
+        fast = pipeline_ns(schedule, p, m, chunks, costs, transfer_ns, blocking)
+        assert fast.makespan_ns == pytest.approx(whole.makespan_ns, rel=1e-9)
+        assert fast.holes_ns == pytest.approx(whole.holes_ns, abs=1e-9 * whole.makespan_ns)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "most"),
+    [
+        ("1f1b", 32),
+        ("interleaved", 48),
+        ("zb-h1", 48),
+        ("zb-h2", 200),
+        ("zb-v", 200),
+        ("dualpipe", 48),
+        ("dualpipe-v", 200),
+    ],
+)
+def test_equal_stages_with_a_slower_head_are_not_simulated_whole(
+    schedule: Schedule, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 800 microbatches; schedules that let ranks run ahead take longer to fall into step."""
+    sizes = []
+
+    def noted(schedule: Schedule, p: int, m: int, chunks: int = 1) -> object:
+        sizes.append(m)
+        return graph(schedule, p, m, chunks)
+
+    monkeypatch.setattr(steady, "graph", noted)
+    chunks = 2 if schedule == "interleaved" else 1
+    costs = ((1e6, 1e6, 1e6),) * (model_stages(schedule, 8, chunks) - 1) + ((1.3e6, 1.3e6, 1e6),)
+    pipeline_ns(schedule, 8, 800, chunks, costs)
+    assert max(sizes) <= most
+
+
+def test_bubble_fraction_is_of_the_window_and_bubble_overhead_of_the_useful_time() -> None:
+    time = pipeline_ns("1f1b", 2, 3, 1, UNEQUAL)
+    assert time == PipelineTime(26, (11, 5))
+    assert (time.bubble_fraction, time.bubble_overhead) == (16 / 52, 16 / 36)
+
+
+def test_sixteen_ranks_with_128_microbatches_take_milliseconds_and_nothing_the_second_time() -> (
+    None
+):
+    """About 0.4 ms, 2.5 ms with the graph; the limits are wide, for a machine under load."""
+    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
+    since = perf_counter()
+    for last in range(20):
+        pipeline_ns("1f1b", 16, 128, 1, ((1e6, 1e6, 1e6),) * 15 + ((1e6 + last, 1e6, 1e6),))
+    assert perf_counter() - since < 20 * 0.01
+    hits = pipeline_ns.cache_info().hits
+    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
+    assert pipeline_ns.cache_info().hits == hits + 1

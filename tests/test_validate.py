@@ -1,0 +1,282 @@
+"""The model against published figures: what counts, what is left out, what a miss looks like."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from work_builders import job
+
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.validate.arithmetic import as_printed, evaluate, parameters
+from stepsplit.analyzer.model.validate.baseline import baseline_rows, utilization
+from stepsplit.analyzer.model.validate.fitted import (
+    fitted_collectives,
+    fitted_memory,
+    fitted_step_times,
+)
+from stepsplit.analyzer.model.validate.gather import gathered
+from stepsplit.analyzer.model.validate.ids import IDS
+from stepsplit.analyzer.model.validate.jobs.case import Case
+from stepsplit.analyzer.model.validate.jobs.cases import possible_cases, step_time_cases
+from stepsplit.analyzer.model.validate.records import PUBLISHED, Published, Record
+from stepsplit.analyzer.model.validate.tables import Check, Row, check, marked
+from stepsplit.analyzer.model.validate.validation import validate
+from stepsplit.dashboard.commands.validate import command
+from stepsplit.dashboard.reporters.validation import screen
+
+STATES = "ZeRO table 1, model states"
+
+
+@pytest.fixture(scope="module")
+def checks() -> tuple[Check, ...]:
+    return validate()
+
+
+def row(case: str, published: float, predicted: float, fitted: bool = False) -> Row:
+    return Row("table", case, "time", published, predicted, "s", fitted=fitted)
+
+
+def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
+    """A folder with one of the published tables, in which some text stands for other text."""
+    text = (PUBLISHED / f"{table}.csv").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / f"{table}.csv").write_text(text)
+    return folder
+
+
+def shown(checks: tuple[Check, ...], every_row: bool = False) -> list[str]:
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(screen(checks, every_row))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_every_check_on_the_published_rows_is_met(checks: tuple[Check, ...]) -> None:
+    assert [(one.name, one.result) for one in checks if not one.met or one.skipped] == []
+
+
+def test_no_row_of_the_own_tables_is_left_out(checks: tuple[Check, ...]) -> None:
+    assert [one.left_out for one in checks if one.left_out] == []
+
+
+def test_rows_that_were_fitted_on_exist_and_are_not_reported(checks: tuple[Check, ...]) -> None:
+    own = {record.id for table in IDS for record in Published().records(table)}
+    rows = {each.case for one in checks for each in one.rows}
+    assert fitted_memory() <= own
+    assert fitted_collectives() <= own | rows
+    assert fitted_step_times() <= {case.id for case in step_time_cases(Published())}
+    for one in checks:
+        fitted = {each.case for each in one.rows if each.fitted}
+        assert fitted.isdisjoint(each.case for each in one.reported)
+
+
+def test_a_fitted_row_changes_no_result() -> None:
+    found = check(
+        "times", [row("a", 10, 11), row("b", 10, 8), row("c", 1, 9, True)], "mean/max", (0.2, 0.2)
+    )
+    assert found.result == pytest.approx((0.15, 0.2))
+    assert found.met
+    assert [each.case for each in found.worst] == ["b", "a"]
+
+
+def test_a_case_cannot_be_fitted_on_and_reported() -> None:
+    with pytest.raises(AssertionError, match=r"fitted on and reported: \['a'\]"):
+        check("times", [row("a", 10, 11), row("a", 10, 11, True)], "mean", (0.2,))
+
+
+def test_marking_goes_by_the_case() -> None:
+    assert marked([row("a", 1, 1), row("b", 1, 1)], {"b"}) == (
+        row("a", 1, 1),
+        row("b", 1, 1, fitted=True),
+    )
+
+
+def test_the_ninetieth_percentile_lies_between_the_nearest_two() -> None:
+    rows = [row(str(i), 100, 100 + i) for i in range(1, 6)]
+    found = check("times", rows, "mean/p90", (0.03, 0.04))
+    assert found.result == pytest.approx((0.03, 0.046))
+    assert not found.met
+
+
+def test_rows_are_equal_up_to_what_the_digits_leave_open() -> None:
+    rows = [
+        replace(row("a", 1.5, 1.54), tolerance=0.05),
+        replace(row("b", 1.5, 1.56), tolerance=0.05),
+    ]
+    found = check("digits", rows, "equality", (1.0,))
+    assert (found.result, found.met, [each.case for each in found.worst]) == ((0.5,), False, ["b"])
+
+
+def test_a_wrong_published_number_makes_its_check_miss(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "zero_table1_model_states", (",zero1,35.6,", ",zero1,36.6,"))
+    found = {one.name: one for one in validate(folder)}
+    assert not found[STATES].met
+    assert [(each.case, each.published, each.predicted) for each in found[STATES].worst] == [
+        ("zero-t1/7.5B_zero1_dp16", 36.6, 35.6)
+    ]
+    assert {name for name, one in found.items() if not one.skipped} == {STATES}
+
+
+def test_a_check_without_its_table_is_skipped_and_says_so(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "zero_table1_model_states")
+    skipped = [one for one in validate(folder) if one.skipped]
+    assert len(skipped) > 20
+    assert {one.note for one in skipped} == {"no such rows in this folder"}
+
+
+def test_more_columns_are_ignored(tmp_path: Path) -> None:
+    folder = copied(tmp_path, "zero_table2_max_model", ("mp,gpus", "who,mp,gpus"), ("\n", "\nx,"))
+    text = (folder / "zero_table2_max_model.csv").read_text()
+    (folder / "zero_table2_max_model.csv").write_text(text.removesuffix("x,"))
+    names = {one.name: one.met for one in validate(folder) if not one.skipped}
+    assert names == {"ZeRO table 2, largest model": True}
+
+
+def test_a_row_of_an_unknown_model_is_left_out_and_named(tmp_path: Path) -> None:
+    copied(tmp_path, "llm_foundry_mpt_throughput", (",70b,", ",71b,"))
+    left_out = possible_cases(Published(tmp_path)).left_out
+    assert len(left_out) == 8
+    assert left_out[0].startswith("llm-foundry/71b_2048_512xh100_80gb")
+    assert "no model preset 'mpt-71b'" in left_out[0]
+
+
+def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+    record = Record("table", "table/one", {"time": "fast"})
+    good = Record("table", "table/two", {"time": "2"})
+
+    def build(each: Record) -> tuple[Row, ...]:
+        return (row(each.id, each.number("time"), 2.0),)
+
+    found = gathered("times", [record, good], build, "mean", (0.1,))
+    assert [each.case for each in found.rows] == ["table/two"]
+    assert found.left_out == (
+        "table/one: table.csv: time of table/one is 'fast', not a number;"
+        " give the column as the tables of stepsplit have it",
+    )
+
+
+def test_a_table_without_a_column_of_its_id_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mtnlg_530b.csv").write_text("model,iter_s\nMT-NLG,60.1\n")
+    with pytest.raises(DataError, match=r"mtnlg_530b.csv: no column 'gpus'"):
+        validate(tmp_path)
+
+
+def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no published table here"):
+        validate(tmp_path)
+
+
+def test_the_baseline_gives_every_run_the_utilization_of_the_known_ones() -> None:
+    """Two runs of one kind take 1 s and 4 s, the second with twice the batch."""
+    short = Case("table", "short", "llm-foundry", job(layout=Layout(), global_batch=4), 1e9)
+    long = Case("table", "long", "llm-foundry", job(layout=Layout(), global_batch=8), 4e9)
+    assert utilization(short) == pytest.approx(2 * utilization(long))
+    (found,) = baseline_rows([long], [short])
+    assert (found.case, found.published, found.fitted) == ("long", 4e9, False)
+    assert found.predicted == pytest.approx(2e9)
+    assert baseline_rows([long], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [("s*b*(10+24/t)", 52.0), ("max(4*b, s)", 8.0), ("1", 1.0)],
+)
+def test_a_formula_of_a_table_has_a_value(formula: str, value: float) -> None:
+    assert evaluate(formula, {"s": 2, "b": 2, "t": 8}) == value
+
+
+@pytest.mark.parametrize("formula", ["open('x')", "s**9", "q", "s*", "s/0"])
+def test_nothing_but_arithmetic_is_a_formula(formula: str) -> None:
+    with pytest.raises(DataError, match="not arithmetic"):
+        evaluate(formula, {"s": 2})
+
+
+def test_digits_may_be_rounded_or_cut_off() -> None:
+    assert as_printed(4046.875, "4046") == 4046
+    assert as_printed(0.46875, "0.47") == 0.47
+    assert as_printed(4046.875, "4050") == 4047
+    assert parameters("0.5T") == 5e11
+
+
+def test_every_published_row_has_a_source_and_a_name_of_its_own() -> None:
+    assert {path.stem for path in PUBLISHED.glob("*.csv")} == set(IDS)
+    for table in IDS:
+        records = Published().records(table)
+        assert records and all(record.text("source") for record in records)
+        assert not [record.id for record in records if "#" in record.id]
+
+
+def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
+    times = check(
+        "times", [row("a", 10, 12), row("b", 10, 10.04), row("c", 10, 10, True)], "mean/max",
+        (0.05, 0.1), (0.15, 0.2), "two runs",
+    )  # fmt: skip
+    states = check("states", [row("d", 4, 4)], "equality", (1.0,))
+    nothing = check("volumes", [], "equality", (1.0,))
+    assert shown((times, states, nothing)) == [
+        "check    rows     measure           bar         result       baseline            verdict",
+        "times       2  mean / max  5.0 / 10.0 %  10.2 / 20.0 %  15.0 / 20.0 %  missed by 10.0 pt",
+        "states      1       equal           all              1                               met",
+        "volumes     0       equal           all                                          skipped",
+        "",
+        "times: two runs",
+        "volumes: no such rows in this folder",
+        "1 of 2 checks met; rows fitted on, which do not count: 1",
+        "",
+        "times: farthest off",
+        "case  what  published  predicted    error",
+        "a     time       10 s       12 s  +20.0 %",
+    ]
+
+
+def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
+    times = check("times", [row("a", 10, 11), row("b", 10, 10, True)], "mean", (0.2,))
+    assert shown((times,), every_row=True)[-3:] == [
+        "case  what  published  predicted    error",
+        "a     time       10 s       11 s  +10.0 %",
+        "b     time       10 s       10 s   +0.0 %  fitted on",
+    ]
+
+
+def test_the_command_ends_with_one_where_a_check_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(tmp_path, "zero_table1_model_states")
+    assert not command.main([str(folder)], standalone_mode=False)
+    assert "1 of 1 checks met" in capsys.readouterr().out
+    copied(tmp_path, "zero_table1_model_states", (",zero1,35.6,", ",zero1,36.6,"))
+    assert command.main([str(folder), "--json", "-"], standalone_mode=False) == 1
+    written = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in written["checks"] if one["met"] is False] == [STATES]
+
+
+def test_json_holds_every_row(tmp_path: Path) -> None:
+    copied(tmp_path, "zero_table2_max_model")
+    file = tmp_path / "checks.json"
+    command.main([str(tmp_path), "--json", str(file)], standalone_mode=False)
+    written = json.loads(file.read_text())
+    (one,) = [each for each in written["checks"] if each["rows"]]
+    assert (one["name"], one["met"], len(one["rows"])) == ("ZeRO table 2, largest model", True, 12)
+    assert one["rows"][0] == {
+        "table": "zero_table2_max_model",
+        "case": "zero-t2/mp1",
+        "what": "baseline",
+        "published": 2e9,
+        "predicted": 2e9,
+        "unit": "parameters",
+        "error": 0.0,
+        "fitted": False,
+    }
+
+
+def test_the_own_tables_can_be_validated_from_anywhere(tmp_path: Path) -> None:
+    shutil.copytree(PUBLISHED, tmp_path / "copy")
+    assert [one.result for one in validate(tmp_path / "copy")] == [one.result for one in validate()]

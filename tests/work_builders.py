@@ -1,0 +1,75 @@
+"""Small jobs laid down by hand, and the rows of published tables beside the project."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from typing import Any
+
+from required import SHARED_TRACES, absent
+
+from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+
+WIRE = Link("wire", 100e9, 1.0, 0.0)
+DEVICE = Hardware(
+    "device", "none", (("bf16", 1e12),), 2**30, 1e12, 8, WIRE, WIRE, WIRE,
+    Efficiency(gemm=1.0, attention=1.0, unfused_attention=1.0, memory=1.0, launch_ns=0.0),
+)  # fmt: skip
+
+TINY = Transformer(
+    layers=4, hidden=8, heads=4, kv_heads=4, head_size=2, ffn=32, vocab=512,
+    tied=False, norm="rms", biases=False,
+)  # fmt: skip
+"""A layer holds 256 in attention, 512 in its MLP and 16 in norms: 784. Embedding and head 4096."""
+
+RECIPE = Recipe(seq_len=16, micro_batch=1, global_batch=1)
+"""16 tokens of 8 numbers in bf16: 256 bytes from layer to layer."""
+
+LITE = Transformer(
+    layers=27, hidden=2048, heads=16, kv_heads=16, head_size=128, ffn=10944, vocab=102400,
+    gated=True, tied=False, norm="rms", biases=False,
+    experts=Experts(64, 6, 1408, 2816, dense_layers=1),
+    latent=LatentAttention(query_rank=0, kv_rank=512, nope=128, rope=64, value=128),
+)  # fmt: skip
+"""DeepSeek-V2-Lite, 16B: its config.json at Hugging Face."""
+
+
+def job(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any) -> Job:
+    """A job on the device; recipe replaces what RECIPE says."""
+    return Job(model, layout or Layout(), replace(RECIPE, **recipe), DEVICE)
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int) -> Transformer:
+    """As GPT-2 and GPT-3 are: learned positions, biases, layer norms, tied."""
+    return Transformer(
+        layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, positions=seq
+    )
+
+
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Transformer:
+    """As Llama and Mistral are: gated, RMS norms, no biases, head of its own."""
+    return Transformer(
+        layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab,
+        gated=True, tied=False, norm="rms", biases=False,
+    )  # fmt: skip
+
+
+def published(table: str) -> list[dict[str, str]]:
+    """The rows of a published table; the test is skipped where it is not beside the project."""
+    path = SHARED_TRACES.parent / "anchors" / f"{table}.csv"
+    if not path.exists():
+        absent("anchors", f"{path.name} is not beside the project")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def gpt_of(row: dict[str, str]) -> Transformer:
+    """The GPT of a row that names its sizes."""
+    layers, hidden, heads, vocab, seq = (
+        int(row[name]) for name in ("layers", "hidden", "heads", "vocab", "seq")
+    )
+    return gpt(layers, hidden, heads, vocab, seq)

@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.step.confidence import band_of, confidence_of, dou
 from stepsplit.analyzer.model.step.exposed import Timed
 from stepsplit.analyzer.model.step.pipeline import pipelined, sends
 from stepsplit.analyzer.model.step.speed import speed_of
-from stepsplit.analyzer.model.step.split import Pipelined, splits_of
+from stepsplit.analyzer.model.step.split import splits_of
 from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
 from stepsplit.analyzer.model.work.conventions import Convention
 from stepsplit.analyzer.model.work.flops import hardware_flops, model_flops

@@ -27,7 +27,7 @@ class Efficiency:
     the share of the memory's bandwidth, launch_ns what each kernel costs beside its work, jitter by
     what ratio a node's step times vary. error
     is how far off step times of 9 of 10 runs were that were not fitted on, a ratio. rows name the
-    published runs of the fit.
+    published runs of the fit, frameworks what those ran.
     """
 
     gemm: float
@@ -38,6 +38,7 @@ class Efficiency:
     tile: int = 0
     jitter: float = 0.02
     error: float = 0.3
+    frameworks: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
 
 

@@ -28,9 +28,9 @@ class Layout:
     ranks, 3 is dp_shard. order lists the axes with the fastest varying first. overlap names the
     axes whose communication is hidden behind compute where there is compute to hide behind.
     chunks is the number of stages on a rank (interleaved). scatter_gather: pipeline messages are
-    cut over tensor parallelism and put together by the receiver's node. reshard_after_forward is what FSDP does
-    with gathered weights: always frees them, never keeps them until the backward pass, default is
-    torchtitan's: keeps the last unit, and all of them in a pipeline.
+    cut over tensor parallelism and put together by the receiver's node. reshard_after_forward is
+    what FSDP does with gathered weights: always frees them, never keeps them until the backward
+    pass, default is torchtitan's: keeps the last unit, and all of them in a pipeline.
     """
 
     tp: int = 1

@@ -11,7 +11,7 @@ from stepsplit.analyzer.model.spec.hardware import Efficiency, Link
 from stepsplit.analyzer.model.spec.table import Table, either, near, read_table
 
 PRESETS = Path(__file__).parent.parent / "presets"
-_BESIDE = ("tile", "jitter", "error", "rows")
+_BESIDE = ("tile", "jitter", "error", "frameworks", "rows")
 CONSTANTS = tuple(field.name for field in fields(Efficiency) if field.name not in _BESIDE)
 _NOTHING = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0)
 
@@ -40,11 +40,13 @@ def efficiency(family: str) -> Efficiency:
     if table is None:
         raise UsageError(f"no GPU family {family!r}; write {either(near(family, families()))}")
     table.needs(*CONSTANTS)
-    rows = table.values.get("rows")
-    return replace(
-        efficiency_of(table, _NOTHING),
-        rows=tuple(map(str, rows)) if isinstance(rows, list) else (),
-    )
+    frameworks, rows = _texts(table, "frameworks"), _texts(table, "rows")
+    return replace(efficiency_of(table, _NOTHING), frameworks=frameworks, rows=rows)
+
+
+def _texts(table: Table, key: str) -> tuple[str, ...]:
+    values = table.values.get(key)
+    return tuple(map(str, values)) if isinstance(values, list) else ()
 
 
 def efficiency_of(table: Table, base: Efficiency) -> Efficiency:

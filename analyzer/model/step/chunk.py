@@ -29,16 +29,21 @@ def chunk_passes(job: Job, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[Pas
 
 
 def _recomputed(job: Job, layers: Pass) -> Pass:
-    """Every layer between two kept inputs runs its forward again, however far apart they are.
-
-    Selective recomputation repeats attention's core; fused attention keeps nothing that it saves.
-    """
+    """Every layer between two kept inputs runs its forward again, however far apart they are."""
     match job.recipe.recompute:
         case "none":
             return layers
         case "selective":
-            return layers + Pass(0.0, 0.0 if job.recipe.flash_attention else layers.core_ns, 0.0)
+            return layers + Pass(0.0, _selected_ns(job, layers), 0.0)
     return layers + Pass(0.0, layers.forward_ns, 0.0)
+
+
+def _selected_ns(job: Job, layers: Pass) -> float:
+    """Attention's core, of which fused attention keeps nothing; torchtitan's policy repeats every
+    second product instead, and what is computed between them."""
+    if job.recipe.framework == "fsdp2":
+        return (layers.forward_ns - layers.core_ns) / 2
+    return 0.0 if job.recipe.flash_attention else layers.core_ns
 
 
 def _ends(job: Job, speed: Speed, chunk: Chunk) -> Pass:

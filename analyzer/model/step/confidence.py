@@ -11,6 +11,9 @@ from stepsplit.analyzer.model.step.stage_time import StageTime
 
 MOSTLY = 0.4
 """A step of which communication takes more rests on link constants, not on measured kernels."""
+UNSURE = 0.25
+"""What each reason to doubt adds to the error, a ratio: the published runs of a framework that was
+not fitted (nanotron's on H100) are off by as much on average."""
 
 
 def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
@@ -26,9 +29,17 @@ def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, 
     ]
     if split.exposed_comm_ns > MOSTLY * split.step_ns:
         found.append("communication takes most of the step: it rests on the links' constants")
-    if not job.hardware.efficiency.rows:
-        found.append(f"{job.hardware.name}: efficiencies are guesses, no published run was fitted")
-    return tuple(found)
+    return (*found, *_unfitted(job))
+
+
+def _unfitted(job: Job) -> tuple[str, ...]:
+    known, framework = job.hardware.efficiency, job.recipe.framework
+    if not known.rows:
+        return (f"{job.hardware.name}: efficiencies are guesses, no published run was fitted",)
+    if known.frameworks and framework not in known.frameworks:
+        fitted = ", ".join(known.frameworks)
+        return (f"{job.hardware.family} efficiencies come from runs of {fitted}, not {framework}",)
+    return ()
 
 
 def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
@@ -41,5 +52,5 @@ def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
 
 def band_of(job: Job, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
     """What the step may well take instead, in ns: 9 of 10 published runs lie that near."""
-    off = job.hardware.efficiency.error * (1 + len(reasons))
+    off = job.hardware.efficiency.error + UNSURE * len(reasons)
     return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))

@@ -63,11 +63,10 @@ def exposed(job: Job, timed: Iterable[Timed], beside: Beside) -> tuple[Communica
 def _communication(
     job: Job, one: Timed, all_of_stage: tuple[Timed, ...], beside: Beside
 ) -> Communication:
-    group = [each for each in all_of_stage if _together(each.message, one.message)]
+    share = 1.0
     if _overlaps(job, one.message):
+        group = [each for each in all_of_stage if _together(each.message, one.message)]
         share = _share(group, _least(group, beside), beside)
-    else:
-        share = 1.0
     return Communication(one.message, one.time, round(one.time.ns * share))
 
 

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.hang.find import find_hang
     from stepsplit.analyzer.hang.hang import Hang
+    from stepsplit.analyzer.model.predict import predict
+    from stepsplit.analyzer.model.prediction import Prediction
+    from stepsplit.analyzer.model.rates_file import read_rates
+    from stepsplit.analyzer.model.spec.job import Job
+    from stepsplit.analyzer.model.spec.run_file import read_job
+    from stepsplit.analyzer.model.validate.validation import validate
     from stepsplit.analyzer.readers.any_file import FileRead, read_files
     from stepsplit.analyzer.readers.rules import Rules
     from stepsplit.analyzer.readers.rules_file import read_rules
@@ -24,6 +30,8 @@ __all__ = [
     "DataError",
     "FileRead",
     "Hang",
+    "Job",
+    "Prediction",
     "Report",
     "Rules",
     "StepsplitError",
@@ -31,8 +39,12 @@ __all__ = [
     "analyze",
     "examine",
     "find_hang",
+    "predict",
     "read_files",
+    "read_job",
+    "read_rates",
     "read_rules",
+    "validate",
 ]
 
 _HOME = {
@@ -40,6 +52,8 @@ _HOME = {
     "DataError": "errors",
     "FileRead": "readers.any_file",
     "Hang": "hang.hang",
+    "Job": "model.spec.job",
+    "Prediction": "model.prediction",
     "Report": "report.report",
     "Rules": "readers.rules",
     "StepsplitError": "errors",
@@ -47,8 +61,12 @@ _HOME = {
     "analyze": "analysis",
     "examine": "analysis",
     "find_hang": "hang.find",
+    "predict": "model.predict",
     "read_files": "readers.any_file",
+    "read_job": "model.spec.run_file",
+    "read_rates": "model.rates_file",
     "read_rules": "readers.rules_file",
+    "validate": "model.validate.validation",
 }
 
 

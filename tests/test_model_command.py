@@ -43,7 +43,7 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A RUN.toml whose prediction is the one that is laid down by hand."""
     stub = ModuleType("stepsplit.analyzer.model.predict")
-    stub.predict = lambda job: prediction()  # type: ignore[attr-defined]
+    stub.predict = lambda job, rates: prediction()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, stub.__name__, stub)
     file = tmp_path / "RUN.toml"
     file.write_text(RUN)

@@ -105,6 +105,7 @@ def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> N
         inter=link("ib-hdr-200"),
         host=link("host-pcie-4"),
         efficiency=efficiency("ampere"),
+        multiprocessors=108,
     )
 
 

@@ -26,7 +26,9 @@ def published(table: str, name: str) -> Record:
 def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
     (case,) = sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
     assert case.job.model == gpt(80, 12288, 96, 51200, 2048)
-    assert case.job.layout == Layout(tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2)
+    assert case.job.layout == Layout(
+        tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2, scatter_gather=True
+    )
     assert case.job.recipe == Recipe(
         seq_len=2048, micro_batch=2, global_batch=2304, dtype="fp16", recompute="full",
         gradient_dtype="fp16", activation_dtype="fp16", flash_attention=False, dropout=True,

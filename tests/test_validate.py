@@ -52,8 +52,8 @@ def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
     return folder
 
 
-def shown(checks: tuple[Check, ...], every_row: bool = False) -> list[str]:
-    console = Console(width=120, color_system=None)
+def shown(checks: tuple[Check, ...], every_row: bool = False, width: int = 120) -> list[str]:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(screen(checks, every_row))
     return [line.rstrip() for line in capture.get().splitlines()]
@@ -216,34 +216,55 @@ def test_every_published_row_has_a_source_and_a_name_of_its_own() -> None:
 
 def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
     times = check(
-        "times", [row("a", 10, 12), row("b", 10, 10.04), row("c", 10, 10, True)], "mean/max",
-        (0.05, 0.1), (0.15, 0.2), "two runs",
+        "GPUs, step time", [row("a", 10, 12), row("b", 10, 10.04), row("c", 10, 10, True)],
+        "mean/p90", (0.05, 0.1), (0.15, 0.2), "two runs",
     )  # fmt: skip
     states = check("states", [row("d", 4, 4)], "equality", (1.0,))
     nothing = check("volumes", [], "equality", (1.0,))
     assert shown((times, states, nothing)) == [
-        "check    rows     measure           bar         result       baseline            verdict",
-        "times       2  mean / max  5.0 / 10.0 %  10.2 / 20.0 %  15.0 / 20.0 %  missed by 10.0 pt",
-        "states      1       equal           all              1                               met",
-        "volumes     0       equal           all                                          skipped",
-        "",
-        "times: two runs",
+        "equalities  rows  equal  verdict",
+        "states         1      1      met",
+        "volumes        0      0  skipped",
         "volumes: no such rows in this folder",
+        "",
+        "step time  rows                   result           bar           verdict",
+        "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
+        "beside it, one constant utilization of each kind of GPU, same rows:",
+        "GPUs  mean 15.0 %, p90 20.0 %  worse",
+        "GPUs, step time: two runs",
+        "",
         "1 of 2 checks met; rows fitted on, which do not count: 1",
         "",
-        "times: farthest off",
-        "case  what  published  predicted    error",
-        "a     time       10 s       12 s  +20.0 %",
+        "GPUs, step time: farthest off",
+        "row  published  predicted    error",
+        "a         10 s       12 s  +20.0 %",
     ]
+
+
+def test_where_one_constant_utilization_is_closer_it_is_said() -> None:
+    times = check("GPUs, step time", [row("a", 10, 11)], "mean/p90", (), (0.05, 0.06))
+    assert "GPUs  mean 5.0 %, p90 6.0 %  better than the model" in shown((times,))
+
+
+def test_nothing_is_cut_at_eighty_columns(checks: tuple[Check, ...]) -> None:
+    lines = shown(checks, every_row=True, width=80)
+    ends = [line for line in lines if line.endswith("%") or line.endswith("yes")]
+    assert len(ends) == sum(len(one.rows) for one in checks)
 
 
 def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
     times = check("times", [row("a", 10, 11), row("b", 10, 10, True)], "mean", (0.2,))
     assert shown((times,), every_row=True)[-3:] == [
-        "case  what  published  predicted    error",
-        "a     time       10 s       11 s  +10.0 %",
-        "b     time       10 s       10 s   +0.0 %  fitted on",
+        "row  published  predicted    error  fitted on",
+        "a         10 s       11 s  +10.0 %",
+        "b         10 s       10 s   +0.0 %        yes",
     ]
+
+
+def test_rows_of_one_run_are_told_apart_by_what_they_are() -> None:
+    first = replace(row("a", 10, 12), what="stage 0")
+    found = check("memory", [first, replace(first, what="stage 1")], "mean", (0.1,))
+    assert [line.split("  ")[0] for line in shown((found,))[-2:]] == ["a, stage 0", "a, stage 1"]
 
 
 def test_the_command_ends_with_one_where_a_check_is_missed(

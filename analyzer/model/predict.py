@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.comm.measured import Rates
 from stepsplit.analyzer.model.comm.messages import messages_of
-from stepsplit.analyzer.model.comm.time import time_of
 from stepsplit.analyzer.model.memory.memory import fits, memory_of
 from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
 from stepsplit.analyzer.model.spec.checks import check
@@ -27,10 +27,13 @@ from stepsplit.analyzer.model.work.parameters import stage_parameters, total_par
 CONVENTION: Convention = "C1"
 
 
-def predict(job: Job) -> Prediction:
-    """What the job's step should cost. Raises UsageError for a job that cannot be."""
+def predict(job: Job, rates: Rates | None = None) -> Prediction:
+    """What the job's step should cost; rates hold what was measured of its links.
+
+    Raises UsageError for a job that cannot be.
+    """
     check(job)
-    timed = timed_messages(job)
+    timed = timed_messages(job, rates or Rates())
     stages = stage_times(job, timed)
     pipeline = pipelined(job, stages, timed)
     splits = splits_of(job, stages, pipeline)
@@ -65,20 +68,20 @@ def predict(job: Job) -> Prediction:
     )
 
 
-def timed_messages(job: Job) -> dict[int, tuple[Timed, ...]]:
+def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     """Every message of every stage with the time of one call."""
     found = defaultdict(list)
     for message in messages_of(job):
-        found[message.stage].append(Timed(message, _each(job, message)))
+        found[message.stage].append(Timed(message, _each(job, message, rates)))
     return {stage: tuple(found[stage]) for stage in range(job.layout.pp)}
 
 
-def _each(job: Job, message: Message) -> Band:
+def _each(job: Job, message: Message, rates: Rates) -> Band:
     """One call; a message costs its time where it is sent, once."""
     if message.op == "recv":
         return Band(0.0, 0.0, 0.0)
     span = span_of(job, message.axis)
-    return time_of(message.op, message.message_bytes, span, job.hardware)
+    return rates.time_of(message.op, message.message_bytes, span, job.hardware)
 
 
 def stage_times(job: Job, timed: dict[int, tuple[Timed, ...]]) -> tuple[StageTime, ...]:

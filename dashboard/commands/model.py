@@ -33,11 +33,12 @@ def command(run_file: Path, json_file: str | None, explain: bool) -> None:
     """
     # What the model needs is loaded here, so that the list of commands stays quick.
     from stepsplit.analyzer.model.predict import predict
+    from stepsplit.analyzer.model.rates_file import read_rates
     from stepsplit.analyzer.model.spec.run_file import read_job
     from stepsplit.analyzer.model.wire import to_json
 
     job = read_job(run_file)
-    prediction = predict(job)
+    prediction = predict(job, read_rates(run_file, job.hardware))
     if json_file == "-":
         click.echo(to_json(prediction), nl=False)
         return

@@ -9,52 +9,82 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.validate.tables import Check, Row
+from stepsplit.analyzer.model.validate.tables import Check
 from stepsplit.dashboard.reporters.bare_table import bare_table
+from stepsplit.dashboard.reporters.validation_rows import far_off, row_table
 
+EQUALITIES = "equalities"
+_TOPICS = {"step time": ("step time",), "memory": ("memory", "activations")}
+_COLLECTIVES = "collectives"
+_GROUPS = (EQUALITIES, "memory", "step time", _COLLECTIVES)
 _NAMES = {
-    "equality": "equal", "mean/max": "mean / max", "mean/p90": "mean / p90", "mean": "mean",
-    "median": "median",
+    "mean/max": ("mean", "max"), "mean/p90": ("mean", "p90"), "mean": ("mean",),
+    "median": ("median",),
 }  # fmt: skip
-_SHOWN, _NOTABLE = 3, 0.01
 
 
 def screen(checks: Sequence[Check], every_row: bool = False) -> RenderableType:
-    """One line a check, then its worst rows, or every row with those that were fitted on."""
-    parts: list[RenderableType] = [_checks(checks), Text(), *_notes(checks), _total(checks)]
+    """One line a check, by group, then its worst rows, or every row with those fitted on."""
+    parts: list[RenderableType] = []
+    for group in _GROUPS:
+        parts += _group([check for check in checks if _group_of(check) == group], group)
+    parts.append(_total(checks))
     for check in checks:
-        rows = check.rows if every_row else _far_off(check)
+        rows = check.rows if every_row else far_off(check)
         if rows:
-            parts += [Text(), Text(_heading(check, every_row), style="bold"), _rows(rows)]
+            parts += [Text(), Text(_heading(check, every_row), style="bold"), row_table(rows)]
     return Group(*parts)
 
 
-def _checks(checks: Sequence[Check]) -> Table:
-    table = bare_table("check", "rows", "measure", "bar", "result", "baseline", "verdict")
+def _group_of(check: Check) -> str:
+    """An equality, or what the check's name speaks of."""
+    if check.measure == "equality":
+        return EQUALITIES
+    topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
+    return next(topics, _COLLECTIVES)
+
+
+def _group(checks: Sequence[Check], name: str) -> list[RenderableType]:
+    if not checks:
+        return []
+    table = _equalities(checks) if name == EQUALITIES else _within_bars(checks, name)
+    return [table, *_baselines(checks), *_notes(checks), Text()]
+
+
+def _equalities(checks: Sequence[Check]) -> Table:
+    table = _table(EQUALITIES, "rows", "equal", "verdict")
     for check in checks:
-        table.add_row(
-            check.name, str(len(check.reported)), _NAMES[check.measure], _bar(check),
-            _result(check), _baseline(check), _verdict(check),
-        )  # fmt: skip
+        rows = check.reported
+        equal = sum(row.equal for row in rows)
+        table.add_row(check.name, str(len(rows)), str(equal), _verdict(check))
     return table
 
 
-def _bar(check: Check) -> str:
-    if not check.bar:
-        return "none"
-    return "all" if check.measure == "equality" else _numbers(check.bar)
+def _within_bars(checks: Sequence[Check], name: str) -> Table:
+    table = _table(name, "rows", "result", "bar", "verdict")
+    for check in checks:
+        bar = _numbers(check.bar) if check.bar else "none"
+        table.add_row(_short(check), str(len(check.reported)), _result(check, check.result), bar,
+                      _verdict(check))  # fmt: skip
+    return table
 
 
-def _result(check: Check) -> str:
-    if check.skipped:
-        return ""
-    if check.measure == "equality":
-        return str(sum(row.equal for row in check.reported))
-    return _numbers(check.result)
+def _table(first: str, *others: str) -> Table:
+    """Numbers are never cut; a long name goes on in the next line."""
+    table = bare_table(first, *others)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    return table
 
 
-def _baseline(check: Check) -> str:
-    return _numbers(check.baseline) if check.baseline else ""
+def _short(check: Check) -> str:
+    """The check's name without what the group's heading says already."""
+    return check.name.replace(", step time", "").replace(", peak memory", "")
+
+
+def _result(check: Check, values: tuple[float, ...]) -> str:
+    """(0.039, 0.063) -> "mean 3.9 %, p90 6.3 %"."""
+    names = _NAMES[check.measure]
+    return ", ".join(f"{n} {units.percent(v)}" for n, v in zip(names, values, strict=False))
 
 
 def _numbers(values: tuple[float, ...]) -> str:
@@ -73,6 +103,28 @@ def _verdict(check: Check) -> Text:
     return Text(f"missed by {_missed_by(check)}", style="red")
 
 
+def _missed_by(check: Check) -> str:
+    if check.measure == "equality":
+        count = sum(not row.equal for row in check.reported)
+        return f"{count} row{'s' if count > 1 else ''}"
+    over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
+    return f"{100 * over:.1f} pt"
+
+
+def _baselines(checks: Sequence[Check]) -> list[RenderableType]:
+    """What the simplest model reaches on the same rows, and where it is the better one."""
+    compared = [check for check in checks if check.baseline and not check.skipped]
+    if not compared:
+        return []
+    table = _table("", "", "")
+    table.show_header = table.expand = False
+    for check in compared:
+        better = check.baseline is not None and check.baseline[0] < check.result[0]
+        said = Text("better than the model", "yellow") if better else Text("worse", "bright_black")
+        table.add_row(_short(check), _result(check, check.baseline or ()), said)
+    return [Text("beside it, one constant utilization of each kind of GPU, same rows:"), table]
+
+
 def _notes(checks: Sequence[Check]) -> list[Text]:
     """What is to be known of a check, and the first row that it left out."""
     lines = [f"{check.name}: {check.note}" for check in checks if check.note]
@@ -80,15 +132,7 @@ def _notes(checks: Sequence[Check]) -> list[Text]:
         if check.left_out:
             more = f" (and {len(check.left_out) - 1} more)" if len(check.left_out) > 1 else ""
             lines.append(f"{check.name}: left out {check.left_out[0]}{more}")
-    return [Text(line) for line in lines]
-
-
-def _missed_by(check: Check) -> str:
-    if check.measure == "equality":
-        count = sum(not row.equal for row in check.reported)
-        return f"{count} row{'s' if count > 1 else ''}"
-    over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
-    return f"{100 * over:.1f} pt"
+    return [Text(line, style="bright_black") for line in lines]
 
 
 def _total(checks: Sequence[Check]) -> Text:
@@ -99,36 +143,7 @@ def _total(checks: Sequence[Check]) -> Text:
     return Text(words, style="bold" if met == len(held) else "bold red")
 
 
-def _far_off(check: Check) -> Sequence[Row]:
-    """What is worth a line: rows that are not equal, or off by NOTABLE."""
-    rows = check.worst
-    if check.measure != "equality":
-        rows = tuple(row for row in rows if abs(row.error) >= _NOTABLE)
-    return rows[:_SHOWN]
-
-
 def _heading(check: Check, every_row: bool) -> str:
     if every_row:
         return f"{check.name}: all rows"
     return f"{check.name}: {'not equal' if check.measure == 'equality' else 'farthest off'}"
-
-
-def _rows(rows: Sequence[Row]) -> Table:
-    table = bare_table("case", "what", "published", "predicted", "error", "")
-    for row in rows:
-        table.add_row(
-            row.case, row.what, _value(row.published, row.unit), _value(row.predicted, row.unit),
-            _percent(row.error), Text("fitted on" if row.fitted else "", style="bright_black"),
-        )  # fmt: skip
-    return table
-
-
-def _value(value: float, unit: str) -> str:
-    if unit == "ns":
-        return units.milliseconds(value)
-    shown = f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
-    return f"{shown} {unit}"
-
-
-def _percent(error: float) -> str:
-    return f"{'+' if error >= 0 else ''}{units.percent(error)}"

@@ -19,6 +19,7 @@ PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 HARDWARE_KEYS = (
     "name", "family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra",
     "nodes_link", "host", "nvls", "multiprocessors", "efficiency",
+    "measured",
 )  # fmt: skip
 _NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
 

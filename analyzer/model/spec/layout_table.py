@@ -17,7 +17,7 @@ CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-gather", "ulysses")
 _KEYS = (
     "tp", "pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "rank_order",
     "layers_per_stage", "overlap", "sequence_parallel", "zero", "schedule", "chunks", "context",
-    "reshard_after_forward", "world_size", "gpus",
+    "reshard_after_forward", "scatter_gather", "world_size", "gpus",
 )  # fmt: skip
 _OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
 """Frameworks that sum gradients behind the backward pass unless told not to."""
@@ -49,6 +49,7 @@ def layout_of(table: Table, framework: Framework | None) -> Layout:
         layers_per_stage=table.counts("layers_per_stage", None),
         overlap=_overlap(table, framework),
         context_kind=table.one_of("context", CONTEXTS, CONTEXTS[0]),
+        scatter_gather=table.flag("scatter_gather", False),
         reshard_after_forward=table.one_of("reshard_after_forward", RESHARDS, RESHARDS[0]),
     )
     _check_world_size(table, layout)

@@ -51,7 +51,8 @@ def _texts(table: Table, key: str) -> tuple[str, ...]:
 
 def efficiency_of(table: Table, base: Efficiency) -> Efficiency:
     """The constants that the table states, in place of those of base. Raises DataError."""
-    return Efficiency(
+    return replace(
+        base,
         gemm=table.number("gemm", base.gemm),
         attention=table.number("attention", base.attention),
         unfused_attention=table.number("unfused_attention", base.unfused_attention),

@@ -25,14 +25,22 @@ _KEYS = (
     "gradient_dtype", "activation_dtype",
 )  # fmt: skip
 _SUMS_IN_FP32: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron", "huggingface")
-"""Frameworks that sum gradients in fp32 unless told; the others in the weights' dtype."""
+"""Frameworks that sum gradients in fp32 unless told; the others in the weights' dtype.
+Megatron-LM does so for bf16 alone (accumulate_allreduce_grads_in_fp32)."""
+_BEFORE_FLASH: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
+"""What trained in fp16 before bf16 and flash attention came, and does on GPUs that lack both."""
 
 
 def recipe_of(table: Table, layout: Layout, framework: Framework) -> Recipe:
-    """The recipe that the table states. Raises DataError."""
+    """The recipe that the table states. Raises DataError.
+
+    fp16 of Megatron-LM and DeepSpeed means, unless stated, what their published fp16 runs did:
+    attention that stores its matrix of scores, dropout, and a loss that is not fused.
+    """
     table.knows(*_KEYS)
     table.needs("seq_len", "micro_batch")
     dtype = table.one_of("dtype", DTYPES, _USUAL)
+    stored = dtype == "fp16" and framework in _BEFORE_FLASH
     recompute, every = _recompute(table)
     offload, offload_to = _offload(table)
     return Recipe(
@@ -46,9 +54,9 @@ def recipe_of(table: Table, layout: Layout, framework: Framework) -> Recipe:
         framework=framework,
         gradient_dtype=table.one_of("gradient_dtype", DTYPES, _gradient_dtype(dtype, framework)),
         activation_dtype=table.one_of("activation_dtype", DTYPES, _weight_dtype(dtype)),
-        flash_attention=table.flag("flash_attention", True),
-        dropout=table.flag("dropout", False),
-        fused_loss=table.flag("fused_loss", True),
+        flash_attention=table.flag("flash_attention", not stored),
+        dropout=table.flag("dropout", stored),
+        fused_loss=table.flag("fused_loss", not stored),
         offload=offload,
         offload_to=offload_to,
     )
@@ -96,4 +104,5 @@ def _weight_dtype(dtype: Dtype) -> Dtype:
 
 
 def _gradient_dtype(dtype: Dtype, framework: Framework) -> Dtype:
-    return "fp32" if framework in _SUMS_IN_FP32 else _weight_dtype(dtype)
+    plain = framework == "megatron" and dtype == "fp16"
+    return "fp32" if framework in _SUMS_IN_FP32 and not plain else _weight_dtype(dtype)

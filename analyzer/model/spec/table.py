@@ -100,6 +100,15 @@ class Table:
         each = Table(self.where, self.name, {f"{key}[{i}]": v for i, v in enumerate(values)})
         return tuple(each.count(entry, 0, least=0) for entry in each.values)
 
+    def texts(self, key: str, default: _D) -> tuple[str, ...] | _D:
+        """A list of words."""
+        values = self.values.get(key)
+        if values is None:
+            return default
+        if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+            raise self.error(key, f"{values!r} is no list of words", 'write ["...", "..."]')
+        return tuple(values)
+
     def table(self, key: str, default: _D) -> Table | _D:
         """The table inside this one."""
         value = self.values.get(key)

@@ -18,6 +18,17 @@ STRAGGLERS = Formula(
     " section 2.5; s fitted",
 )
 
+FRACTION = Formula(
+    "pipeline.bubble_fraction",
+    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
+OVERHEAD = Formula(
+    "pipeline.bubble_overhead",
+    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
@@ -33,13 +44,13 @@ class Pipelined:
 
     @property
     def bubble_fraction(self) -> float:
-        """Holes of all ranks over the windows of all ranks."""
+        """Holes of all ranks over the windows of all ranks (FRACTION)."""
         ranks = len(self.holes_ns)
         return sum(self.holes_ns) / (ranks * self.window_ns) if self.window_ns else 0.0
 
     @property
     def bubble_overhead(self) -> float:
-        """Holes over the useful rest of the windows."""
+        """Holes over the useful rest of the windows (OVERHEAD)."""
         fraction = self.bubble_fraction
         return fraction / (1 - fraction) if fraction < 1 else 0.0
 
@@ -79,4 +90,4 @@ def _split(job: Job, stage: StageTime, pipeline: Pipelined, holes_ns: float) -> 
 
 def _until(split: Split, step_ns: int) -> Split:
     """The same, waiting for the slowest stage at the step's end."""
-    return split - Split(bubble_ns=split.step_ns - step_ns)
+    return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)

@@ -9,9 +9,9 @@ from stepsplit.analyzer.model.spec.job import Job
 
 ACCUMULATE = Formula(
     "step.accumulate",
-    "16-bit gradients are added up by a kernel of its own: 6 bytes a parameter and microbatch;"
-    " fp32 ones inside the product that makes them: 0; DeepSpeed's bf16 optimizer: 14",
-    "arithmetic; Megatron-LM --no-gradient-accumulation-fusion; DeepSpeed bf16_optimizer.py",
+    "every microbatch but the first adds its gradients to those before: 3 b_g bytes a parameter,"
+    " 14 in DeepSpeed's bf16 optimizer, none where the product that makes them adds (Megatron-LM)",
+    "arithmetic; Megatron-LM gradient_accumulation_fusion; DeepSpeed bf16_optimizer.py",
 )
 UNIT_COPIES = Formula(
     "step.fsdp_copies",
@@ -26,8 +26,8 @@ class Traffic:
     """Constants of a framework.
 
     elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 where they are
-    fused into one read and one write each. accumulate_bytes are moved for each parameter and
-    microbatch to add its gradient up, unit_bytes to gather a sharded parameter and to scatter its
+    fused into one read and one write each. accumulate_bytes are moved on average for each
+    parameter and microbatch to add its gradient up, unit_bytes to gather a sharded parameter and to scatter its
     gradient. host_ns is what the host needs to launch one layer's forward.
     """
 
@@ -44,13 +44,13 @@ steps of 0.2 the value of least loss on the fitted rows of presets/efficiency.to
 
 def traffic_of(job: Job) -> Traffic:
     """The constants of the job's framework."""
-    gradient = 0.0 if job.recipe.gradient_bytes == 4 else 6.0
+    later = (job.microbatches - 1) / job.microbatches
     match job.recipe.framework:
         case "megatron" | "nanotron":
-            return Traffic(1.0, gradient, 0.0, 250e3)
+            return Traffic(1.0, 0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
-            return Traffic(1.0, 14.0, 0.0, 400e3)
+            return Traffic(1.0, 14.0 * later, 0.0, 400e3)
         case "fsdp2":
             return Traffic(EAGER, 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":
-            return Traffic(EAGER, gradient, 0.0, 400e3)
+            return Traffic(EAGER, 3.0 * job.recipe.gradient_bytes * later, 0.0, 400e3)

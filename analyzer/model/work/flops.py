@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.stages import Chunk
 from stepsplit.analyzer.model.spec.transformer import Transformer
@@ -17,6 +18,12 @@ from stepsplit.analyzer.model.work.weights import (
     share,
 )
 
+RECOMPUTE = Formula(
+    "flops.recompute",
+    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once",
+    "Narayanan et al., SC'21, arXiv:2104.04473, section 3.5 and eq. 3; Korthikanti et al.,"
+    " arXiv:2205.05198, eq. 8",
+)
 PASSES = 3
 """A backward pass costs two forward passes: gradients of inputs and of weights."""
 KORTHIKANTI_CORE = 3
@@ -56,7 +63,7 @@ def model_flops(job: Job, convention: Convention = "C1") -> int:
 
 
 def hardware_flops(job: Job, convention: Convention = "C1") -> int:
-    """model_flops and what the job's recompute setting computes again.
+    """model_flops and what the job's recompute setting computes again (RECOMPUTE).
 
     selective: the attention core (C1: as Korthikanti's eq. 8 counts it); full, every and sqrt: the
     forward pass of all layers, not of the head (C4 and C6, as llm-foundry does: of everything).

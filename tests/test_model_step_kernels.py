@@ -1,0 +1,406 @@
+"""How long kernels, layers, chunks and the update take, on a device whose numbers are all one.
+
+A FLOP and a byte each take a ns, so that a time is the sum of both counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from work_builders import DEVICE, LITE, TINY, job
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.spec.hardware import Efficiency, Link
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.stages import Chunk, stages_of
+from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+from stepsplit.analyzer.model.step.chunk import chunk_passes
+from stepsplit.analyzer.model.step.host import host_bound, idle_ns, launches_ns
+from stepsplit.analyzer.model.step.layer import Pass, dense_layer, expert_layer
+from stepsplit.analyzer.model.step.optimizer import (
+    STATE_BYTES,
+    offload_ns,
+    optimizer_ns,
+    updated_parameters,
+)
+from stepsplit.analyzer.model.step.products import (
+    Product,
+    attention_products,
+    expert_products,
+    head_product,
+    mlp_products,
+)
+from stepsplit.analyzer.model.step.speed import Speed, speed_of
+from stepsplit.analyzer.model.step.stage_time import StageTime
+from stepsplit.analyzer.model.step.traffic import Traffic, traffic_of
+from stepsplit.analyzer.model.work.flops import chunk_flops
+from stepsplit.analyzer.model.work.parameters import stage_parameters
+
+UNIT = Speed(
+    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
+    bytes_per_ns=1.0, launch_ns=0.0,
+)  # fmt: skip
+MIXED = replace(TINY, experts=Experts(4, 2, ffn=16, shared_ffn=8, dense_layers=1))
+LATENT = LatentAttention(query_rank=6, kv_rank=4, nope=3, rope=1, value=2)
+LINEAR = 24_576 + 5_632
+"""TINY's layer, 16 tokens: 2 x 768 weights FLOPs a token, and the bytes of its four products:
+1408 for the three projections in one, 640, 1792 and 1792."""
+CORE = 16 * 16 * 4 * 4
+"""Half of 2 x 1024 scores x (2 + 2) wide: what a causal kernel does."""
+MOVED, MOVED_BACK = 5_632, 7_168
+"""2 bytes of 10 x 128 (norms, residuals), 2 x 512 (activation) and 2 x 256 (rotation); backward of
+12 x 128, 3 x 512 and 2 x 256."""
+FORWARD, BACKWARD = LINEAR + CORE + MOVED, LINEAR + 3.125 * CORE + MOVED_BACK
+
+
+def test_rates_are_shares_of_the_peaks_and_head_and_attention_stay_in_bf16() -> None:
+    efficiency = Efficiency(0.5, 0.25, 0.125, memory=0.5, launch_ns=1000.0, tile=128)
+    peaks = (("bf16", 1e15), ("fp8", 2e15))
+    device = replace(DEVICE, peaks_flops_per_s=peaks, efficiency=efficiency, multiprocessors=100)
+    eight = replace(job(dtype="fp8"), hardware=device)
+    assert speed_of(eight) == Speed(1e6, 0.5e6, 0.25e6, 500.0, 1000.0, 128, 100)
+    unfused = replace(eight, recipe=replace(eight.recipe, flash_attention=False))
+    assert speed_of(unfused) == Speed(1e6, 0.5e6, 0.125e6, 500.0, 1000.0, 128, 100)
+
+
+def test_a_device_without_a_peak_at_the_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="^device has no peak at fp16; known: bf16$"):
+        speed_of(job(dtype="fp16"))
+
+
+def test_a_product_takes_its_flops_its_bytes_and_its_launch() -> None:
+    flops, moved = 2 * 2 * 3 * 5, 2 * (2 * 5 + 5 * 3 + 2 * 3)
+    assert replace(UNIT, launch_ns=1000.0).product_ns(2, 3, 5) == flops + moved + 1000
+
+
+def test_kernels_that_move_data_take_its_bytes_and_their_launches() -> None:
+    assert replace(UNIT, bytes_per_ns=2.0, launch_ns=1000.0).moved_ns(500, 3) == 250 + 3000
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "computed"),
+    [(4, 4, 16), (3, 3, 16), (4, 6, 2 * 16), (2, 2, 16)],
+    ids=["one full wave", "tiles not full", "a second wave for two tiles", "a wave of one tile"],
+)
+def test_the_last_wave_of_tiles_takes_as_long_as_a_full_one(
+    rows: int, columns: int, computed: int
+) -> None:
+    tiled = replace(UNIT, tile=2, multiprocessors=4)
+    moved = 2 * (rows + columns + rows * columns)
+    assert tiled.product_ns(rows, columns, 1) == pytest.approx(2 * computed + moved, rel=1e-12)
+
+
+def test_the_backward_of_a_product_is_two_more_of_it() -> None:
+    product, each = Product(2, 3, 5, count=2), 2 * (60 + 62)
+    assert product.parameters == 30
+    assert (product.forward_ns(UNIT), product.input_ns(UNIT), product.weight_ns(UNIT)) == (
+        each, each, each,
+    )  # fmt: skip
+
+
+def test_a_plain_layer_has_four_products() -> None:
+    assert (*attention_products(job()), *mlp_products(job(), 32)) == (
+        Product(16, 24, 8), Product(16, 8, 8), Product(16, 32, 8), Product(16, 8, 32),
+    )  # fmt: skip
+
+
+def test_tensor_parallelism_divides_what_is_not_the_hidden_size() -> None:
+    halved = job(layout=Layout(tp=2))
+    assert (*attention_products(halved), *mlp_products(halved, 32), head_product(halved)) == (
+        Product(16, 12, 8), Product(16, 8, 4), Product(16, 16, 8), Product(16, 8, 16),
+        Product(16, 256, 8),
+    )  # fmt: skip
+
+
+def test_grouped_queries_have_fewer_keys_and_each_rank_at_least_one() -> None:
+    grouped = replace(TINY, kv_heads=1)
+    assert attention_products(job(grouped))[0] == Product(16, 8 + 2 * 2, 8)
+    assert attention_products(job(grouped, Layout(tp=4)))[0] == Product(16, 2 + 2 * 2, 8)
+
+
+def test_a_gated_mlp_has_two_first_products_in_one() -> None:
+    assert mlp_products(job(replace(TINY, gated=True)), 32) == (
+        Product(16, 64, 8), Product(16, 8, 32),
+    )  # fmt: skip
+
+
+def test_context_parallelism_divides_the_tokens() -> None:
+    assert attention_products(job(layout=Layout(cp=4)))[1] == Product(4, 8, 8)
+
+
+def test_latent_attention_goes_down_and_up_again() -> None:
+    both = replace(TINY, latent=LATENT)
+    assert attention_products(job(both)) == (
+        Product(16, 6, 8), Product(16, 16, 6), Product(16, 5, 8), Product(16, 20, 4),
+        Product(16, 8, 8),
+    )  # fmt: skip
+    queries_whole = replace(both, latent=replace(LATENT, query_rank=0))
+    assert attention_products(job(queries_whole))[:2] == (Product(16, 16, 8), Product(16, 5, 8))
+
+
+def test_experts_get_their_fair_share_of_everyones_tokens() -> None:
+    experts = Experts(4, 2, ffn=16, shared_ffn=8)
+    spread = job(replace(TINY, experts=experts), Layout(dp_replicate=2, ep=2), global_batch=2)
+    assert expert_products(spread, experts) == (
+        Product(16, 4, 8),
+        Product(16, 16, 8, count=2), Product(16, 8, 16, count=2),
+        Product(16, 8, 8), Product(16, 8, 8),
+    )  # fmt: skip
+
+
+def test_cut_experts_are_narrower_and_see_the_tokens_of_their_group() -> None:
+    experts = Experts(4, 2, ffn=16)
+    layout = Layout(tp=2, expert_tp=2, sequence_parallel=True)
+    assert expert_products(job(replace(TINY, experts=experts), layout), experts) == (
+        Product(8, 4, 8), Product(8, 8, 8, count=4), Product(8, 8, 8, count=4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (TINY, Layout()),
+        (TINY, Layout(tp=2, cp=2, sequence_parallel=True)),
+        (replace(TINY, gated=True, kv_heads=2), Layout(tp=2)),
+        (replace(TINY, latent=LATENT), Layout(tp=2)),
+        (MIXED, Layout(dp_replicate=4, ep=2)),
+        (MIXED, Layout(tp=2, expert_tp=2, sequence_parallel=True)),
+        (LITE, Layout(dp_replicate=8, ep=8)),
+        pytest.param(
+            replace(TINY, latent=LATENT), Layout(tp=2, sequence_parallel=True),
+            marks=pytest.mark.xfail(
+                reason="products widens compressed projections over all tokens, chunk_flops does"
+                " not: their ranks hold T/t of them under sequence parallelism"
+            ),
+        ),
+        pytest.param(
+            MIXED, Layout(tp=2),
+            marks=pytest.mark.xfail(
+                reason="without sequence parallelism every tp rank computes all routed tokens"
+            ),
+        ),
+        pytest.param(
+            MIXED, Layout(tp=2, expert_tp=2),
+            marks=pytest.mark.xfail(
+                reason="without sequence parallelism cut experts see each token expert_tp times"
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_products_are_the_flops_of_the_layers(model: Transformer, layout: Layout) -> None:
+    one = job(model, layout, global_batch=layout.dp)
+    dense, routed = model.layers - model.expert_layers, model.expert_layers
+    products = [*attention_products(one), *mlp_products(one, model.ffn)] * dense
+    if model.experts is not None:
+        products += [*attention_products(one), *expert_products(one, model.experts)] * routed
+    flops = sum(2 * each.rows * each.parameters for each in products)
+    assert flops == chunk_flops(one, stages_of(one)[0].chunks[0]).linear
+
+
+def test_a_layer_with_fused_attention() -> None:
+    assert dense_layer(job(), UNIT) == Pass(FORWARD, BACKWARD, LINEAR, CORE)
+
+
+def test_unfused_attention_computes_all_scores_and_moves_them() -> None:
+    forward = 2 * CORE + 1024 * 4 * 2
+    backward = 2 * 2 * CORE + 1024 * (4 + 2) * 2
+    assert dense_layer(job(flash_attention=False), UNIT) == Pass(
+        LINEAR + forward + MOVED, LINEAR + backward + MOVED_BACK, LINEAR, forward
+    )
+
+
+def test_dropout_writes_masks_after_attention_and_both_residuals() -> None:
+    plain = dense_layer(job(flash_attention=False), UNIT)
+    dropped = dense_layer(job(flash_attention=False, dropout=True), UNIT)
+    scores, masks = 1024 * (2 + 1), 2 * 128
+    assert dropped.forward_ns - plain.forward_ns == scores + masks
+    assert dropped.input_ns - plain.input_ns == scores + masks
+
+
+def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
+    products = 12_288 + 2 * ((128 + 96 + 192) + (64 + 32 + 128) + 2 * (128 + 128 + 256))
+    norms, norms_back = 2 * 10 * 128, 2 * 12 * 128
+    rest, rest_back = 1_024 + 512, 1_536 + 512
+    assert dense_layer(job(layout=Layout(tp=2)), UNIT) == Pass(
+        products + CORE / 2 + norms + rest,
+        products + 3.125 * CORE / 2 + norms_back + rest_back,
+        products,
+        CORE / 2,
+    )
+
+
+def test_sequence_parallelism_halves_the_norms_too() -> None:
+    whole = dense_layer(job(layout=Layout(tp=2)), UNIT)
+    split = dense_layer(job(layout=Layout(tp=2, sequence_parallel=True)), UNIT)
+    assert (whole.forward_ns - split.forward_ns, whole.input_ns - split.input_ns) == (1280, 1536)
+
+
+def test_frameworks_that_fuse_nothing_move_more_between_the_products() -> None:
+    fused, eager = dense_layer(job(), UNIT), dense_layer(job(framework="ddp"), UNIT)
+    assert eager.forward_ns - fused.forward_ns == pytest.approx(0.6 * MOVED)
+    assert eager.input_ns - fused.input_ns == pytest.approx(0.6 * MOVED_BACK)
+
+
+def test_gradients_of_16_bits_are_added_up_by_a_kernel_of_their_own() -> None:
+    added = dense_layer(job(gradient_dtype="bf16"), UNIT)
+    assert added == Pass(FORWARD, BACKWARD, LINEAR + 6 * 768, CORE)
+
+
+def test_every_kernel_of_a_layer_is_launched() -> None:
+    far = dense_layer(job(), replace(UNIT, launch_ns=1e6))
+    assert far.forward_ns - FORWARD == (4 + 1 + 6) * 1e6
+    assert far.weight_ns - LINEAR == (4 + 1) * 1e6
+
+
+def test_a_mixture_moves_its_tokens_to_the_experts_and_back() -> None:
+    experts = Experts(4, 2, ffn=16)
+    mixed = job(replace(TINY, experts=experts))
+    products = (*attention_products(mixed), *expert_products(mixed, experts))
+    linear, routed = sum(each.forward_ns(UNIT) for each in products), 32
+    moved = 2 * (10 * 128 + 2 * routed * 16 + 2 * 256)
+    permuted = 2 * 4 * routed * 8
+    found = expert_layer(mixed, UNIT, experts)
+    assert found.forward_ns == linear + CORE + moved + permuted
+    assert found.weight_ns == linear
+
+
+def chunk(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any) -> Pass:
+    """Two dense layers, neither first nor last."""
+    return chunk_passes(job(model, layout, **recipe), UNIT, (Chunk(2, 0, False, False),))[0]
+
+
+def test_a_chunk_is_its_layers() -> None:
+    assert chunk() == Pass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE)
+
+
+@pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])
+def test_full_recomputation_adds_a_forward_to_the_backward(recompute: str) -> None:
+    assert chunk(recompute=recompute) == Pass(
+        2 * FORWARD, 2 * (BACKWARD + FORWARD), 2 * LINEAR, 2 * CORE
+    )
+
+
+def test_selective_recomputation_adds_unfused_attention_alone() -> None:
+    again = chunk(flash_attention=False, recompute="selective")
+    plain = chunk(flash_attention=False)
+    assert again == plain + Pass(0.0, plain.core_ns, 0.0)
+    assert chunk(recompute="selective") == chunk()
+
+
+def test_torchtitan_recomputes_every_second_product_instead() -> None:
+    again, plain = (chunk(framework="fsdp2", recompute=each) for each in ("selective", "none"))
+    assert again == plain + Pass(0.0, (plain.forward_ns - plain.core_ns) / 2, 0.0)
+
+
+def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> None:
+    first, last = chunk_passes(
+        job(), UNIT, (Chunk(0, 0, True, False), Chunk(0, 0, False, True))
+    )  # fmt: skip
+    product, logits = 2 * 16 * 512 * 8 + 2 * (16 * 8 + 8 * 512 + 16 * 512), 16 * 512
+    assert first == Pass(3 * 128 * 2, 0.0, 3 * 128 * 2)
+    assert last == Pass(product + 8 * logits, product + 6 * logits, product)
+
+
+def test_the_head_is_not_recomputed_and_its_16_bit_gradient_is_added_up() -> None:
+    (plain,) = chunk_passes(job(), UNIT, (Chunk(0, 0, False, True),))
+    (again,) = chunk_passes(
+        job(recompute="full", gradient_dtype="bf16"), UNIT, (Chunk(0, 0, False, True),)
+    )
+    assert again == plain + Pass(0.0, 0.0, 6 * 8 * 512)
+
+
+def test_a_chunk_of_both_kinds_of_layers() -> None:
+    mixed = job(MIXED)
+    assert MIXED.experts is not None
+    dense, routed = dense_layer(mixed, UNIT), expert_layer(mixed, UNIT, MIXED.experts)
+    assert chunk_passes(mixed, UNIT, (Chunk(1, 3, False, False),)) == (dense + routed * 3,)
+
+
+def test_each_framework_has_its_constants() -> None:
+    found = {
+        name: traffic_of(job(framework=name, gradient_dtype="bf16"))
+        for name in ("megatron", "nanotron", "deepspeed", "fsdp2", "huggingface")
+    }
+    assert found == {
+        "megatron": Traffic(1.0, 6.0, 0.0, 250e3),
+        "nanotron": Traffic(1.0, 6.0, 0.0, 250e3),
+        "deepspeed": Traffic(1.0, 14.0, 0.0, 400e3),
+        "fsdp2": Traffic(1.6, 0.0, 16.0, 400e3),
+        "huggingface": Traffic(1.6, 6.0, 0.0, 400e3),
+    }
+
+
+TOTAL = 4 * 784 + 2 * 4096 + 8
+
+
+def test_adam_moves_thirty_bytes_a_parameter() -> None:
+    (held,) = stage_parameters(job())
+    assert optimizer_ns(job(), UNIT, held) == 30 * TOTAL
+    assert optimizer_ns(job(optimizer="sgd", gradient_dtype="bf16"), UNIT, held) == 12 * TOTAL
+    assert STATE_BYTES["adam-8bit"] == STATE_BYTES["adam"] / 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(dp_replicate=4), 1),
+        (Layout(dp_replicate=4, zero=1), 4),
+        (Layout(dp_replicate=2, cp=2, zero=2), 4),
+        (Layout(dp_replicate=2, dp_shard=4, zero=3), 4),
+    ],
+    ids=["copies", "zero 1", "context-parallel ranks share too", "one replica's shards"],
+)
+def test_zero_leaves_each_rank_its_share_of_the_update(layout: Layout, ranks: int) -> None:
+    one = job(layout=layout, global_batch=8)
+    assert updated_parameters(one, stage_parameters(one)[0]) == TOTAL / ranks
+
+
+def test_experts_are_updated_by_the_ranks_that_hold_them() -> None:
+    one = job(MIXED, Layout(dp_replicate=4, ep=2, zero=1), global_batch=4)
+    (held,) = stage_parameters(one)
+    assert updated_parameters(one, held) == held.dense / 4 + held.experts / 2
+
+
+@pytest.mark.xfail(reason="experts are divided over the replicas as well, which hold copies")
+def test_replicas_of_sharded_experts_each_update_all_of_them() -> None:
+    one = job(MIXED, Layout(dp_replicate=2, dp_shard=2, zero=3), global_batch=4)
+    (held,) = stage_parameters(one)
+    assert updated_parameters(one, held) == held.dense / 2 + held.experts / 2
+
+
+def test_an_offloaded_optimizer_sends_gradients_down_and_weights_up() -> None:
+    one = replace(
+        job(offload=frozenset({"optimizer"})),
+        hardware=replace(DEVICE, host=Link("pcie", 2e9, 0.5, 0.0)),
+    )
+    (held,) = stage_parameters(one)
+    assert offload_ns(one, held) == 4 * TOTAL
+    assert offload_ns(job(), held) == 0.0
+
+
+def stage_of(one: Job, compute_ns: float) -> StageTime:
+    """The only stage of a job, with a compute of its own."""
+    passes = (Pass(compute_ns, 0.0, 0.0),)
+    return StageTime(stages_of(one)[0], passes, (), 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_host_launches_forward_backward_and_what_is_recomputed() -> None:
+    layers = 4 * 250e3
+    plain, again = job(), job(recompute="full")
+    assert launches_ns(plain, stage_of(plain, 0.0)) == 2 * layers
+    assert launches_ns(again, stage_of(again, 0.0)) == 3 * layers
+
+
+def test_a_device_waits_for_its_host_in_every_microbatch() -> None:
+    one = job(global_batch=3)
+    assert idle_ns(one, stage_of(one, 1.5e6)) == 3 * (2e6 - 1.5e6)
+    assert idle_ns(one, stage_of(one, 2.5e6)) == 0.0
+
+
+def test_a_host_that_is_nearly_too_slow_counts_as_too_slow() -> None:
+    one = job()
+    near, far = stage_of(one, 2e6 / 0.71), stage_of(one, 2e6 / 0.69)
+    assert (host_bound(one, near), host_bound(one, far)) == (True, False)

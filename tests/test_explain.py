@@ -10,12 +10,12 @@ import pytest
 from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
 from stepsplit.analyzer.model.comm.algorithms import nvls_ns, ring_ns
+from stepsplit.analyzer.model.comm.sweep import SWEEP
 from stepsplit.analyzer.model.explain.explain import Explained, explain
 from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
-from stepsplit.analyzer.model.explain.folk import folk_rules
-from stepsplit.analyzer.model.explain.heard import TOPICS, heard
+from stepsplit.analyzer.model.explain.heard import heard
 from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.spec.hardware import Hardware, Link
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.recipe import Recipe
@@ -90,7 +90,7 @@ def test_each_formula_has_the_jobs_value_and_the_rules_that_differ() -> None:
         "schedule.in_flight": (2, {"p stages divide the activations by p": 1}),
         "comm.tensor": (384, {"two all_reduces a layer": 192}),
         "comm.ddp": (
-            30 * 40 * MIB, {"2 Phi, read in the unit of the memory table (bytes)": 2 * LAST},
+            30 * 40 * MIB, {"2 P, read as bytes": 2 * LAST},
         ),
         "comm.choice": (
             62_500,
@@ -100,6 +100,7 @@ def test_each_formula_has_the_jobs_value_and_the_rules_that_differ() -> None:
                 )
             },
         ),
+        "comm.pipeline": (8 * 8 * MIB, {}),
         "link.nvlink": (450e9, {"the rate on the data sheet": 900e9}),
     }  # fmt: skip
 
@@ -117,6 +118,7 @@ def test_symbols_carry_name_meaning_value_and_unit() -> None:
             Symbol("f", "width of the MLP", 8192),
             Symbol("G", "products of the MLP (3 where gated)", 2),
             Symbol("V", "vocabulary", 50_000),
+            Symbol("layer", "parameters of one layer", 12 * 2048**2 + 13 * 2048, "parameters"),
         ),
         1_311_000_000,
         "parameters",
@@ -193,8 +195,8 @@ def test_zero_1_needs_no_all_reduce() -> None:
     assert (one.value, rules(one)) == (
         3 * LAST,
         {
-            "2 Phi, read in the unit of the memory table (bytes)": 2 * LAST,
-            "ZeRO-1 is an all_reduce and an all_gather: 3 Phi": 5 * LAST,
+            "2 P, read as bytes": 2 * LAST,
+            "ZeRO-1 is an all_reduce and an all_gather: 3 P": 5 * LAST,
         },
     )
 
@@ -208,33 +210,50 @@ def test_fsdp_gathers_for_every_microbatch() -> None:
                 2 * LAST),
     )  # fmt: skip
     one = of("comm.fsdp", job(layout=layout), with_messages(*calls))
-    rule = "3 Phi a step, half more than without sharding (16-bit elements)"
+    rule = "3 P a step, half more than without sharding (16-bit elements)"
     assert (one.value, rules(one)) == (32 * LAST, {rule: 6 * LAST})
 
 
-def test_a_tree_moves_the_buffer_twice_however_many_ranks() -> None:
+def of_large_sum() -> Explained:
+    """What is said of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
     wide = job(layout=Layout(pp=2, dp_replicate=16))
     call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
-    found = values(explain(wide, with_messages(call)))
-    rule = "a tree moves 2 log2(n) times the buffer"
-    assert found["comm.tree"] == (16 * MIB, {rule: 64.0 * MIB})
+    return of("comm.tree", wide, with_messages(call))
+
+
+def test_a_tree_moves_the_buffer_twice_however_many_ranks() -> None:
+    tree = of_large_sum()
+    assert tree.value == 16 * MIB
+    assert rules(tree) == {"a tree moves 2 log2(n) times the buffer": 64.0 * MIB}
 
 
 def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
-    wide = job(layout=Layout(pp=2, dp_replicate=16))
+    network = replace(H100, inter=Link("ib-hdr-200", 25e9, 0.5, 5_000))
+    wide = job(layout=Layout(pp=2, dp_replicate=16), hardware=network)
     call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
     ring = of("comm.choice", wide, with_messages(call))
-    assert ring.symbols[1:] == (
+    assert ring.symbols == (
+        Symbol("S", "message", 8 * MIB, "bytes"),
+        Symbol("f", "of it, what each rank sends", 1.875),
         Symbol("n", "ranks", 16),
-        Symbol("nodes", "nodes that they are on", 2),
-        Symbol("B", "ib-ndr-400, one direction of one GPU", 50e9, "bytes_per_s"),
-        Symbol("e", "share of it that large rings reach", 0.9, "ratio"),
-        Symbol("a", "latency of one step over it", 5_000, "ns"),
+        Symbol("k", "nodes that they are on", 2),
+        Symbol("B", "ib-hdr-200, one direction of 8 GPUs of a node", 200e9, "bytes_per_s"),
+        Symbol("e", "share of it that large rings reach", 0.5, "ratio"),
+        Symbol("a", "latency of a step between nodes", 5_000, "ns"),
     )
     assert ring.folk[0].why == (
         "that rate is of both directions together, no ring reaches all of it, all_reduce sends"
         " 1.88 times its buffer, and between nodes the network is the narrower part"
     )
+
+
+def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None:
+    inside = replace(H100, intra=Link("nvlink4", 100e9, 0.5, 2_000))
+    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    wide = job(layout=Layout(pp=2, dp_replicate=16), hardware=inside)
+    ring = of("comm.choice", wide, with_messages(call))
+    assert ring.symbols[4] == Symbol("B", "nvlink4, one direction of one GPU", 100e9, "bytes_per_s")
+    assert not ring.folk[0].why.endswith("the network is the narrower part")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +274,11 @@ def test_a_mixture_has_parameters_that_a_token_does_not_pass() -> None:
     mixture = replace(GPT, gated=True, experts=Experts(count=8, top_k=2, ffn=4096))
     one = of("flops.C1", job(model=mixture), prediction())
     assert one.folk[0].why.endswith(", and experts that a token does not pass")
-    assert one.symbols[-1].name == "N_active"
+    assert one.symbols[-1] == Symbol(
+        "W", "weights of all layers that a token is multiplied with",
+        24 * (4 * 2048**2 + 2048 * 8 + 2 * 3 * 2048 * 4096), "parameters",
+    )  # fmt: skip
+    assert one.note.endswith("for these B s (6 W + 6 h V + 12 L s a d), a d = 2,048")
 
 
 def test_without_a_peak_there_is_no_mfu_to_explain() -> None:
@@ -275,12 +298,71 @@ def test_offloaded_states_are_left_to_the_memory_table() -> None:
 
 
 def test_of_the_fields_rules_those_about_the_jobs_formulas_that_do_not_hold_are_heard() -> None:
-    about = {folk.formula for folk in heard([of("comm.ddp", job(), prediction())])}
-    assert about == {"dp.messages"}
+    about = {folk.id for folk in heard([of("comm.ddp", job(), prediction())])}
+    assert about == {"dp-bytes", "dp-time"}
     everything = heard(explain(job(), prediction()))
-    assert {folk.verdict for folk in everything} == {"half", "unit", "wrong"}
-    assert "zero.messages" not in {folk.formula for folk in everything}
+    assert {folk.verdict for folk in everything} == {"half", "wrong"}
+    assert not {"comm.zero", "comm.fsdp"} & {name for folk in everything for name in folk.formulas}
 
 
-def test_every_topic_is_one_that_the_fields_rules_have() -> None:
-    assert set(TOPICS.values()) <= {folk.formula for folk in folk_rules()}
+def test_a_rule_that_a_formula_answers_with_the_jobs_numbers_is_not_heard_again() -> None:
+    tree = of_large_sum()
+    assert "tree-volume" not in {folk.id for folk in heard([tree])}
+    assert "tree-volume" in {folk.id for folk in heard([replace(tree, folk=())])}
+
+
+def test_tokens_go_to_every_expert_that_they_pass() -> None:
+    """Eight experts on eight ranks of a node: dispatch and combine of 12 layers of a stage."""
+    mixture = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
+    apart = job(model=mixture, layout=Layout(pp=2, dp_replicate=8, ep=8))
+    calls = Message("ep", "all_to_all", "ep", 1, "forward", 48, 16 * MIB, 16 * MIB, 14 * MIB)
+    found = explain(apart, with_messages(calls))
+    routes = next(one for one in found if one.formula.id == "comm.experts")
+    assert (routes.value, routes.note) == (48 * 14 * MIB, "calls: 48 all_to_all forward")
+    assert routes.symbols[-4:] == (
+        Symbol("L", "layers with experts", 12),
+        Symbol("top_k", "experts that a token passes", 2),
+        Symbol("h", "hidden size", 2048),
+        Symbol("e", "ranks that share the experts of a layer", 8),
+    )
+    each = next(one for one in found if one.formula.id == "comm.all_to_all")
+    assert (each.value, each.symbols[2:]) == (
+        3 * MS / 48,
+        (
+            Symbol("g", "of them on a node", 8),
+            Symbol("NVLink", "what one GPU reaches over nvlink4", 360e9, "bytes_per_s"),
+        ),
+    )
+
+
+def test_what_a_layer_keeps_adds_up_item_by_item() -> None:
+    one = of("memory.activations", job(recipe=Recipe(2048, 1, 16)), prediction())
+    items = {symbol.name: symbol.value for symbol in one.symbols if symbol.unit == "bytes"}
+    assert set(items) == {"norms", "heads", "attention", "mlp"}
+    assert sum(items.values()) == pytest.approx(one.value, abs=12)
+
+
+def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
+    notes = {
+        zero: of(
+            "memory.states_megatron", job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=zero)),
+            prediction(),
+        ).note
+        for zero in (0, 1, 2)
+    }  # fmt: skip
+    assert notes == {0: "here 18 P", 1: "here 6 P + 12 P/N", 2: "here 2 P + 16 P/N"}
+
+
+def test_a_time_that_was_interpolated_in_a_sweep_is_said_to_be() -> None:
+    message = Message("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB)
+    swept = replace(with_messages(message), formulas=(SWEEP,))
+    assert of("comm.sweep", job(), swept).value == 3 * MS / 200
+
+
+def test_gradients_summed_over_context_parallelism_are_on_all_of_its_ranks() -> None:
+    around = job(layout=Layout(cp=2, dp_replicate=4))
+    call = Message("ddp", "all_reduce", "dp_cp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
+    rows = with_messages(call).communication
+    one = of("comm.choice", around, replace(one_stage(), communication=rows))
+    assert one.what == "time of one all_reduce on dp_cp (grad_sync)"
+    assert one.symbols[2] == Symbol("n", "ranks", 8)

@@ -65,14 +65,25 @@ def test_recomputation_adds_forward_passes_of_layers_and_not_of_the_head(
     recompute: str, layers: int, core: int
 ) -> None:
     """Selective is counted as Korthikanti et al. print it: the core's three passes once more."""
-    small = job(SMALL, **STEP, recompute=recompute)
+    small = job(SMALL, **STEP, recompute=recompute, flash_attention=False)
     assert hardware_flops(small) == 32 * (layers * 768 + core * 256 + 3 * 1024)
     assert model_flops(small) == 32 * 3 * (768 + 256 + 1024)
 
 
+def test_selective_repeats_nothing_of_fused_attention_and_every_second_product_in_torchtitan() -> (
+    None
+):
+    fused = job(SMALL, **STEP, recompute="selective")
+    assert hardware_flops(fused) == model_flops(fused)
+    titan = job(SMALL, **STEP, recompute="selective", framework="fsdp2")
+    assert hardware_flops(titan) - model_flops(titan) == 32 * 768 // 2
+
+
 def test_other_conventions_count_one_more_pass_of_what_is_recomputed() -> None:
     every = total_parameters(SMALL)
-    selective, full = (job(SMALL, **STEP, recompute=how) for how in ("selective", "full"))
+    selective, full = (
+        job(SMALL, **STEP, recompute=how, flash_attention=False) for how in ("selective", "full")
+    )
     assert hardware_flops(selective, "C5") == 32 * (3 * 768 + 4 * 128 + 3 * 1024)
     assert hardware_flops(selective, "C4") == 32 * (6 * every + 4 * 256)
     assert hardware_flops(full, "C4") * 3 == 4 * model_flops(full, "C4")
@@ -85,7 +96,7 @@ def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms(
         sizes = (model.layers, model.hidden, 2048, 51200, batch)
         step = {"seq_len": 2048, "global_batch": batch}
         plain, selective, full = (
-            job(model, Layout(tp=int(row["tp"])), **step, recompute=how)
+            job(model, Layout(tp=int(row["tp"])), **step, recompute=how, flash_attention=False)
             for how in ("none", "selective", "full")
         )
         assert model_flops(plain) == hardware_flops(plain) == korthikanti_flops(*sizes)
@@ -153,6 +164,7 @@ def test_korthikanti_table_5_within_a_third_of_a_point() -> None:
         batch, gpus = int(row["global_batch"]), int(row["gpus"])
         layout = Layout(tp=int(row["tp"]), pp=int(row["pp"]), sequence_parallel=True)
         step = {"seq_len": 2048, "global_batch": batch, "recompute": "selective"}
+        step["flash_attention"] = False
         trained, took_ns = job(gpt_of(row), layout, **step), float(row["iter_s_selective_SP"]) * 1e9
         found = [
             mfu(flops, took_ns, gpus, A100)

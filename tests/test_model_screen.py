@@ -14,7 +14,7 @@ from stepsplit.analyzer.model.explain.explain import Explained, explain
 from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
 from stepsplit.analyzer.model.explain.folk import Folk
 from stepsplit.analyzer.model.formula import Formula
-from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.recipe import Recipe
 from stepsplit.dashboard.reporters.explained import listing
@@ -51,11 +51,11 @@ other         1.0 GiB   1.0 GiB
 peak memory  14.5 GiB  11.5 GiB
 
 communication of a rank of stage 1 in a step
-axis  op          phase      calls     size     sent          time  exposed
-tp    all_reduce  forward      192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
-tp    all_reduce  backward     192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
-dp    all_reduce  grad_sync     30  41.9 MB  1.26 GB  11.0-14.0 ms  9.00 ms
-pp    send        backward       8  8.39 MB  67.1 MB  1.00-4.00 ms  2.00 ms
+axis  op phase              calls     size     sent          time  exposed
+tp    all_reduce forward      192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
+tp    all_reduce backward     192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
+dp    all_reduce grad_sync     30  41.9 MB  1.26 GB  11.0-14.0 ms  9.00 ms
+pp    send backward             8  8.39 MB  67.1 MB  1.00-4.00 ms  2.00 ms
 
 note: host-bound: launching a layer takes about as long as computing it
 """
@@ -66,13 +66,14 @@ WHY: the formulas, with this run's numbers
 
 bytes of a rank = 1.26 GB
   comm.ddp: 2 (N-1)/N g P
+  calls: 1 all_reduce grad_sync
   N = 2         ranks
   P = 354M      parameters
   B = 450 GB/s  nvlink4
   A. Author, 2020
-  rule of thumb: "2 Phi" would say 707 MB: Phi counts elements
+  rule of thumb: "2 P" would say 707 MB: P counts elements
 
-HEARD ABOUT THESE, and what holds
+ALSO HEARD ABOUT THESE FORMULAS, and what holds
 "all-reduce moves 2P" holds in another unit: 2P elements (B. Author, 2021)
 """
 
@@ -173,10 +174,11 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
         ),
         1_258_291_200,
         "bytes",
-        (RuleOfThumb("2 Phi", 707_215_360, "Phi counts elements"),),
+        (RuleOfThumb("2 P", 707_215_360, "P counts elements"),),
+        "calls: 1 all_reduce grad_sync",
     )
     two = Folk(
-        "two-phi", "all-reduce moves 2P", "unit", "2P elements", "B. Author, 2021", "dp.messages"
+        "two-phi", "all-reduce moves 2P", "unit", "2P elements", "B. Author, 2021", ("comm.ddp",)
     )
     assert shown(listing([one], [two])) == LISTING
 
@@ -194,3 +196,13 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
 )
 def test_counts_work_rates_and_bands_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_words_of_a_narrow_table_break_between_words() -> None:
+    """An op and its phase share a column, which alone may take a second line."""
+    message = Message("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
+    row = Communication(message, Band(9e9, 8e9, 9e9), 9_000 * MS)
+    lines = shown(screen(job(), replace(prediction(), communication=(row,))), 80).splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("expert_dp")]
+    assert lines[first].split()[1:3] == ["reduce_scatter", "1,000"]
+    assert lines[first + 1].split() == ["grad_sync"]

@@ -102,7 +102,14 @@ hardware.preset = "a100-sxm-40gb"
     assert job_of(text) == Job(
         transformer("gpt2-124m"),
         Layout(),
-        Recipe(seq_len=1024, micro_batch=4, global_batch=12),
+        Recipe(
+            seq_len=1024,
+            micro_batch=4,
+            global_batch=12,
+            flash_attention=False,
+            dropout=True,
+            fused_loss=False,
+        ),
         hardware("a100-sxm-40gb"),
     )
 
@@ -243,7 +250,7 @@ def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -
     [
         ("megatron", "bf16", "fp32", "bf16"),
         ("fsdp2", "bf16", "fp32", "bf16"),
-        ("ddp", "bf16", "bf16", "bf16"),
+        ("ddp", "bf16", "fp32", "bf16"),
         ("deepspeed", "fp16", "fp16", "fp16"),
         ("zero-paper", "fp16", "fp16", "fp16"),
         ("deepspeed", "fp8", "bf16", "bf16"),
@@ -340,7 +347,7 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
             "parallel.rank_order: 'tp-dp' is no order of the axes; "
             'write "tp-cp-ep-dp-pp" in the order of the ranks, the fastest first',
         ),
-        ({"parallel": {"overlap": "dp"}}, "parallel.overlap: 'dp' is no list; write words in [ ]"),
+        ({"parallel": {"overlap": 3}}, "parallel.overlap: 3 is no list; write words in [ ]"),
         (
             {"parallel": {"layers_per_stage": [1, -1]}},
             "parallel.layers_per_stage[1]: -1 is no count; write a whole number from 0 up",
@@ -398,3 +405,28 @@ def test_a_file_that_is_no_run_file_is_named(tmp_path: Path, text: bytes, told: 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.toml: No such file or directory; check the path$"):
         read_job(tmp_path / "none.toml")
+
+
+def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
+    """Attention that stores its scores, dropout, a loss that is not fused: nothing of it on H100."""
+    old, new = (
+        run(SMALL, device={"preset": name}).recipe for name in ("a100-sxm-80gb", "h100-sxm")
+    )
+    assert (old.flash_attention, old.dropout, old.fused_loss) == (False, True, False)
+    assert (new.flash_attention, new.dropout, new.fused_loss) == (True, False, True)
+
+
+def test_other_words_for_the_same_are_understood() -> None:
+    words = {"framework": "torchtitan", "optimizer": "adamw"}
+    one = run(SMALL, training=words, parallel={"dp": 2, "overlap": "dp"})
+    assert (one.recipe.framework, one.recipe.optimizer) == ("fsdp2", "adam")
+    assert one.layout.overlap == {"dp"}
+    staged = {"pp": 2, "schedule": "zb1p"}
+    assert run(SMALL, parallel=staged).layout.schedule == "zb-h1"
+
+
+def test_megatron_cuts_experts_as_it_cuts_the_rest() -> None:
+    mixture = {"preset": "mixtral-8x7b"}
+    assert run(mixture, parallel={"tp": 2, "dp": 4}).layout.expert_tp == 2
+    assert run(mixture, parallel={"tp": 2, "dp": 4, "expert_tp": 1}).layout.expert_tp == 1
+    assert run(SMALL, parallel={"tp": 2, "dp": 2}).layout.expert_tp == 1

@@ -229,15 +229,15 @@ def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
         "",
         "step time  rows                   result           bar           verdict",
         "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
-        "beside it, one constant utilization of each kind of GPU, same rows:",
-        "GPUs  mean 15.0 %, p90 20.0 %  worse",
+        "beside it, one constant utilization for each GPU and dtype, same rows:",
+        "GPUs  mean 15.0 %, p90 20.0 %  worse than the model",
         "GPUs, step time: two runs",
-        "",
-        "1 of 2 checks met; rows fitted on, which do not count: 1",
         "",
         "GPUs, step time: farthest off",
         "row  published  predicted    error",
         "a         10 s       12 s  +20.0 %",
+        "",
+        "1 of 2 checks met; rows fitted on, which do not count: 1",
     ]
 
 
@@ -254,7 +254,7 @@ def test_nothing_is_cut_at_eighty_columns(checks: tuple[Check, ...]) -> None:
 
 def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
     times = check("times", [row("a", 10, 11), row("b", 10, 10, True)], "mean", (0.2,))
-    assert shown((times,), every_row=True)[-3:] == [
+    assert shown((times,), every_row=True)[-5:-2] == [
         "row  published  predicted    error  fitted on",
         "a         10 s       11 s  +10.0 %",
         "b         10 s       10 s   +0.0 %        yes",
@@ -264,7 +264,7 @@ def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
 def test_rows_of_one_run_are_told_apart_by_what_they_are() -> None:
     first = replace(row("a", 10, 12), what="stage 0")
     found = check("memory", [first, replace(first, what="stage 1")], "mean", (0.1,))
-    assert [line.split("  ")[0] for line in shown((found,))[-2:]] == ["a, stage 0", "a, stage 1"]
+    assert [line.split("  ")[0] for line in shown((found,))[-4:-2]] == ["a, stage 0", "a, stage 1"]
 
 
 def test_the_command_ends_with_one_where_a_check_is_missed(

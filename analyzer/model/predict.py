@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
-from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm.measured import Rates
 from stepsplit.analyzer.model.comm.messages import messages_of
 from stepsplit.analyzer.model.memory.memory import fits, memory_of
@@ -15,10 +15,11 @@ from stepsplit.analyzer.model.spec.span import span_of
 from stepsplit.analyzer.model.spec.stages import stages_of
 from stepsplit.analyzer.model.step.confidence import band_of, confidence_of, doubts
 from stepsplit.analyzer.model.step.exposed import Timed
-from stepsplit.analyzer.model.step.pipeline import pipelined, sends
+from stepsplit.analyzer.model.step.pipeline import between_stages, pipelined
 from stepsplit.analyzer.model.step.speed import speed_of
-from stepsplit.analyzer.model.step.split import splits_of
+from stepsplit.analyzer.model.step.split import Pipelined, splits_of
 from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
+from stepsplit.analyzer.model.used import formulas_of
 from stepsplit.analyzer.model.work.conventions import Convention
 from stepsplit.analyzer.model.work.flops import hardware_flops, model_flops
 from stepsplit.analyzer.model.work.mfu import mfu
@@ -33,7 +34,8 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
     Raises UsageError for a job that cannot be.
     """
     check(job)
-    timed = timed_messages(job, rates or Rates())
+    rates = rates or Rates()
+    timed = timed_messages(job, rates)
     stages = stage_times(job, timed)
     pipeline = pipelined(job, stages, timed)
     splits = splits_of(job, stages, pipeline)
@@ -50,7 +52,7 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
         memory=memory,
         model_flops=flops,
         hardware_flops=executed,
-        communication=_communication(stages, timed, slowest),
+        communication=_communication(job, stages, timed, pipeline),
         bubble_fraction=pipeline.bubble_fraction,
         bubble_overhead=pipeline.bubble_overhead,
         splits=splits,
@@ -64,7 +66,7 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
         fits=fits(job, memory),
         confidence=confidence_of(job, reasons),
         notes=reasons,
-        formulas=(),
+        formulas=formulas_of(job, rates),
     )
 
 
@@ -77,10 +79,10 @@ def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
 
 
 def _each(job: Job, message: Message, rates: Rates) -> Band:
-    """One call; a message costs its time where it is sent, once."""
-    if message.op == "recv":
+    """One call. A ring's message costs its time where it is sent: sending and receiving overlap."""
+    if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
-    span = span_of(job, message.axis)
+    span = span_of(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
     return rates.time_of(message.op, message.message_bytes, span, job.hardware)
 
 
@@ -94,8 +96,23 @@ def stage_times(job: Job, timed: dict[int, tuple[Timed, ...]]) -> tuple[StageTim
 
 
 def _communication(
-    stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]], slowest: Split
+    job: Job,
+    stages: tuple[StageTime, ...],
+    timed: dict[int, tuple[Timed, ...]],
+    pipeline: Pipelined,
 ) -> tuple[Communication, ...]:
-    """All messages, the pipeline's own with what they add to the slowest stage."""
-    inside = tuple(each for stage in stages for each in stage.communication)
-    return inside + sends(timed, slowest.p2p_ns)
+    """All messages, stage by stage, by the mesh's own axes."""
+    found: list[Communication] = []
+    for stage in stages:
+        index = stage.stage.index
+        found += stage.communication
+        found += between_stages(timed[index], pipeline.exposed_ns(index))
+    return tuple(_on_mesh(job, each) for each in found)
+
+
+def _on_mesh(job: Job, one: Communication) -> Communication:
+    """dp, all ranks that sum gradients, is dp_replicate unless context parallelism joins them."""
+    if one.message.axis != "dp":
+        return one
+    axis = "dp_replicate" if job.layout.cp == 1 else "dp_cp"
+    return replace(one, message=replace(one.message, axis=axis))

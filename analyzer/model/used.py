@@ -40,7 +40,8 @@ from stepsplit.analyzer.model.step import exposed, host, optimizer, speed, split
 from stepsplit.analyzer.model.work import flops, layers, mfu, parameters
 from stepsplit.analyzer.model.work.conventions import CONVENTIONS, Convention
 
-_CONTEXTS = {"ring": context.RING, "all-gather": context.GATHER, "ulysses": context.ULYSSES}
+CONTEXTS = {"ring": context.RING, "all-gather": context.GATHER, "ulysses": context.ULYSSES}
+"""By Layout.context_kind."""
 _REDUCED = ("tp", "dp", "dp_replicate", "expert_dp")
 """Axes over which something large is summed, perhaps by the switch."""
 
@@ -98,13 +99,18 @@ def _of_memory(job: Job) -> Iterator[Formula]:
     if job.layout.pp > 1:
         yield IN_FLIGHT
     yield transient.LOGITS
-    if job.layout.zero == 3 or (job.layout.zero == 2 and job.recipe.framework == "fsdp2"):
+    if _gathers(job):
         yield transient.GATHERED
     elif job.recipe.framework == "megatron" and job.recipe.gradient_bytes == 4:
         yield transient.DUMMY
     if job.recipe.offload:
         yield offload.OFFLOAD
     yield from (peak.PEAK, band.RESERVED)
+
+
+def _gathers(job: Job) -> bool:
+    """Whether weights are whole only while they are used; FSDP2's ZeRO-2 is SHARD_GRAD_OP."""
+    return job.layout.zero == 3 or (job.layout.zero == 2 and job.recipe.framework == "fsdp2")
 
 
 def _of_messages(job: Job) -> Iterator[Formula]:
@@ -115,7 +121,7 @@ def _of_messages(job: Job) -> Iterator[Formula]:
     if layout.tp > 1:
         yield from (tensor.TENSOR, *(tensor.SEQUENCE,) * layout.sequence_parallel, tensor.LOSS)
     if layout.cp > 1:
-        yield _CONTEXTS[layout.context_kind]
+        yield CONTEXTS[layout.context_kind]
     if job.model.experts is not None and layout.ep * layout.expert_tp > 1:
         yield experts.EXPERTS
     if layout.pp > 1:
@@ -172,7 +178,7 @@ def _switch_sums(job: Job) -> bool:
 
 def _of_step(job: Job) -> Iterator[Formula]:
     yield from (speed.KERNEL, traffic.ACCUMULATE)
-    if job.layout.zero == 3 and job.recipe.framework == "fsdp2":
+    if _gathers(job) and job.recipe.framework == "fsdp2":
         yield traffic.UNIT_COPIES
     if job.layout.world_size > 1:
         yield exposed.EXPOSED

@@ -29,7 +29,7 @@ def listing(explained: Sequence[Explained], heard: Sequence[Folk] = ()) -> Rende
     for one in explained:
         parts += [Text(), *_entry(one)]
     if heard:
-        parts += [Text(), Text("HEARD ABOUT THESE, and what holds", style="bold")]
+        parts += [Text(), Text("ALSO HEARD ABOUT THESE FORMULAS, and what holds", style="bold")]
         parts += [_heard(folk) for folk in heard]
     return Group(*parts)
 
@@ -37,9 +37,10 @@ def listing(explained: Sequence[Explained], heard: Sequence[Folk] = ()) -> Rende
 def _entry(one: Explained) -> list[RenderableType]:
     heading = Text(f"{one.what} = {_shown(one.value, one.unit)}", style="bold")
     lines: list[RenderableType] = [Text(f"{one.formula.id}: {one.formula.text}")]
+    lines += [Text(one.note)] if one.note else []
     lines += [_symbols(one.symbols), Text(one.formula.citation, style="bright_black")]
     lines += [_rule(each, one.unit) for each in one.folk]
-    return [heading, *(Padding(line, _INDENT) for line in lines)]
+    return [heading, *(Padding(line, _INDENT, expand=False) for line in lines)]
 
 
 def _symbols(symbols: Sequence[Symbol]) -> Table:

@@ -45,7 +45,8 @@ def stages_table(prediction: Prediction) -> Group | Table:
         _add_memory(table, category, memory, attrgetter(f"{category}_bytes"))
     _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
     more = len(prediction.splits) - len(shown)
-    left_out = Text(f"and {more} stages more, which --json has", style="bright_black")
+    stages = f"{more} stage{'s' if more > 1 else ''}"
+    left_out = Text(f"and {stages} more, which --json has", style="bright_black")
     return Group(table, left_out) if more else table
 
 
@@ -77,11 +78,14 @@ def communication_table(prediction: Prediction) -> Group:
     stage = _slowest(prediction)
     rows = _merged([row for row in prediction.communication if row.message.stage == stage])
     rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
-    table = bare_table("axis", "op", "phase", "calls", "size", "sent", "time", "exposed")
+    table = bare_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
+    words = table.columns[1]
+    words.justify, words.no_wrap, words.overflow = "left", False, "fold"
     for row in rows[:MOST_KINDS]:
         table.add_row(*_cells(row))
     more = len(rows) - MOST_KINDS
-    left_out = [Text(f"and {more} kinds more, which --json has", style="bright_black")]
+    kinds = f"{more} kind{'s' if more > 1 else ''}"
+    left_out = [Text(f"and {kinds} more, which --json has", style="bright_black")]
     of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
     heading = Text(f"communication of a rank{of_stage} in a step")
     return Group(heading, table, *(left_out if more > 0 else ()))
@@ -122,7 +126,7 @@ def _merged(rows: Sequence[Communication]) -> list[_Kind]:
 
 def _cells(kind: _Kind) -> tuple[str, ...]:
     return (
-        AXIS_SHORT.get(kind.axis, kind.axis), kind.op, kind.phase, f"{kind.count:,}",
+        AXIS_SHORT.get(kind.axis, kind.axis), f"{kind.op} {kind.phase}", f"{kind.count:,}",
         units.size(kind.message_bytes), units.size(kind.sent_bytes),
         units.milliseconds_between(kind.low_ns, kind.high_ns), units.milliseconds(kind.exposed_ns),
     )  # fmt: skip

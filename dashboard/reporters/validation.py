@@ -28,12 +28,11 @@ def screen(checks: Sequence[Check], every_row: bool = False) -> RenderableType:
     parts: list[RenderableType] = []
     for group in _GROUPS:
         parts += _group([check for check in checks if _group_of(check) == group], group)
-    parts.append(_total(checks))
     for check in checks:
         rows = check.rows if every_row else far_off(check)
         if rows:
-            parts += [Text(), Text(_heading(check, every_row), style="bold"), row_table(rows)]
-    return Group(*parts)
+            parts += [Text(_heading(check, every_row), style="bold"), row_table(rows), Text()]
+    return Group(*parts, _total(checks))
 
 
 def _group_of(check: Check) -> str:
@@ -120,9 +119,13 @@ def _baselines(checks: Sequence[Check]) -> list[RenderableType]:
     table.show_header = table.expand = False
     for check in compared:
         better = check.baseline is not None and check.baseline[0] < check.result[0]
-        said = Text("better than the model", "yellow") if better else Text("worse", "bright_black")
+        said = (
+            Text("better than the model", "yellow")
+            if better
+            else Text("worse than the model", "bright_black")
+        )
         table.add_row(_short(check), _result(check, check.baseline or ()), said)
-    return [Text("beside it, one constant utilization of each kind of GPU, same rows:"), table]
+    return [Text("beside it, one constant utilization for each GPU and dtype, same rows:"), table]
 
 
 def _notes(checks: Sequence[Check]) -> list[Text]:

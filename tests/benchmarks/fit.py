@@ -54,8 +54,12 @@ def _family(family: str, cases: list[Case]) -> None:
     for name in BOUNDS:
         print(f"{name} = {getattr(best, name):.4g}")
     print(f"error = {percentile_90([abs(math.expm1(error(best, case))) for case in rest]):.2g}")
-    used = sorted({case.job.recipe.framework for case in fitted})
-    print("frameworks = [" + ", ".join(f'"{name}"' for name in used) + "]")
+    for key, seen in (
+        ("frameworks", {case.job.recipe.framework for case in fitted}),
+        ("devices", {case.job.hardware.name for case in fitted}),
+        ("dtypes", {case.job.recipe.dtype for case in fitted}),
+    ):
+        print(f"{key} = [" + ", ".join(f'"{name}"' for name in sorted(seen)) + "]")
     print("rows = [\n" + "".join(f'  "{case.id}",\n' for case in fitted) + "]")
     for name, some in (("fitted", fitted), ("rest", rest)):
         for case in some:

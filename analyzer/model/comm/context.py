@@ -44,7 +44,8 @@ def context_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
     if job.layout.cp == 1:
         return ()
     phases = ["forward", "backward"]
-    if job.recipe.recompute in (*FULL_RECOMPUTE, "selective"):
+    stored = job.recipe.recompute == "selective" and not job.recipe.flash_attention
+    if stored or job.recipe.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
     calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.layout.context_kind]
     return tuple(

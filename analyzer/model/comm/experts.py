@@ -51,5 +51,5 @@ def _of_phase(job: Job, stage: int, phase: str, count: int) -> tuple[Message, ..
 
 def _routed_bytes(job: Job) -> int:
     """A rank's tokens of one microbatch, each once for every expert that it goes to."""
-    tokens = share(job.tokens, job.layout.sequence_split) * of_experts(job.model).top_k
+    tokens = share(job.tokens, job.layout.tp) * of_experts(job.model).top_k
     return tokens * job.model.hidden * job.recipe.activation_bytes

@@ -53,7 +53,7 @@ def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
         return ()
     together = layout.ep == 1 and layout.expert_tp == layout.tp
     dense, experts = units(held, together)
-    of_experts = layout.expert_dp // layout.dp_replicate
+    of_experts = max(1, layout.expert_dp // layout.dp_replicate)
     return (
         *_group(job, held.stage, dense, "dp_shard", layout.shard_size),
         *_group(job, held.stage, experts, "expert_dp", of_experts),

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsplit.analyzer.model.comm.fitted_rows import (
+    A100,
+    ALPS_NODES,
+    ALPS_SIZES,
+    B200,
+    KIB,
+    MIB,
+    SWEEP_SIZES,
+    alps,
+    sweep,
+)
 from stepsplit.analyzer.model.spec.span import Span
 
-KIB, MIB = 2**10, 2**20
-
 ROWS = (
-    "all_reduce of 1x8 A100, 1x8 B200 and Alps GH200 on 1, 4, 16, 64 and 256 nodes; of each sweep"
-    " the sizes 2^k with odd k (32 KiB, 128 KiB ... 2 GiB)"
+    *alps(ALPS_NODES, ALPS_SIZES),
+    *sweep(A100, SWEEP_SIZES),
+    *sweep(B200, SWEEP_SIZES),
 )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from stepsplit.analyzer.model.explain.calls import of_calls
 from stepsplit.analyzer.model.explain.explained import Explained as Explained
 from stepsplit.analyzer.model.explain.links import of_links
 from stepsplit.analyzer.model.explain.memory import of_memory
 from stepsplit.analyzer.model.explain.messages import of_messages
 from stepsplit.analyzer.model.explain.pipeline import of_pipeline
+from stepsplit.analyzer.model.explain.routes import of_routes
 from stepsplit.analyzer.model.explain.work import of_work
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.spec.job import Job
@@ -19,5 +21,7 @@ def explain(job: Job, prediction: Prediction) -> tuple[Explained, ...]:
         *of_memory(job, prediction),
         *of_pipeline(job, prediction),
         *of_messages(job, prediction),
-        *of_links(job, prediction),
+        *of_routes(job, prediction),
+        *of_calls(job, prediction),
+        *of_links(job),
     )

@@ -28,18 +28,23 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """What people say instead, the value that it gives here in the formula's unit, and why not."""
+    """What people say instead, the value that it gives here in the formula's unit, and why not.
+
+    folk names the rules of folk.toml that it answers.
+    """
 
     rule: str
     value: float
     why: str
+    folk: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
     """A formula that a prediction rests on, its symbols, its value and the folk rules beside it.
 
-    what names the value in words; value is the prediction's own, in unit.
+    what names the value in words; value is the prediction's own, in unit. note says how the formula
+    is applied here, where its text alone does not give the value.
     """
 
     formula: Formula
@@ -48,6 +53,7 @@ class Explained:
     value: float
     unit: Unit
     folk: tuple[RuleOfThumb, ...] = ()
+    note: str = ""
 
 
 def differing(value: float, rules: Iterable[RuleOfThumb]) -> tuple[RuleOfThumb, ...]:

@@ -17,7 +17,7 @@ class Folk:
     """One rule: what people say, whether it holds, what does, and who says so.
 
     half: it holds under a condition that the rule leaves out; unit: in another unit than people
-    take it for. formula is the id of the formula that it stands beside, empty for a bare fact.
+    take it for. formulas are the ids of those that it stands beside, none for a bare fact.
     """
 
     id: str
@@ -25,11 +25,14 @@ class Folk:
     verdict: Verdict
     reference: str
     citation: str
-    formula: str = ""
+    formulas: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1)
 def folk_rules() -> tuple[Folk, ...]:
     """All rules, in the order of the file."""
     tables = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return tuple(Folk(id=name, **table) for name, table in tables.items())
+    return tuple(
+        Folk(id=name, **table | {"formulas": tuple(table.get("formulas", ()))})
+        for name, table in tables.items()
+    )

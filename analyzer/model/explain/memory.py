@@ -1,21 +1,20 @@
-"""Why the states and the activations take what they take, with the job's numbers."""
+"""Why the states of a rank take what they take, with the job's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepsplit.analyzer.model.comm.calls import FULL_RECOMPUTE
 from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, differing
-from stepsplit.analyzer.model.formula import Formula
-from stepsplit.analyzer.model.memory import activations, states
-from stepsplit.analyzer.model.memory.recompute import EVERY, FULL, stage_activations
+from stepsplit.analyzer.model.explain.kept import kept_of_layer
+from stepsplit.analyzer.model.memory import states
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.stages import Stage, stages_of
+from stepsplit.analyzer.model.spec.stages import stages_of
+from stepsplit.analyzer.model.used import states_formula
 from stepsplit.analyzer.model.work.parameters import StageParameters, stage_parameters
 
-_GPT_WHOLE, _GPT_SPLIT, _GPT_SCORES = 10, 24, 5
-"""Bytes of Korthikanti et al., table 2: what tp leaves whole, what it divides, the scores."""
+_MANY = 1000
+"""Parameters enough to tell by their bytes what is shared."""
 
 
 def of_memory(job: Job, prediction: Prediction) -> Iterator[Explained]:
@@ -23,7 +22,7 @@ def of_memory(job: Job, prediction: Prediction) -> Iterator[Explained]:
     fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
     if not job.recipe.offload:
         yield _states(job, fullest)
-    yield _activations(job, stages_of(job)[fullest.stage])
+    yield kept_of_layer(job, stages_of(job)[fullest.stage])
 
 
 def _states(job: Job, memory: StageMemory) -> Explained:
@@ -32,7 +31,7 @@ def _states(job: Job, memory: StageMemory) -> Explained:
     each = states.parameter_bytes(job.recipe)
     symbols = (
         Symbol("P", f"parameters of a rank of stage {memory.stage}", held.dense, "parameters"),
-        Symbol("N", "ranks that share their states (1: each has all)", job.layout.shard_size),
+        Symbol("N", "ranks that share their states", job.layout.shard_size),
         *_experts(job, held),
         Symbol("w", "bytes of a weight", each.weights, "bytes"),
         Symbol("g", "bytes of a gradient", each.gradients, "bytes"),
@@ -40,21 +39,32 @@ def _states(job: Job, memory: StageMemory) -> Explained:
     )
     rules = [_sixteen(job, held)]
     if job.recipe.optimizer == "adam":
-        rules.append(_doubling(memory))
+        rules.append(_doubling(job, memory))
     what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
     folk = differing(value, rules)
-    return Explained(_states_formula(job), what, symbols, value, "memory_bytes", folk)
+    return Explained(
+        states_formula(job), what, symbols, value, "memory_bytes", folk, _applied(job, held)
+    )
 
 
-def _states_formula(job: Job) -> Formula:
-    match job.recipe.framework:
-        case "megatron":
-            return states.MEGATRON
-        case "deepspeed":
-            return states.DEEPSPEED
-        case "fsdp2" | "ddp" | "huggingface":
-            return states.FSDP
-    return states.STATES
+def _applied(job: Job, held: StageParameters) -> str:
+    """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
+    parts = states.share(_MANY, 2, states.parameter_bytes(job.recipe), job.recipe, _stage(job))
+    each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
+    own = states.parameter_bytes(job.recipe)
+    unsharded = own.weights, own.gradients, own.optimizer
+    both = list(zip(each, unsharded, strict=True))
+    whole = sum(n for found, n in both if found == n * _MANY)
+    spread = sum(n for found, n in both if 0 < found < n * _MANY)
+    terms = [f"{whole} P" * (whole > 0), f"{spread} P/N" * (spread > 0)]
+    experts = ", for experts with P_e and N_e" if held.experts else ""
+    return f"here {' + '.join(filter(None, terms))}{experts}"
+
+
+def _stage(job: Job) -> int:
+    """The ZeRO stage; FSDP2's second one shards at rest like the third."""
+    zero = job.layout.zero
+    return 3 if zero == 2 and job.recipe.framework == "fsdp2" else zero
 
 
 def _sixteen(job: Job, held: StageParameters) -> RuleOfThumb:
@@ -67,7 +77,8 @@ def _sixteen(job: Job, held: StageParameters) -> RuleOfThumb:
         f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} keeps"
         f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
     )
-    return RuleOfThumb(f"16 bytes a parameter (2 + 2 + 12){spread}", value, why)
+    rule = f"16 bytes a parameter (2 + 2 + 12){spread}"
+    return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
 
 
 def _paper_bytes(zero: int, n: int) -> float:
@@ -85,46 +96,13 @@ def _experts(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
     )
 
 
-def _doubling(memory: StageMemory) -> RuleOfThumb:
+def _doubling(job: Job, memory: StageMemory) -> RuleOfThumb:
+    mixed = states.parameter_bytes(job.recipe).weights < 4
     return RuleOfThumb(
         "the optimizer doubles the memory of the weights",
         2 * memory.weights_bytes,
-        "Adam keeps two fp32 moments, 8 bytes a parameter, mixed precision an fp32 weight beside,"
-        " and gradients come on top",
+        "Adam keeps two fp32 moments, 8 bytes a parameter"
+        + ", and an fp32 weight beside the 16-bit one" * mixed
+        + "; gradients come on top",
+        ("adam-doubles",),
     )
-
-
-def _activations(job: Job, stage: Stage) -> Explained:
-    model, recipe, layout = job.model, job.recipe, job.layout
-    symbols = (
-        Symbol("s", "tokens a sequence", recipe.seq_len),
-        Symbol("b", "sequences a microbatch", recipe.micro_batch),
-        Symbol("c", "ranks of context parallelism", layout.cp),
-        Symbol("h", "hidden size", model.hidden),
-        Symbol("a", "heads", model.heads),
-        Symbol("f", "width of the MLP", model.ffn),
-        Symbol("t", "ranks of tensor parallelism", layout.tp),
-    )
-    held = stage_activations(job, stage, activations.layers_of(job)).held_bytes
-    value = held * len(stage.chunks) / stage.layers
-    formula, rule = _kept(job)
-    what = f"activations that a layer of stage {stage.index} keeps of one microbatch on a rank"
-    return Explained(formula, what, symbols, value, "bytes", differing(value, [rule]))
-
-
-def _kept(job: Job) -> tuple[Formula, RuleOfThumb]:
-    if job.recipe.recompute in FULL_RECOMPUTE:
-        why = "the input of each recomputed stretch stays, and one stretch at a time is whole"
-        rule = RuleOfThumb("recomputing everything keeps O(1)", 0.0, why)
-        return (FULL if job.recipe.recompute == "full" else EVERY), rule
-    of_gpt = not (job.recipe.flash_attention or job.model.gated or job.model.experts)
-    return (activations.KORTHIKANTI if of_gpt else activations.LAYER), _gpt_rule(job)
-
-
-def _gpt_rule(job: Job) -> RuleOfThumb:
-    model, layout = job.model, job.layout
-    scores = _GPT_SCORES * model.heads * job.recipe.seq_len / model.hidden
-    each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
-    why = "that is GPT in 16 bits with dropout, an MLP of 4h, and attention that keeps its scores"
-    rule = "s b h (34 + 5 a s / h), spread by tp"
-    return RuleOfThumb(rule, job.tokens * model.hidden * each, why)

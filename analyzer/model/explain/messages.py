@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from stepsplit.analyzer.model.comm.calls import FULL_RECOMPUTE
@@ -22,13 +23,19 @@ _PASSES = ("forward", "backward", "recompute")
 def of_messages(job: Job, prediction: Prediction) -> Iterator[Explained]:
     """What the slowest stage's rank sends for tensor and data parallelism, where it has them."""
     stage = prediction.splits.index(prediction.split)
-    messages = [row.message for row in prediction.communication if row.message.stage == stage]
+    messages = messages_of_slowest(prediction)
     tensor = [one for one in messages if one.strategy in TENSOR_STRATEGIES and one.phase in _PASSES]
     if tensor:
         yield _tensor(job, stage, tensor)
     data = [one for one in messages if one.strategy in DATA_STRATEGIES]
     if data:
         yield (_sharded if job.layout.zero == 3 else _data)(job, stage, data)
+
+
+def messages_of_slowest(prediction: Prediction) -> list[Message]:
+    """All messages of a rank of the slowest stage."""
+    stage = prediction.splits.index(prediction.split)
+    return [row.message for row in prediction.communication if row.message.stage == stage]
 
 
 def _tensor(job: Job, stage: int, messages: list[Message]) -> Explained:
@@ -38,10 +45,14 @@ def _tensor(job: Job, stage: int, messages: list[Message]) -> Explained:
         Symbol("L", f"layers of stage {stage}", layers),
         Symbol("m", "microbatches of a step", job.microbatches),
     )
-    rule = RuleOfThumb("two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(job))
+    rule = RuleOfThumb(
+        "two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(job),
+        ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
+    )  # fmt: skip
     what = f"calls on tp of a rank of stage {stage} in a step"
     formula = SEQUENCE if job.layout.sequence_parallel else TENSOR
-    return Explained(formula, what, symbols, value, "", differing(value, [rule]))
+    found = differing(value, [rule])
+    return Explained(formula, what, symbols, value, "", found, calls_of(messages))
 
 
 def _more_calls(job: Job) -> str:
@@ -54,11 +65,11 @@ def _more_calls(job: Job) -> str:
 
 
 def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
-    value, recipe = _sent(messages), job.recipe
+    value, recipe = sent_bytes(messages), job.recipe
     held = stage_parameters(job)[stage]
     two = RuleOfThumb(
-        "2 Phi, read in the unit of the memory table (bytes)", 2 * held.total,
-        f"2 Phi counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
+        "2 P, read as bytes", 2 * held.total,
+        f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
         f" {recipe.gradient_bytes} bytes",
     )  # fmt: skip
     rules = [two, *_three(job, held)]
@@ -66,7 +77,9 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
     formula, symbols = DDP, _sums(job, held)
     if job.layout.zero:
         formula, symbols = ZERO, (*symbols, _gathered(job))
-    return Explained(formula, what, symbols, value, "bytes", differing(value, rules))
+    return Explained(
+        formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
+    )
 
 
 def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
@@ -78,19 +91,21 @@ def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)
     return (
         RuleOfThumb(
-            "ZeRO-1 is an all_reduce and an all_gather: 3 Phi",
+            "ZeRO-1 is an all_reduce and an all_gather: 3 P",
             elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
             "a reduce_scatter is half of an all_reduce, and all that ZeRO-1 and 2 need",
+            ("zero1-volume",),
         ),
     )
 
 
 def _sharded(job: Job, stage: int, messages: list[Message]) -> Explained:
-    value, held = _sent(messages), stage_parameters(job)[stage]
+    value, held = sent_bytes(messages), stage_parameters(job)[stage]
     rule = RuleOfThumb(
-        "3 Phi a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
-        f"weights are gathered and gradients scattered for each of {job.microbatches}"
-        f" microbatches, gradients in {job.recipe.gradient_bytes} bytes",
+        "3 P a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
+        f"gradients take {job.recipe.gradient_bytes} bytes each"
+        + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
+        ("zero3", "zero3-half-more"),
     )  # fmt: skip
     what = f"bytes that a rank of stage {stage} sends for weights and gradients in a step"
     symbols = (
@@ -98,7 +113,8 @@ def _sharded(job: Job, stage: int, messages: list[Message]) -> Explained:
         _gathered(job),
         Symbol("m", "microbatches of a step", job.microbatches),
     )
-    return Explained(FSDP, what, symbols, value, "bytes", differing(value, [rule]))
+    found = differing(value, [rule])
+    return Explained(FSDP, what, symbols, value, "bytes", found, calls_of(messages))
 
 
 def _sums(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
@@ -122,5 +138,14 @@ def _gathered(job: Job) -> Symbol:
     return Symbol("w", "bytes of a weight that is gathered", job.recipe.weight_bytes, "bytes")
 
 
-def _sent(messages: list[Message]) -> int:
+def calls_of(messages: list[Message]) -> str:
+    """How many of each op in each phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
+    counts: Counter[str] = Counter()
+    for one in messages:
+        counts[f"{one.op} {one.phase}"] += one.count
+    return "calls: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def sent_bytes(messages: list[Message]) -> int:
+    """What the rank sends with all of them."""
     return sum(one.count * one.wire_bytes for one in messages)

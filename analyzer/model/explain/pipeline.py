@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, differing
-from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.schedule.in_flight import IN_FLIGHT, in_flight
 from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.step.split import FRACTION, OVERHEAD
 
-_SC21 = "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
-FRACTION = Formula(
-    "pipeline.bubble_fraction",
-    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
-    _SC21,
-)
-OVERHEAD = Formula(
-    "pipeline.bubble_overhead",
-    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
-    _SC21,
-)
 _OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
 
 
@@ -39,12 +28,13 @@ def _fraction(job: Job, value: float) -> Explained:
         RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OTHER_WHOLE),
         RuleOfThumb(
             "a pipeline of p stages idles (p-1)/p of the time", (p - 1) / p,
-            f"that holds for one microbatch; this step has {m}",
+            f"that holds for one microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
         ),
     )  # fmt: skip
     return Explained(
-        FRACTION, "bubble, of all time", _symbols(job), value, "ratio", differing(value, rules)
-    )
+        FRACTION, "bubble, of all time", _symbols(job), value, "ratio", differing(value, rules),
+        _simulated(job),
+    )  # fmt: skip
 
 
 def _overhead(job: Job, value: float) -> Explained:
@@ -52,18 +42,24 @@ def _overhead(job: Job, value: float) -> Explained:
     why = "that is the fraction: of all time, not of the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
     return Explained(
-        OVERHEAD, "bubble, of useful time", _symbols(job), value, "ratio", differing(value, rules)
-    )
+        OVERHEAD, "bubble, of useful time", _symbols(job), value, "ratio", differing(value, rules),
+        _simulated(job),
+    )  # fmt: skip
+
+
+def _simulated(job: Job) -> str:
+    return f"found by running the schedule ({job.layout.schedule}) with this job's own times"
 
 
 def _in_flight(job: Job, rank: int) -> Explained:
     p, schedule, one = job.layout.pp, job.layout.schedule, job.layout.stages_per_rank
     value = in_flight(schedule, p, job.microbatches, job.layout.chunks, rank)
     why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
-    rule = RuleOfThumb("p stages divide the activations by p", one, why)
+    rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
     symbols = (*_symbols(job), Symbol("r", "rank of the pipeline", rank))
-    what = f"stages x microbatches whose activations pipeline rank {rank} holds at its peak"
-    return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]))
+    what = f"activations in flight on pipeline rank {rank} at its peak (microbatches x stages)"
+    note = f"the schedule is {schedule}"
+    return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]), note)
 
 
 def _simple_fraction(job: Job) -> RuleOfThumb:

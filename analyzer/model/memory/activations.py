@@ -11,8 +11,8 @@ from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention
 
 LAYER = Formula(
     "memory.activations",
-    "norms (4h + 4h)/s + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t a token, times T = sb/c"
-    " (s = t with sequence parallelism, else 1)",
+    "8h (norms; /t with sequence parallelism) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes a"
+    " token, times T = sb/c",
     "Korthikanti et al., arXiv:2205.05198, section 4, with flash attention, gated MLP and GQA",
 )
 KORTHIKANTI = Formula(

@@ -27,7 +27,8 @@ class Efficiency:
     the share of the memory's bandwidth, launch_ns what each kernel costs beside its work, jitter by
     what ratio a node's step times vary. error
     is how far off step times of 9 of 10 runs were that were not fitted on, a ratio. rows name the
-    published runs of the fit, frameworks what those ran.
+    published runs of the fit, frameworks, devices and dtypes
+    what those ran on.
     """
 
     gemm: float
@@ -39,6 +40,8 @@ class Efficiency:
     jitter: float = 0.02
     error: float = 0.3
     frameworks: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
 
 

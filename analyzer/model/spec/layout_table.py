@@ -19,15 +19,21 @@ _KEYS = (
     "layers_per_stage", "overlap", "sequence_parallel", "zero", "schedule", "chunks", "context",
     "reshard_after_forward", "scatter_gather", "world_size", "gpus",
 )  # fmt: skip
+_SAME = {
+    "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
+    "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
+}  # fmt: skip
+"""Other names of the same schedule."""
 _OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
 """Frameworks that sum gradients behind the backward pass unless told not to."""
 
 
-def layout_of(table: Table, framework: Framework | None) -> Layout:
+def layout_of(table: Table, framework: Framework | None, experts: bool = False) -> Layout:
     """The layout that the table states; an axis that it leaves out has one rank.
 
     dp is short for dp_shard where zero is 3, which fsdp2 and any dp_shard imply, else for
-    dp_replicate. Without either it is what world_size (or gpus) leaves. Raises DataError.
+    dp_replicate. Without either it is what world_size (or gpus) leaves. experts: the model has
+    some. Raises DataError.
     """
     table.knows(*_KEYS)
     zero = _zero(table, framework)
@@ -40,11 +46,13 @@ def layout_of(table: Table, framework: Framework | None) -> Layout:
         dp_shard=shard,
         cp=table.count("cp", 1),
         ep=table.count("ep", 1),
-        expert_tp=table.count("expert_tp", 1),
+        expert_tp=table.count(
+            "expert_tp", _expert_tp(table, framework, replicate * shard) if experts else 1
+        ),
         order=_order(table),
         sequence_parallel=table.flag("sequence_parallel", False),
         zero=zero,
-        schedule=table.one_of("schedule", SCHEDULES, _schedule(chunks)),
+        schedule=table.same(_SAME).one_of("schedule", SCHEDULES, _schedule(chunks)),
         chunks=chunks,
         layers_per_stage=table.counts("layers_per_stage", None),
         overlap=_overlap(table, framework),
@@ -54,6 +62,13 @@ def layout_of(table: Table, framework: Framework | None) -> Layout:
     )
     _check_world_size(table, layout)
     return layout
+
+
+def _expert_tp(table: Table, framework: Framework | None, dp: int) -> int:
+    """Megatron-LM cuts experts as it cuts the rest, where the ranks of a stage allow it."""
+    tp, ep, cp = (table.count(key, 1) for key in ("tp", "ep", "cp"))
+    cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
+    return tp if cuts else 1
 
 
 def framework_of(table: Table) -> Framework:
@@ -123,5 +138,7 @@ def _overlap(table: Table, framework: Framework | None) -> frozenset[str]:
     """The axes whose communication hides behind compute: all, none, or those listed."""
     if isinstance(table.values.get("overlap"), bool):
         return frozenset(RANK_ORDER) if table.flag("overlap", False) else frozenset()
+    if isinstance(table.values.get("overlap"), str):
+        return frozenset({table.one_of("overlap", RANK_ORDER, "dp")})
     usual = ("dp",) if (framework or framework_of(table)) in _OVERLAPPED else ()
     return frozenset(table.some_of("overlap", RANK_ORDER, usual))

@@ -11,7 +11,7 @@ from stepsplit.analyzer.model.spec.hardware import Efficiency, Link
 from stepsplit.analyzer.model.spec.table import Table, either, near, read_table
 
 PRESETS = Path(__file__).parent.parent / "presets"
-_BESIDE = ("tile", "jitter", "error", "frameworks", "rows")
+_BESIDE = ("tile", "jitter", "error", "frameworks", "devices", "dtypes", "rows")
 CONSTANTS = tuple(field.name for field in fields(Efficiency) if field.name not in _BESIDE)
 _NOTHING = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0)
 
@@ -40,8 +40,13 @@ def efficiency(family: str) -> Efficiency:
     if table is None:
         raise UsageError(f"no GPU family {family!r}; write {either(near(family, families()))}")
     table.needs(*CONSTANTS)
-    frameworks, rows = _texts(table, "frameworks"), _texts(table, "rows")
-    return replace(efficiency_of(table, _NOTHING), frameworks=frameworks, rows=rows)
+    return replace(
+        efficiency_of(table, _NOTHING),
+        frameworks=_texts(table, "frameworks"),
+        devices=_texts(table, "devices"),
+        dtypes=_texts(table, "dtypes"),
+        rows=_texts(table, "rows"),
+    )
 
 
 def _texts(table: Table, key: str) -> tuple[str, ...]:

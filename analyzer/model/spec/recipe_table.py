@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stepsplit.analyzer.model.spec.habits import habits_of
+from stepsplit.analyzer.model.spec.hardware import Hardware
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.recipe import (
     DTYPES,
@@ -13,6 +15,7 @@ from stepsplit.analyzer.model.spec.recipe import (
     Target,
 )
 from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.spec.transformer import Transformer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "sqrt")
 TARGETS: tuple[Target, ...] = ("cpu", "nvme")
@@ -24,23 +27,18 @@ _KEYS = (
     "framework", "offload", "offload_to", "flash_attention", "dropout", "fused_loss",
     "gradient_dtype", "activation_dtype",
 )  # fmt: skip
-_SUMS_IN_FP32: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron", "huggingface")
-"""Frameworks that sum gradients in fp32 unless told; the others in the weights' dtype.
-Megatron-LM does so for bf16 alone (accumulate_allreduce_grads_in_fp32)."""
-_BEFORE_FLASH: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
-"""What trained in fp16 before bf16 and flash attention came, and does on GPUs that lack both."""
+_SAME = {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"}
+"""Other words for the same optimizer."""
 
 
-def recipe_of(table: Table, layout: Layout, framework: Framework) -> Recipe:
-    """The recipe that the table states. Raises DataError.
-
-    fp16 of Megatron-LM and DeepSpeed means, unless stated, what their published fp16 runs did:
-    attention that stores its matrix of scores, dropout, and a loss that is not fused.
-    """
+def recipe_of(
+    table: Table, layout: Layout, framework: Framework, model: Transformer, hardware: Hardware
+) -> Recipe:
+    """The recipe that the table states, and the framework's habits elsewhere. Raises DataError."""
     table.knows(*_KEYS)
     table.needs("seq_len", "micro_batch")
     dtype = table.one_of("dtype", DTYPES, _USUAL)
-    stored = dtype == "fp16" and framework in _BEFORE_FLASH
+    habits = habits_of(framework, dtype, layout, model, hardware)
     recompute, every = _recompute(table)
     offload, offload_to = _offload(table)
     return Recipe(
@@ -48,15 +46,15 @@ def recipe_of(table: Table, layout: Layout, framework: Framework) -> Recipe:
         micro_batch=table.count("micro_batch", 0),
         global_batch=_global_batch(table, layout.dp),
         dtype=dtype,
-        optimizer=table.one_of("optimizer", OPTIMIZERS, "adam"),
+        optimizer=table.same(_SAME).one_of("optimizer", OPTIMIZERS, "adam"),
         recompute=recompute,
         recompute_every=every,
         framework=framework,
-        gradient_dtype=table.one_of("gradient_dtype", DTYPES, _gradient_dtype(dtype, framework)),
-        activation_dtype=table.one_of("activation_dtype", DTYPES, _weight_dtype(dtype)),
-        flash_attention=table.flag("flash_attention", not stored),
-        dropout=table.flag("dropout", stored),
-        fused_loss=table.flag("fused_loss", not stored),
+        gradient_dtype=table.one_of("gradient_dtype", DTYPES, habits.gradient_dtype),
+        activation_dtype=table.one_of("activation_dtype", DTYPES, habits.activation_dtype),
+        flash_attention=table.flag("flash_attention", habits.flash_attention),
+        dropout=table.flag("dropout", habits.dropout),
+        fused_loss=table.flag("fused_loss", habits.fused_loss),
         offload=offload,
         offload_to=offload_to,
     )
@@ -96,13 +94,3 @@ def _offload(table: Table) -> tuple[frozenset[str], Target]:
         return frozenset({"optimizer"}), table.one_of("offload", TARGETS, "cpu")
     states = table.some_of("offload", STATES, ())
     return frozenset(states), table.one_of("offload_to", TARGETS, "cpu")
-
-
-def _weight_dtype(dtype: Dtype) -> Dtype:
-    """What weights and activations are in: those of fp8 training stay in bf16."""
-    return "bf16" if dtype == "fp8" else dtype
-
-
-def _gradient_dtype(dtype: Dtype, framework: Framework) -> Dtype:
-    plain = framework == "megatron" and dtype == "fp16"
-    return "fp32" if framework in _SUMS_IN_FP32 and not plain else _weight_dtype(dtype)

@@ -17,6 +17,12 @@ from stepsplit.analyzer.model.spec.recipe_table import recipe_of
 from stepsplit.analyzer.model.spec.table import Table, either, near, read_table, table_of
 from stepsplit.analyzer.model.spec.transformer import Transformer
 
+SAME_FRAMEWORKS = {
+    "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
+    "fsdp1": "fsdp2", "hf": "huggingface", "transformers": "huggingface",
+}  # fmt: skip
+"""Other words for what trains the same way here."""
+
 
 def read_job(path: str | Path) -> Job:
     """The job that the file states, checked. Raises DataError, which names the key and the mend;
@@ -37,11 +43,13 @@ def job_in(table: Table) -> Job:
         raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
     nothing = Table(table.where, "parallel", {})
     parallel, training = table.table("parallel", nothing), table.table("training", nothing)
-    stated = training.one_of("framework", FRAMEWORKS, None)
-    layout = layout_of(parallel, stated)
-    recipe = recipe_of(training, layout, stated or framework_of(parallel))
-    model = _model(table.table("model", nothing), recipe.seq_len)
-    job = Job(model, layout, recipe, _hardware(table.table("hardware", nothing)))
+    stated = training.same(SAME_FRAMEWORKS).one_of("framework", FRAMEWORKS, None)
+    model = _model(table.table("model", nothing), training.count("seq_len", 0))
+    layout = layout_of(parallel, stated, model.experts is not None)
+    framework = stated or framework_of(parallel)
+    hardware = _hardware(table.table("hardware", nothing))
+    recipe = recipe_of(training, layout, framework, model, hardware)
+    job = Job(model, layout, recipe, hardware)
     fault = first_fault(job)
     if fault is not None:
         raise DataError(table.where, fault.problem, fault.mend)

@@ -22,9 +22,11 @@ class Span:
 
 
 def span_of(job: Job, axis: str) -> Span:
-    """The group of an axis: tp, cp, ep, dp (all that sum dense gradients, cp included),
-    dp_shard, dp_replicate, expert_dp, or pp (two neighbors)."""
+    """The group of an axis: tp, cp, ep, dp (all that sum dense gradients, cp included), dp_shard,
+    dp_replicate, expert_tp, expert_dp, or pp (the two neighbors that are farthest apart)."""
     ranks, stride = _ranks_and_stride(job.layout, axis)
+    if axis == "pp" and stride * job.layout.pp > job.hardware.gpus_per_node:
+        return Span(ranks, 1)
     on_node = max(1, min(ranks, job.hardware.gpus_per_node // stride))
     return Span(ranks, math.gcd(ranks, on_node))
 
@@ -32,6 +34,8 @@ def span_of(job: Job, axis: str) -> Span:
 def _ranks_and_stride(layout: Layout, axis: str) -> tuple[int, int]:
     if axis == "pp":
         return min(2, layout.pp), _stride(layout, "pp")
+    if axis == "expert_tp":
+        return layout.expert_tp, 1
     if axis == "ep":
         return layout.ep, layout.expert_tp
     if axis == "expert_dp":

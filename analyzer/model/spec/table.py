@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,6 +80,14 @@ class Table:
         """One of the known words."""
         value = self.values.get(key)
         return default if value is None else self._word(key, value, known)
+
+    def same(self, words: Mapping[str, str]) -> Table:
+        """The table with words replaced by those that mean the same here."""
+        told = {
+            key: words.get(value, value) if isinstance(value, str) else value
+            for key, value in self.values.items()
+        }
+        return replace(self, values=told)
 
     def some_of(self, key: str, known: Sequence[_N], default: _D) -> tuple[_N, ...] | _D:
         """A list of known words."""

@@ -6,7 +6,7 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.prediction import Confidence
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.span import span_of
-from stepsplit.analyzer.model.step.host import host_bound
+from stepsplit.analyzer.model.step.host import host_bound, launches
 from stepsplit.analyzer.model.step.stage_time import StageTime
 
 MOSTLY = 0.4
@@ -19,7 +19,7 @@ not fitted (nanotron's on H100) are off by as much on average."""
 def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
     """Why the step time may be far off; empty where nothing says so."""
     found = []
-    if any(host_bound(job, stage) for stage in stages):
+    if any(_host_bound(job, stage) for stage in stages):
         found.append("host-bound: launching a layer takes about as long as computing it")
     found += [
         f"{axis} crosses nodes: a group of {span_of(job, axis).ranks} over"
@@ -27,19 +27,34 @@ def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, 
         for axis in ("tp", "cp", "ep")
         if span_of(job, axis).nodes > 1
     ]
+    if job.recipe.offload & {"parameters", "activations"}:
+        found.append("moving offloaded parameters and activations is not timed")
     if split.exposed_comm_ns > MOSTLY * split.step_ns:
         found.append("communication takes most of the step: it rests on the links' constants")
     return (*found, *_unfitted(job))
 
 
+def _host_bound(job: Job, stage: StageTime) -> bool:
+    return any(
+        host_bound(one, launches(job, chunk.layers))
+        for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
+    )
+
+
 def _unfitted(job: Job) -> tuple[str, ...]:
-    known, framework = job.hardware.efficiency, job.recipe.framework
+    """What the fitted runs were, where the job is something else."""
+    known, hardware = job.hardware.efficiency, job.hardware
     if not known.rows:
-        return (f"{job.hardware.name}: efficiencies are guesses, no published run was fitted",)
-    if known.frameworks and framework not in known.frameworks:
-        fitted = ", ".join(known.frameworks)
-        return (f"{job.hardware.family} efficiencies come from runs of {fitted}, not {framework}",)
-    return ()
+        return (f"{hardware.name}: efficiencies are guesses, no published run was fitted",)
+    return tuple(
+        f"{hardware.family} efficiencies come from runs of {' and '.join(fitted)}, not {this}"
+        for fitted, this in (
+            (known.frameworks, job.recipe.framework),
+            (known.devices, hardware.name),
+            (known.dtypes, job.recipe.dtype),
+        )
+        if fitted and this not in fitted
+    )
 
 
 def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:

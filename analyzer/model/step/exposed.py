@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stepsplit.analyzer.model.comm.data import EVERY_MICROBATCH
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Band, Communication, Message
 from stepsplit.analyzer.model.spec.job import Job
@@ -20,6 +22,11 @@ TENSOR_LEFT = 0.25
 al., ASPLOS 2023; Transformer Engine's default of four splits)."""
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 BACKWARD = ("backward", "recompute")
+ONCE = ("grad_sync", "optimizer", "other")
+HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
+"""What runs inside a layer hides before what only has to be there in time."""
+Family = tuple[str, str]
+"""An axis, all data-parallel ones as dp, and a phase, what happens in the backward as backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,77 +44,92 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Compute of one rank that communication can hide behind, in ns a step."""
+    """Time of one rank that communication can hide behind, in ns a step; core_ns is attention's."""
 
     forward_ns: float
     backward_ns: float
     core_ns: float
     microbatches: int
 
-    def of(self, axis: str, phase: str) -> float:
-        """What runs beside an axis' communication in a phase."""
-        backward = phase in BACKWARD
-        if axis == "cp":
-            return self.core_ns * (2.5 if backward else 1.0)
-        once = 1 / self.microbatches if phase in ("grad_sync", "optimizer") else 1.0
-        later = phase in (*BACKWARD, "grad_sync")
-        return once * (self.backward_ns if later else self.forward_ns)
+    def pool(self, phase: str) -> tuple[str, float]:
+        """The pass that a phase runs beside, and its time: at the step's end of one microbatch."""
+        beside = "backward" if phase in ("backward", "grad_sync") else "forward"
+        whole_ns = self.backward_ns if beside == "backward" else self.forward_ns
+        return beside, whole_ns / self.microbatches if phase in ONCE else whole_ns
 
 
 def exposed(job: Job, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
-    """Each message with its exposed time; what shares an axis and a phase is hidden together."""
+    """Each message with its exposed time; what shares an axis and a phase is hidden together, and
+    no compute hides two axes."""
     kept = tuple(timed)
-    return tuple(_communication(job, each, kept, beside) for each in kept)
+    groups: defaultdict[Family, list[Timed]] = defaultdict(list)
+    for each in kept:
+        groups[family(job, each.message)].append(each)
+    left = _left(job, groups, beside)
+    return tuple(
+        Communication(
+            each.message, each.time, round(each.time.ns * left[family(job, each.message)])
+        )
+        for each in kept
+    )
 
 
-def _communication(
-    job: Job, one: Timed, all_of_stage: tuple[Timed, ...], beside: Beside
-) -> Communication:
-    share = 1.0
-    if _overlaps(job, one.message):
-        group = [each for each in all_of_stage if _together(each.message, one.message)]
-        share = _share(group, _least(group, beside), beside)
-    return Communication(one.message, one.time, round(one.time.ns * share))
-
-
-def _overlaps(job: Job, message: Message) -> bool:
-    if message.axis in DATA_AXES:
-        return "dp" in job.layout.overlap
-    if message.axis == "cp":
-        return job.layout.context_kind == "ring" or "cp" in job.layout.overlap
-    return message.axis in job.layout.overlap
-
-
-def _together(one: Message, other: Message) -> bool:
-    return _family(one) == _family(other)
-
-
-def _family(message: Message) -> tuple[str, str]:
+def family(job: Job, message: Message) -> Family:
+    """What the message is hidden with."""
     axis = "dp" if message.axis in DATA_AXES else message.axis
-    return axis, "backward" if message.phase in BACKWARD or _each(message) else message.phase
+    inside = message.phase in BACKWARD or _every_microbatch(job, message)
+    return axis, "backward" if inside else message.phase
 
 
-def _each(message: Message) -> bool:
-    """Whether gradients leave in the backward of every microbatch, as FSDP sends them."""
-    return message.strategy in ("fsdp", "hsdp") and message.phase == "grad_sync"
+def _every_microbatch(job: Job, message: Message) -> bool:
+    """Whether gradients leave in the backward of every microbatch."""
+    if message.phase != "grad_sync" or job.layout.pp > 1:
+        return False
+    sharded = message.strategy in ("fsdp", "hsdp")
+    return sharded or (message.strategy == "zero-2" and job.recipe.framework in EVERY_MICROBATCH)
 
 
-def _share(group: list[Timed], least: float, beside: Beside) -> float:
-    """The share of a group's time that compute beside it leaves, at least so much."""
-    total = sum(each.time.ns for each in group)
-    if total <= 0:
-        return 0.0
-    return min(1.0, max(least, 1 - beside.of(*_family(group[0].message)) / total))
+def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
+    """The share of each group's time that stays exposed."""
+    used: defaultdict[str, float] = defaultdict(float)
+    found = {}
+    for key in sorted(groups, key=lambda each: HIDDEN_FIRST.index(each[0])):
+        group = groups[key]
+        total_ns = sum(each.time.ns for each in group)
+        found[key] = 1.0
+        if total_ns and _overlaps(job, key[0]):
+            pool, whole_ns = beside.pool(key[1])
+            room_ns = _room_ns(key, beside, whole_ns - used[pool])
+            found[key] = min(1.0, max(_least(job, key, group, total_ns), 1 - room_ns / total_ns))
+            used[pool] += total_ns * (1 - found[key])
+    return found
 
 
-def _least(group: list[Timed], beside: Beside) -> float:
+def _overlaps(job: Job, axis: str) -> bool:
+    if axis == "cp":
+        return job.layout.context_kind == "ring" or "cp" in job.layout.overlap
+    return axis in job.layout.overlap
+
+
+def _room_ns(key: Family, beside: Beside, free_ns: float) -> float:
+    """Context parallelism hides behind attention's core alone."""
+    if key[0] == "cp":
+        free_ns = min(free_ns, beside.core_ns * (2.5 if key[1] == "backward" else 1.0))
+    return max(0.0, free_ns)
+
+
+def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
     """The share of the calls that nothing runs beside: the first or last of a phase."""
-    axis, phase = _family(group[0].message)
+    axis, phase = key
     if axis == "tp":
         return TENSOR_LEFT
     if axis != "dp":
         return 0.0
-    total = sum(each.time.ns for each in group)
-    rounds = 1 if phase in ("grad_sync", "optimizer") else beside.microbatches
-    largest = max(each.each.ns for each in group if each.message.count)
-    return min(1.0, rounds * largest / total) if total else 0.0
+    largest_ns = max(each.each.ns for each in group if each.message.count)
+    return min(1.0, _starts(job, phase) * largest_ns / total_ns)
+
+
+def _starts(job: Job, phase: str) -> int:
+    """How often in a step such calls start with nothing beside them; a pipeline gathers once."""
+    kept = job.layout.pp > 1 and job.layout.reshard_after_forward != "always"
+    return 1 if phase in ONCE or kept else job.microbatches

@@ -1,32 +1,46 @@
-"""Whether the host launches kernels as fast as the device runs them."""
+"""How long the host takes to launch a model stage, and how long the device waits for it."""
 
 from __future__ import annotations
 
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.step.stage_time import StageTime
+from stepsplit.analyzer.model.step.layer import Pass
 from stepsplit.analyzer.model.step.traffic import traffic_of
 
 HOST = Formula(
     "step.host",
-    "idle = max(0, launches of a microbatch - its compute) m; the backward launches as much again",
+    "idle = max(0, launches of a pass - its compute and exposed communication); the backward"
+    " launches as much as the forward, and what is recomputed again",
     "own; constants of the framework",
 )
 NEAR = 0.7
 """From this share of the device's time on, the host is close enough to hold it up at times."""
 
 
-def launches_ns(job: Job, stage: StageTime) -> float:
-    """What the host needs to launch one microbatch of a stage: forward, backward, recompute."""
-    passes = 2 if job.recipe.recompute in ("none", "selective") else 3
-    return traffic_of(job).host_ns * stage.stage.layers * passes
+def launches(job: Job, layers: int) -> Pass:
+    """What the host needs to launch one microbatch of so many layers."""
+    each = traffic_of(job).host_ns * layers
+    again = 0.0 if job.recipe.recompute in ("none", "selective") else each
+    return Pass(each, each + again, 0.0)
 
 
-def idle_ns(job: Job, stage: StageTime) -> float:
-    """Time of the step in which the device waits for its host."""
-    return max(0.0, launches_ns(job, stage) - stage.compute_ns) * job.microbatches
+def at_least(device: Pass, host: Pass) -> Pass:
+    """A pass on the device, stretched to what the host takes to launch it."""
+    backward = device.input_ns + device.weight_ns
+    later = max(0.0, host.input_ns - backward)
+    return Pass(
+        max(device.forward_ns, host.forward_ns), device.input_ns + later, device.weight_ns,
+        device.core_ns,
+    )  # fmt: skip
 
 
-def host_bound(job: Job, stage: StageTime) -> bool:
+def waits(device: Pass, host: Pass) -> Pass:
+    """How long the device idles in a pass, because its host launches more slowly."""
+    stretched = at_least(device, host)
+    return Pass(stretched.forward_ns - device.forward_ns, stretched.input_ns - device.input_ns, 0.0)
+
+
+def host_bound(device: Pass, host: Pass) -> bool:
     """Whether launching takes nearly as long as computing."""
-    return launches_ns(job, stage) > NEAR * stage.compute_ns
+    computes = device.forward_ns + device.input_ns + device.weight_ns
+    return host.forward_ns + host.input_ns > NEAR * computes

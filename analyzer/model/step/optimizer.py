@@ -24,12 +24,14 @@ def updated_parameters(job: Job, stage: StageParameters) -> float:
     layout = job.layout
     if layout.zero == 0:
         return float(stage.total)
-    experts = stage.experts / max(1, layout.expert_dp)
-    return stage.dense / layout.shard_size + experts
+    copies = layout.dp_replicate if layout.zero == 3 else 1
+    return stage.dense / layout.shard_size + stage.experts / max(1, layout.expert_dp // copies)
 
 
 def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
-    """The update of one rank, on the device."""
+    """The update of one rank, on the device; nothing where the host does it."""
+    if "optimizer" in job.recipe.offload:
+        return 0.0
     count = updated_parameters(job, stage)
     each = 2 * STATE_BYTES[job.recipe.optimizer] + job.recipe.gradient_bytes
     return speed.moved_ns(count * (each + job.recipe.weight_bytes), 10)

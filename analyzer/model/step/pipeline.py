@@ -22,11 +22,13 @@ def pipelined(
     layout, costs = job.layout, costs_of(job, stages)
     if layout.pp == 1:
         each = sum(costs[0])
-        return Pipelined(job.microbatches * each, 0.0, (0.0,))
+        return Pipelined(job.microbatches * each, 0.0, (0.0,), (0.0,))
     shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
     free = pipeline_ns(*shape, costs)
     real = pipeline_ns(*shape, costs, transfer_ns(timed))
-    return Pipelined(real.makespan_ns, real.makespan_ns - free.makespan_ns, real.holes_ns)
+    longer_ns = real.makespan_ns - free.makespan_ns
+    moving = tuple(sum(e.time.ns for e in timed[s] if _own(e)) for s in range(layout.pp))
+    return Pipelined(real.makespan_ns, longer_ns, moving, real.holes_ns)
 
 
 def costs_of(job: Job, stages: tuple[StageTime, ...]) -> Costs:
@@ -46,19 +48,16 @@ def transfer_ns(timed: dict[int, tuple[Timed, ...]]) -> float:
     )
 
 
-def sends(timed: dict[int, tuple[Timed, ...]], exposed_ns: int) -> tuple[Communication, ...]:
-    """The pipeline's messages, with what they add to the step shared by their times."""
-    own = [each for stage in timed.values() for each in stage if _own(each)]
-    of_stage = {s: sum(e.time.ns for e in timed[s] if _own(e)) for s in timed}
+def between_stages(timed: tuple[Timed, ...], exposed_ns: int) -> tuple[Communication, ...]:
+    """A stage's messages to its neighbors; what they add to it is shared out by their times."""
+    own = [each for each in timed if _own(each)]
+    total_ns = sum(each.time.ns for each in own)
     return tuple(
-        Communication(
-            each.message,
-            each.time,
-            round(exposed_ns * each.time.ns / max(1.0, of_stage[each.message.stage])),
-        )
+        Communication(each.message, each.time, round(exposed_ns * each.time.ns / total_ns))
         for each in own
+        if total_ns
     )
 
 
 def _own(each: Timed) -> bool:
-    return each.message.strategy == OWN and each.message.op == "send"
+    return each.message.strategy == OWN

@@ -49,16 +49,18 @@ def attention_products(job: Job) -> tuple[Product, ...]:
 
 
 def _latent(job: Job, latent: LatentAttention) -> tuple[Product, ...]:
+    """What compresses is whole on every rank, which applies it to its own part of the sequence."""
     tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.layout.tp)
+    own = tokens / job.layout.sequence_split
     wide = heads * (latent.nope + latent.rope)
     queries = (
-        (Product(tokens, latent.query_rank, h), Product(tokens, wide, latent.query_rank))
+        (Product(own, latent.query_rank, h), Product(tokens, wide, latent.query_rank))
         if latent.query_rank
         else (Product(tokens, wide, h),)
     )
     return (
         *queries,
-        Product(tokens, latent.kv_rank + latent.rope, h),
+        Product(own, latent.kv_rank + latent.rope, h),
         Product(tokens, heads * (latent.nope + latent.value), latent.kv_rank),
         Product(tokens, h, heads * latent.value),
     )
@@ -86,9 +88,11 @@ def expert_products(job: Job, experts: Experts) -> tuple[Product, ...]:
 
 
 def routed_tokens(job: Job, experts: Experts) -> float:
-    """Tokens, counted once an expert, that all experts of one rank get in a microbatch."""
-    tokens = job.tokens / job.layout.sequence_split
-    return tokens * experts.top_k * job.layout.expert_tp
+    """Tokens, counted once an expert, that all experts of one rank get in a microbatch.
+
+    Ranks of tensor parallelism see the same tokens and share them out.
+    """
+    return job.tokens / job.layout.tp * experts.top_k * job.layout.expert_tp
 
 
 def head_product(job: Job) -> Product:

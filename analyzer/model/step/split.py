@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.comm.calls import rounds
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.step.host import idle_ns
 from stepsplit.analyzer.model.step.stage_time import StageTime
 
 STRAGGLERS = Formula(
@@ -34,19 +34,24 @@ OVERHEAD = Formula(
 class Pipelined:
     """The pipeline's window in ns: first forward to last backward of any rank.
 
-    transfers_ns is how much shorter it would be with free messages, holes_ns what each rank
-    neither computes nor communicates inside its layers.
+    transfers_ns is how much shorter it would be with free messages, moving_ns how long each rank's
+    own messages take, holes_ns what it neither computes nor communicates inside its layers.
     """
 
     window_ns: float
     transfers_ns: float
+    moving_ns: tuple[float, ...]
     holes_ns: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
         """Holes of all ranks over the windows of all ranks (FRACTION)."""
         ranks = len(self.holes_ns)
-        return sum(self.holes_ns) / (ranks * self.window_ns) if self.window_ns else 0.0
+        return max(0.0, sum(self.holes_ns) / (ranks * self.window_ns)) if self.window_ns else 0.0
+
+    def exposed_ns(self, rank: int) -> int:
+        """What a rank's own messages add to its holes: the rest of those is waiting."""
+        return round(min(self.transfers_ns, self.moving_ns[rank], max(0.0, self.holes_ns[rank])))
 
     @property
     def bubble_overhead(self) -> float:
@@ -58,7 +63,7 @@ class Pipelined:
 def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> tuple[Split, ...]:
     """One Split a stage; all stages end the step together, so that the early ones wait."""
     whole = tuple(
-        _split(job, stage, pipeline, holes)
+        _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
         for stage, holes in zip(stages, pipeline.holes_ns, strict=True)
     )
     step_ns = max(split.step_ns for split in whole)
@@ -72,19 +77,17 @@ def straggling(job: Job) -> float:
     return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
 
 
-def _split(job: Job, stage: StageTime, pipeline: Pipelined, holes_ns: float) -> Split:
-    m = job.microbatches
-    moving = round(min(pipeline.transfers_ns, holes_ns))
-    communication = stage.communication
-    hidden = sum(each.time.ns - each.exposed_ns for each in communication)
+def _split(job: Job, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
+    m, found = rounds(job), stage.communication
+    sent_ns = sum(each.exposed_ns for each in found if each.message.op == "send")
     return Split(
         compute_ns=round(m * stage.compute_ns + stage.optimizer_ns),
-        collective_ns=round(m * (stage.forward_ns + stage.backward_ns) + stage.once_ns),
-        p2p_ns=moving,
-        bubble_ns=round(holes_ns) - moving,
+        collective_ns=sum(each.exposed_ns for each in found) - sent_ns,
+        p2p_ns=between_ns + sent_ns,
+        bubble_ns=max(0, round(holes_ns) - between_ns),
         copy_ns=round(stage.offload_ns),
-        idle_ns=round(idle_ns(job, stage)),
-        overlapped_ns=round(max(0.0, hidden)),
+        idle_ns=round(m * stage.idle_ns),
+        overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in found),
     )
 
 

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepsplit.analyzer.model.comm.calls import rounds
 from stepsplit.analyzer.model.prediction import Communication
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.stages import Chunk, Stage
 from stepsplit.analyzer.model.step.chunk import chunk_passes
-from stepsplit.analyzer.model.step.exposed import BACKWARD, Beside, Timed, exposed
+from stepsplit.analyzer.model.step.exposed import (
+    BACKWARD,
+    ONCE,
+    Beside,
+    Timed,
+    exposed,
+    family,
+)
+from stepsplit.analyzer.model.step.host import at_least, launches, waits
 from stepsplit.analyzer.model.step.layer import Pass
 from stepsplit.analyzer.model.step.optimizer import offload_ns, optimizer_ns
 from stepsplit.analyzer.model.step.speed import Speed
 from stepsplit.analyzer.model.step.traffic import traffic_of
 from stepsplit.analyzer.model.work.parameters import StageParameters
 
-ONCE = ("grad_sync", "optimizer", "other")
-
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One rank of a pipeline stage. passes holds the compute of each of its chunks.
+    """One rank of a pipeline stage, chunk by chunk: passes compute, comm is the exposed
+    communication and idle the waiting for the host of one microbatch.
 
-    forward_ns and backward_ns are exposed communication of one microbatch on the whole rank,
-    once_ns that of the step's end. communication lists every message but the pipeline's own.
+    once_ns is the exposed communication of the step's end. communication lists every message but
+    the pipeline's own.
     """
 
     stage: Stage
     passes: tuple[Pass, ...]
+    comm: tuple[Pass, ...]
+    idle: tuple[Pass, ...]
     communication: tuple[Communication, ...]
-    forward_ns: float
-    backward_ns: float
     once_ns: float
     optimizer_ns: float
     offload_ns: float
@@ -38,13 +46,21 @@ class StageTime:
     @property
     def compute_ns(self) -> float:
         """Compute of one microbatch on the whole rank."""
-        return sum(each.forward_ns + each.input_ns + each.weight_ns for each in self.passes)
+        return _sum_ns(self.passes)
+
+    @property
+    def inside_ns(self) -> float:
+        """Exposed communication of one microbatch on the whole rank."""
+        return _sum_ns(self.comm)
+
+    @property
+    def idle_ns(self) -> float:
+        """What one microbatch waits for the host on the whole rank."""
+        return _sum_ns(self.idle)
 
     def cost(self, chunk: int) -> Pass:
-        """Compute and exposed communication of one microbatch on one of the chunks."""
-        layers = self.stage.layers
-        share = self.stage.chunks[chunk].layers / layers if layers else 1 / len(self.passes)
-        return self.passes[chunk] + Pass(self.forward_ns * share, self.backward_ns * share, 0.0)
+        """All that one microbatch takes on one of the chunks."""
+        return self.passes[chunk] + self.comm[chunk] + self.idle[chunk]
 
 
 def stage_time(
@@ -55,45 +71,62 @@ def stage_time(
         one + _copies(job, speed, held, chunk)
         for one, chunk in zip(chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True)
     )
+    host = tuple(launches(job, chunk.layers) for chunk in stage.chunks)
     inside = tuple(each for each in timed if each.message.strategy != "pp")
-    found = exposed(job, inside, _beside(job, passes))
-    m = job.microbatches
+    found = exposed(job, inside, _beside(job, passes, host))
+    comm = _spread(job, stage, found)
     return StageTime(
         stage=stage,
         passes=passes,
+        comm=comm,
+        idle=tuple(waits(a + b, c) for a, b, c in zip(passes, comm, host, strict=True)),
         communication=found,
-        forward_ns=_sum(found, ("forward",)) / m,
-        backward_ns=_sum(found, BACKWARD) / m,
-        once_ns=_sum(found, ONCE),
+        once_ns=_exposed_ns(job, found, ONCE),
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),
     )
 
 
-def _sum(found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
-    return sum(float(each.exposed_ns) for each in found if each.message.phase in phases)
+def _sum_ns(passes: tuple[Pass, ...]) -> float:
+    return sum(each.forward_ns + each.input_ns + each.weight_ns for each in passes)
 
 
-def _beside(job: Job, passes: tuple[Pass, ...]) -> Beside:
-    m = job.microbatches
+def _exposed_ns(job: Job, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
+    return sum(float(each.exposed_ns) for each in found if family(job, each.message)[1] in phases)
+
+
+def _spread(job: Job, stage: Stage, found: tuple[Communication, ...]) -> tuple[Pass, ...]:
+    """The exposed communication of one microbatch, shared out over the chunks by their layers."""
+    m, chunks = rounds(job), stage.chunks
+    forward = _exposed_ns(job, found, ("forward",)) / m
+    backward = _exposed_ns(job, found, BACKWARD) / m
+    whole = Pass(forward, backward, 0.0)
+    if not stage.layers:
+        return tuple(whole * (1 / len(chunks)) for _ in chunks)
+    return tuple(whole * (chunk.layers / stage.layers) for chunk in chunks)
+
+
+def _beside(job: Job, passes: tuple[Pass, ...], host: tuple[Pass, ...]) -> Beside:
+    m = rounds(job)
+    real = tuple(at_least(one, other) for one, other in zip(passes, host, strict=True))
     return Beside(
-        forward_ns=m * sum(each.forward_ns for each in passes),
-        backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
-        core_ns=m * sum(each.core_ns for each in passes),
+        forward_ns=m * sum(each.forward_ns for each in real),
+        backward_ns=m * sum(each.input_ns + each.weight_ns for each in real),
+        core_ns=m * sum(each.core_ns for each in real),
         microbatches=m,
     )
 
 
 def _copies(job: Job, speed: Speed, held: StageParameters, chunk: Chunk) -> Pass:
-    """What sharded parameters cost beside their collectives: a quarter of it in the forward."""
-    each = traffic_of(job).unit_bytes if job.layout.zero == 3 or _gathers(job) else 0.0
-    whole = speed.moved_ns(each * held.total * chunk.layers / max(1, _layers(held)))
+    """What sharded parameters cost beside their collectives: a quarter of it in the forward.
+
+    In a pipeline, which gathers once a step, a microbatch bears its share.
+    """
+    if job.layout.zero != 3:
+        return Pass(0.0, 0.0, 0.0)
+    kept = job.layout.pp > 1 and job.layout.reshard_after_forward != "always"
+    times = 1 / rounds(job) if kept else 1.0
+    layers = held.dense_layers + held.expert_layers
+    share = chunk.layers / layers if layers else 0.0
+    whole = speed.moved_ns(traffic_of(job).unit_bytes * held.total * share * times)
     return Pass(whole / 4, 0.0, whole * 3 / 4)
-
-
-def _gathers(job: Job) -> bool:
-    return job.layout.zero == 2 and job.recipe.framework == "fsdp2"
-
-
-def _layers(held: StageParameters) -> int:
-    return held.dense_layers + held.expert_layers

@@ -27,8 +27,9 @@ class Traffic:
 
     elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 where they are
     fused into one read and one write each. accumulate_bytes are moved on average for each
-    parameter and microbatch to add its gradient up, unit_bytes to gather a sharded parameter and to scatter its
-    gradient. host_ns is what the host needs to launch one layer's forward.
+    parameter and microbatch to add its gradient up, unit_bytes to gather a sharded parameter and
+    to scatter its gradient. host_ns is what the host needs to launch one layer's forward, a guess:
+    some 30 kernels of about 10 us.
     """
 
     elementwise: float

@@ -81,26 +81,35 @@ def hardware_flops(job: Job, convention: Convention = "C1") -> int:
     return _job_flops(job, layers, core)
 
 
-def _passes(job: Job, convention: Convention) -> tuple[int, int]:
-    """Passes over the products of layers and over the attention core, in forward passes."""
-    if job.recipe.recompute == "none":
-        return PASSES, PASSES
-    if job.recipe.recompute == "selective":
-        return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
+def _passes(job: Job, convention: Convention) -> tuple[float, float]:
+    """Passes over the products of layers and over the attention core, in forward passes.
+
+    Selective recomputation repeats a core that is stored, nothing of a fused one; torchtitan's
+    repeats every second product.
+    """
+    match job.recipe.recompute:
+        case "none":
+            return PASSES, PASSES
+        case "selective" if job.recipe.framework == "fsdp2":
+            return PASSES + 0.5, PASSES
+        case "selective" if job.recipe.flash_attention:
+            return PASSES, PASSES
+        case "selective":
+            return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
     return PASSES + 1, PASSES + 1
 
 
-def _job_flops(job: Job, layers: int, core: int, causal: bool = False) -> int:
+def _job_flops(job: Job, layers: float, core: float, causal: bool = False) -> int:
     model, seq = job.model, job.recipe.seq_len
     attention = core * model.layers * core_flops(model, seq)
     linear = layers * 2 * layer_weights(model)
     head = PASSES * 2 * model.hidden * job.padded_vocab
-    return _tokens(job) * (linear + (attention // 2 if causal else attention) + head)
+    return round(_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
 
 
-def _by_parameters(job: Job, parameters: int, linear: int, core: int) -> int:
+def _by_parameters(job: Job, parameters: int, linear: float, core: float) -> int:
     attention = core * job.model.layers * core_flops(job.model, job.recipe.seq_len)
-    return _tokens(job) * (2 * linear * parameters + attention)
+    return round(_tokens(job) * (2 * linear * parameters + attention))
 
 
 def _tokens(job: Job) -> int:

@@ -1,0 +1,114 @@
+"""A prediction is quick, and takes the standard library alone to compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.spec import presets
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Recipe
+
+RUN = """\
+[model]
+preset = "llama-7b"
+
+[parallel]
+tp = 2
+pp = 4
+dp = 8
+
+[training]
+seq_len = 2048
+micro_batch = 1
+microbatches = 32
+
+[hardware]
+preset = "a100-sxm-80gb"
+"""
+HEAVY = ("pandas", "numpy", "pyarrow", "torch", "msgspec", "rich", "plotly", "dash")
+COMMAND = "import sys; from stepsplit.dashboard.cli import main; main()"
+LOADED = f"""
+import sys
+from stepsplit.dashboard.cli import run
+status = run(sys.argv[1:])
+print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)
+sys.exit(status)
+"""
+MOST_S, MOST_THOUSAND_S = 0.3, 2.0
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "RUN.toml"
+    file.write_text(RUN)
+    return file
+
+
+def told(program: str, run_file: Path) -> subprocess.CompletedProcess[str]:
+    """stepsplit model RUN.toml --json -, in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", program, "model", str(run_file), "--json", "-"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+
+def test_a_prediction_loads_nothing_heavy(run_file: Path) -> None:
+    done = told(LOADED, run_file)
+    assert done.stderr == "\n"
+    assert json.loads(done.stdout)["schema"] == "stepsplit.prediction/1"
+
+
+def test_one_prediction_is_there_at_once(run_file: Path) -> None:
+    assert min(_seconds(run_file) for _ in range(5)) < MOST_S
+
+
+def _seconds(run_file: Path) -> float:
+    start = time.perf_counter()
+    told(COMMAND, run_file)
+    return time.perf_counter() - start
+
+
+LAYOUTS = (
+    Layout(tp=8, dp_replicate=8, zero=1, sequence_parallel=True),
+    Layout(dp_shard=64, zero=3, overlap=frozenset({"dp"})),
+    Layout(tp=4, pp=4, dp_replicate=4),
+    Layout(tp=2, pp=2, dp_replicate=4, cp=4, zero=1),
+    Layout(tp=2, pp=8, dp_replicate=4, schedule="interleaved", chunks=2),
+    Layout(tp=4, pp=4, dp_replicate=4, schedule="zb-h1"),
+    Layout(tp=2, pp=4, dp_replicate=8, schedule="dualpipe-v"),
+    Layout(tp=8, pp=2, dp_replicate=4, schedule="gpipe"),
+)
+MODELS = ("llama-7b", "llama-3.1-70b", "gpt3-175b", "llama-2-70b", "qwen2.5-32b")
+
+
+def thousand_jobs(seq_len: int) -> list[Job]:
+    """5 models in 8 layouts with 25 batches, none like another."""
+    recipes = [Recipe(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
+    hardware = presets.hardware("h100-sxm")
+    return [
+        Job(presets.transformer(name), layout, each, hardware)
+        for name in MODELS
+        for layout in LAYOUTS
+        for each in recipes
+    ]
+
+
+def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
+    assert min(_thousand_seconds(1024), _thousand_seconds(2048)) < MOST_THOUSAND_S
+
+
+def _thousand_seconds(seq_len: int) -> float:
+    jobs = thousand_jobs(seq_len)
+    assert len(set(jobs)) == 1000
+    start = time.perf_counter()
+    for one in jobs:
+        predict(one)
+    return time.perf_counter() - start

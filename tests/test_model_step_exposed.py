@@ -1,0 +1,202 @@
+"""What compute cannot hide of a stage's communication, and a stage's times all together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from work_builders import TINY, job
+
+from stepsplit.analyzer.model.prediction import Band, Message
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.stages import stages_of
+from stepsplit.analyzer.model.step.exposed import Beside, Timed, exposed
+from stepsplit.analyzer.model.step.layer import Pass, dense_layer
+from stepsplit.analyzer.model.step.speed import Speed
+from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
+from stepsplit.analyzer.model.work.parameters import stage_parameters
+
+UNIT = Speed(
+    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
+    bytes_per_ns=1.0, launch_ns=0.0,
+)  # fmt: skip
+BESIDE = Beside(forward_ns=4_000.0, backward_ns=8_000.0, core_ns=400.0, microbatches=4)
+"""1000 ns of forward and 2000 ns of backward in each of four microbatches."""
+OVERLAP = frozenset({"tp", "cp", "ep", "dp"})
+
+
+def timed(
+    strategy: str, axis: str, phase: str, count: int, each_ns: float, op: str = "all_reduce"
+) -> Timed:
+    """count calls of each_ns."""
+    message = Message(strategy, op, axis, 0, phase, count, 1, 1, 1)
+    return Timed(message, Band(each_ns, each_ns / 2, each_ns * 2))
+
+
+def left(one: Job, *calls: Timed, beside: Beside = BESIDE) -> list[int]:
+    """The exposed time of each kind of call."""
+    return [each.exposed_ns for each in exposed(one, calls, beside)]
+
+
+def overlapping(**layout: Any) -> Job:
+    """A job of four microbatches that hides whatever it can."""
+    return job(layout=Layout(overlap=OVERLAP, **layout), global_batch=4)
+
+
+def test_without_overlap_all_of_it_is_exposed() -> None:
+    gradients = timed("ddp", "dp", "grad_sync", 10, 50.0)
+    products = timed("tp", "tp", "forward", 20, 5.0)
+    assert left(job(), gradients, products) == [500, 100]
+
+
+def test_all_calls_of_a_step_take_their_count_times_one() -> None:
+    (found,) = exposed(job(), [timed("ddp", "dp", "grad_sync", 10, 50.0)], BESIDE)
+    assert found.time == Band(500.0, 250.0, 1000.0)
+
+
+def test_gradients_hide_behind_the_last_backward_alone() -> None:
+    assert left(overlapping(), timed("ddp", "dp", "grad_sync", 10, 250.0)) == [2500 - 2000]
+
+
+def test_the_last_gradients_have_nothing_left_to_hide_behind() -> None:
+    assert left(overlapping(), timed("ddp", "dp", "grad_sync", 10, 50.0)) == [50]
+
+
+def test_gathered_weights_hide_behind_the_next_forward() -> None:
+    assert left(overlapping(), timed("zero-1", "dp", "optimizer", 10, 150.0)) == [1500 - 1000]
+    assert left(overlapping(), timed("zero-1", "dp", "optimizer", 10, 50.0)) == [50]
+
+
+def test_calls_of_one_phase_share_what_is_left_by_their_time() -> None:
+    large = timed("ddp", "dp", "grad_sync", 10, 300.0)
+    rest = timed("ddp", "expert_dp", "grad_sync", 1, 1000.0)
+    assert left(overlapping(), large, rest) == [3 * (4000 - 2000) // 4, (4000 - 2000) // 4]
+
+
+def test_fsdp_hides_behind_every_microbatch_but_for_the_first_gather() -> None:
+    layout = overlapping(zero=3)
+    short = timed("fsdp", "dp_shard", "forward", 4 * 10, 50.0, "all_gather")
+    long = timed("fsdp", "dp_shard", "forward", 4 * 10, 150.0, "all_gather")
+    assert left(layout, short) == [4 * 50]
+    assert left(layout, long) == [4 * (1500 - 1000)]
+
+
+def test_fsdp_sends_gradients_beside_the_gathers_of_every_backward() -> None:
+    gathers = timed("fsdp", "dp_shard", "backward", 4 * 10, 100.0, "all_gather")
+    sums = timed("fsdp", "dp_shard", "grad_sync", 4 * 10, 200.0, "reduce_scatter")
+    over = 4 * (1000 + 2000 - 2000)
+    assert left(overlapping(zero=3), gathers, sums) == [over // 3, over - over // 3]
+
+
+def test_fsdp_in_a_pipeline_leaves_one_gather_of_a_step() -> None:
+    once = timed("fsdp", "dp_shard", "forward", 10, 50.0, "all_gather")
+    assert left(overlapping(zero=3, pp=2), once) == [50]
+
+
+def test_gradients_of_every_microbatch_hide_behind_every_backward() -> None:
+    sums = timed("zero-2", "dp", "grad_sync", 4 * 10, 100.0, "reduce_scatter")
+    one = job(layout=Layout(overlap=OVERLAP, zero=2), framework="deepspeed", global_batch=4)
+    assert left(one, sums) == [4 * 100]
+
+
+def test_a_quarter_of_overlapped_tensor_parallelism_stays() -> None:
+    assert left(overlapping(), timed("tp", "tp", "forward", 40, 10.0)) == [100]
+    assert left(overlapping(), timed("tp", "tp", "forward", 40, 500.0)) == [20_000 - 4_000]
+
+
+def test_recomputed_communication_hides_with_that_of_the_backward() -> None:
+    back, again = (timed("tp", "tp", phase, 40, 150.0) for phase in ("backward", "recompute"))
+    assert left(overlapping(), back, again) == [2_000, 2_000]
+
+
+def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> None:
+    ring = job(layout=Layout(cp=2))
+    forward = timed("cp", "cp", "forward", 10, 50.0, "send")
+    backward = timed("cp", "cp", "backward", 10, 120.0, "send")
+    assert left(ring, forward, backward) == [500 - 400, 1200 - 1000]
+    assert left(ring, timed("cp", "cp", "forward", 10, 40.0, "send")) == [0]
+
+
+def test_other_context_parallelism_comes_before_the_core() -> None:
+    gathered = job(layout=Layout(cp=2, context_kind="all-gather"))
+    assert left(gathered, timed("cp", "cp", "forward", 10, 30.0, "all_gather")) == [300]
+
+
+def test_tokens_on_their_way_to_experts_hide_where_told() -> None:
+    tokens = timed("ep", "ep", "forward", 10, 500.0, "all_to_all")
+    assert left(job(), tokens) == [5000]
+    assert left(overlapping(), tokens) == [5000 - 4000]
+
+
+def test_what_takes_no_time_exposes_none() -> None:
+    assert left(overlapping(), timed("cp", "cp", "forward", 10, 0.0, "recv")) == [0]
+
+
+def test_two_axes_cannot_hide_behind_the_same_compute() -> None:
+    gathers = timed("fsdp", "dp_shard", "forward", 400, 10.0, "all_gather")
+    tokens = timed("ep", "ep", "forward", 10, 400.0, "all_to_all")
+    assert sum(left(overlapping(zero=3), gathers, tokens)) >= 8_000 - 4_000
+
+
+MIDDLE = Layout(pp=4, layers_per_stage=(0, 2, 2, 0))
+"""Two layers on the second stage, and neither embedding nor head."""
+
+
+def middle(one: Job, *calls: Timed) -> StageTime:
+    """That stage with these messages."""
+    return stage_time(one, UNIT, stages_of(one)[1], stage_parameters(one)[1], calls)
+
+
+def test_a_stage_computes_its_layers() -> None:
+    one = job(layout=MIDDLE)
+    layer = dense_layer(one, UNIT)
+    found = middle(one)
+    assert found.passes == (layer * 2,)
+    assert found.compute_ns == 2 * (layer.forward_ns + layer.input_ns + layer.weight_ns)
+
+
+def test_exposed_time_is_kept_for_each_microbatch_or_once_a_step() -> None:
+    found = middle(
+        job(layout=MIDDLE, global_batch=4),
+        timed("tp", "tp", "forward", 16, 10.0),
+        timed("tp", "tp", "backward", 16, 20.0),
+        timed("tp", "tp", "recompute", 16, 30.0),
+        timed("ddp", "dp", "grad_sync", 2, 100.0),
+        timed("norm", "tp", "optimizer", 1, 7.0),
+        timed("pp", "pp", "forward", 4, 1000.0, "send"),
+    )
+    assert (found.comm, found.once_ns) == ((Pass(40.0, 200.0, 0.0),), 207.0)
+    assert found.inside_ns == 240.0
+    assert [each.message.strategy for each in found.communication] == [
+        "tp", "tp", "tp", "ddp", "norm",
+    ]  # fmt: skip
+
+
+def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:
+    layout = Layout(pp=2, schedule="interleaved", chunks=2, layers_per_stage=(1, 1, 3, 1))
+    one = job(replace(TINY, layers=6), layout, global_batch=2)
+    forward = timed("tp", "tp", "forward", 16, 10.0)
+    backward = timed("tp", "tp", "backward", 16, 20.0)
+    found = stage_time(one, UNIT, stages_of(one)[0], stage_parameters(one)[0], (forward, backward))
+    assert found.comm == (Pass(20.0, 40.0, 0.0), Pass(60.0, 120.0, 0.0))
+    assert [found.cost(chunk) for chunk in (0, 1)] == [
+        found.passes[chunk] + found.comm[chunk] + found.idle[chunk] for chunk in (0, 1)
+    ]
+
+
+def test_sharded_parameters_are_copied_a_quarter_of_it_forward() -> None:
+    layout = Layout(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
+    one = job(layout=layout, framework="fsdp2", global_batch=2)
+    (found,), copied = middle(one).passes, 16 * 2 * 784
+    assert found == dense_layer(one, UNIT) * 2 + Pass(copied / 4, 0.0, copied * 3 / 4)
+
+
+def test_what_a_pipeline_gathers_once_a_step_is_copied_once() -> None:
+    layout = Layout(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
+    one = job(layout=layout, framework="fsdp2", global_batch=8)
+    step = middle(one).passes[0] * one.microbatches
+    plain = dense_layer(one, UNIT) * 2 * one.microbatches
+    copied_ns = step.forward_ns + step.weight_ns - plain.forward_ns - plain.weight_ns
+    assert copied_ns == pytest.approx(16 * 2 * 784)

@@ -112,11 +112,13 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 
 HELP = {
-    (): ["analyze", "dashboard", "demo", "export", "--version", "--help"],
+    (): ["analyze", "dashboard", "demo", "export", "model", "validate", "--version", "--help"],
     ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--rules FILE", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--help"],
+    ("model",): ["--json FILE", "--explain", "--help"],
+    ("validate",): ["--json FILE", "--rows", "--help"],
 }
 
 

@@ -310,6 +310,7 @@ def faster_links(hardware: Hardware) -> tuple[Hardware, ...]:
     )
 
 
+WHOLE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")
 DENSE = ("llama-7b", "llama-3.1-8b", "gpt3-175b", "mpt-1b")
 MIXTURES = ("mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b")
 HARDWARE = ("a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "gb200")
@@ -322,7 +323,7 @@ def layouts(draw: st.DrawFn, mixture: bool) -> Layout:
     schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
     dp = draw(st.sampled_from((1, 2, 4, 8)))
     shard = dp if zero == 3 else 1
-    replicas = draw(st.sampled_from((1, 2))) if zero == 3 and not mixture else dp // shard
+    replicas = draw(st.sampled_from((1, 2))) if zero == 3 else dp // shard
     return Layout(
         tp=draw(st.sampled_from((1, 2, 4))),
         pp=pp,
@@ -408,9 +409,6 @@ ROUNDING_NS = 10
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
 def test_a_faster_link_never_makes_a_step_longer(one: Job) -> None:
-    layout = one.layout
-    # What replicas send once a step shares its exposed time with gathers of every microbatch.
-    assume(layout.pp == 1 or layout.zero != 3 or layout.dp_replicate == 1)
     most_ns = predict(one).split.step_ns + ROUNDING_NS
     for hardware in faster_links(one.hardware):
         assert predict(replace(one, hardware=hardware)).split.step_ns <= most_ns
@@ -418,13 +416,11 @@ def test_a_faster_link_never_makes_a_step_longer(one: Job) -> None:
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_a_slower_device_never_makes_a_step_shorter_where_nothing_is_hidden(one: Job) -> None:
-    layout = replace(one.layout, overlap=frozenset(), context_kind="all-gather")
-    plain = replace(one, layout=layout)
-    fast = predict(plain)
-    assume(one.layout.pp == 1 or not any("host-bound" in note for note in fast.notes))
-    slow = predict(replace(plain, hardware=slower(one.hardware)))
-    assert slow.split.step_ns >= fast.split.step_ns - ROUNDING_NS
+def test_a_slower_device_never_makes_a_step_shorter(one: Job) -> None:
+    # Where the backward is split, a slower gradient of weights fills more of the bubble.
+    assume(one.layout.pp == 1 or one.layout.schedule in WHOLE_BACKWARD)
+    slow = predict(replace(one, hardware=slower(one.hardware)))
+    assert slow.split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
 
 
 @given(one=jobs())
@@ -439,7 +435,7 @@ def test_more_layers_never_make_a_step_shorter(one: Job) -> None:
 @settings(max_examples=100, deadline=None)
 def test_recomputing_never_makes_a_step_shorter(one: Job) -> None:
     plain, full = (
-        predict(replace(one, recipe=replace(one.recipe, recompute=recompute))).split.step_ns
+        predict(replace(one, recipe=replace(one.recipe, recompute=recompute)))
         for recompute in ("none", "full")
     )
-    assert full >= plain - ROUNDING_NS
+    assert full.split.step_ns >= plain.split.step_ns - ROUNDING_NS

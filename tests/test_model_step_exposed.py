@@ -114,8 +114,8 @@ def test_recomputed_communication_hides_with_that_of_the_backward() -> None:
 def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> None:
     ring = job(layout=Layout(cp=2))
     forward = timed("cp", "cp", "forward", 10, 50.0, "send")
-    backward = timed("cp", "cp", "backward", 10, 120.0, "send")
-    assert left(ring, forward, backward) == [500 - 400, 1200 - 1000]
+    backward = timed("cp", "cp", "backward", 10, 150.0, "send")
+    assert left(ring, forward, backward) == [500 - 400, 1500 - 400 * 2.5 / 0.8]
     assert left(ring, timed("cp", "cp", "forward", 10, 40.0, "send")) == [0]
 
 
@@ -172,6 +172,15 @@ def test_exposed_time_is_kept_for_each_microbatch_or_once_a_step() -> None:
     assert [each.message.strategy for each in found.communication] == [
         "tp", "tp", "tp", "ddp", "norm",
     ]  # fmt: skip
+
+
+def test_a_pass_takes_the_longest_of_what_runs_at_once() -> None:
+    one = job(layout=replace(MIDDLE, overlap=OVERLAP, zero=3), framework="megatron")
+    sends = timed("fsdp", "dp_shard", "forward", 1_000, 1_000.0, "all_gather")
+    found = middle(one, sends)
+    host_ns, computes_ns = 2 * 250e3, found.passes[0].forward_ns
+    assert computes_ns < host_ns
+    assert found.cost(0).forward_ns == pytest.approx(sends.time.ns, rel=0.01)
 
 
 def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:

@@ -408,7 +408,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
-    """Attention that stores its scores, dropout, a loss that is not fused: nothing of it on H100."""
+    """Stored scores, dropout, a loss that is not fused; nothing of it on H100."""
     old, new = (
         run(SMALL, device={"preset": name}).recipe for name in ("a100-sxm-80gb", "h100-sxm")
     )

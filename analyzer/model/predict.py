@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from stepsplit.analyzer.model.comm.measured import Rates
@@ -40,7 +39,7 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
     pipeline = pipelined(job, stages, timed)
     splits = splits_of(job, stages, pipeline)
     memory = memory_of(job)
-    slowest = splits[max(range(len(stages)), key=lambda i: stages[i].compute_ns)]
+    slowest = min(splits, key=lambda split: split.bubble_ns)
     flops, executed = model_flops(job, CONVENTION), hardware_flops(job, CONVENTION)
     reasons = doubts(job, stages, slowest)
     low_ns, high_ns = band_of(job, slowest, reasons)
@@ -72,10 +71,14 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
 
 def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     """Every message of every stage with the time of one call."""
-    found = defaultdict(list)
+    found: dict[int, list[Timed]] = {stage: [] for stage in range(job.layout.pp)}
+    known: dict[tuple[str, str, str, int], Band] = {}
     for message in messages_of(job):
-        found[message.stage].append(Timed(message, _each(job, message, rates)))
-    return {stage: tuple(found[stage]) for stage in range(job.layout.pp)}
+        kind = (message.strategy, message.op, message.axis, message.message_bytes)
+        if kind not in known:
+            known[kind] = _each(job, message, rates)
+        found[message.stage].append(Timed(message, known[kind]))
+    return {stage: tuple(timed) for stage, timed in found.items()}
 
 
 def _each(job: Job, message: Message, rates: Rates) -> Band:

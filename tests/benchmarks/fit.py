@@ -9,8 +9,10 @@ printed with them: validation reports the others.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
+import sys
 from dataclasses import replace
 
 from stepsplit.analyzer.model.predict import predict
@@ -50,22 +52,29 @@ def _family(family: str, cases: list[Case]) -> None:
     ordered = sorted(cases, key=likeness)
     fitted, rest = ordered[::2], ordered[1::2]
     best = fit(replace(ordered[0].job.hardware.efficiency, **START), fitted)
-    print(f"[{family}]")
-    for name in BOUNDS:
-        print(f"{name} = {getattr(best, name):.4g}")
-    print(f"error = {percentile_90([abs(math.expm1(error(best, case))) for case in rest]):.2g}")
-    for key, seen in (
-        ("frameworks", {case.job.recipe.framework for case in fitted}),
-        ("devices", {case.job.hardware.name for case in fitted}),
-        ("dtypes", {case.job.recipe.dtype for case in fitted}),
-    ):
-        print(f"{key} = [" + ", ".join(f'"{name}"' for name in sorted(seen)) + "]")
-    print("rows = [\n" + "".join(f'  "{case.id}",\n' for case in fitted) + "]")
-    for name, some in (("fitted", fitted), ("rest", rest)):
-        for case in some:
-            print(f"#   {case.id} {math.expm1(error(best, case)):+.1%}")
-        off = sorted(abs(math.expm1(error(best, case))) for case in some)
-        print(f"# {name}: {len(off)} rows, mean {sum(off) / len(off):.1%}, worst {off[-1]:.1%}")
+    off = percentile_90([abs(math.expm1(error(best, case))) for case in rest])
+    lines = [f"[{family}]", *(f"{name} = {getattr(best, name):.4g}" for name in BOUNDS)]
+    lines += [f"error = {off:.2g}", *_seen(fitted)]
+    lines += _told("fitted", best, fitted) + _told("rest", best, rest)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _seen(fitted: list[Case]) -> list[str]:
+    """What the fitted runs were, and which."""
+    seen = {
+        "frameworks": {case.job.recipe.framework for case in fitted},
+        "devices": {case.job.hardware.name for case in fitted},
+        "dtypes": {case.job.recipe.dtype for case in fitted},
+    }
+    lines = [f"{key} = {json.dumps(sorted(names))}" for key, names in seen.items()]
+    return [*lines, "rows = [", *(f'  "{case.id}",' for case in fitted), "]"]
+
+
+def _told(name: str, best: Efficiency, cases: list[Case]) -> list[str]:
+    off = [math.expm1(error(best, case)) for case in cases]
+    mean, worst = sum(map(abs, off)) / len(off), max(map(abs, off))
+    told = [f"#   {case.id} {one:+.1%}" for case, one in zip(cases, off, strict=True)]
+    return [*told, f"# {name}: {len(off)} rows, mean {mean:.1%}, worst {worst:.1%}"]
 
 
 def likeness(case: Case) -> tuple[object, ...]:

@@ -10,6 +10,8 @@ from stepsplit.analyzer.model.comm.data import EVERY_MICROBATCH
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Band, Communication, Message
 from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.step.layer import FUSED_BACKWARD
+from stepsplit.analyzer.model.step.speed import BACKWARD_ATTENTION
 
 EXPOSED = Formula(
     "step.exposed",
@@ -25,6 +27,8 @@ BACKWARD = ("backward", "recompute")
 ONCE = ("grad_sync", "optimizer", "other")
 HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
 """What runs inside a layer hides before what only has to be there in time."""
+CORE_BACKWARD = FUSED_BACKWARD / BACKWARD_ATTENTION
+"""Time of attention's backward over that of its forward."""
 Family = tuple[str, str]
 """An axis, all data-parallel ones as dp, and a phase, what happens in the backward as backward."""
 
@@ -114,7 +118,7 @@ def _overlaps(job: Job, axis: str) -> bool:
 def _room_ns(key: Family, beside: Beside, free_ns: float) -> float:
     """Context parallelism hides behind attention's core alone."""
     if key[0] == "cp":
-        free_ns = min(free_ns, beside.core_ns * (2.5 if key[1] == "backward" else 1.0))
+        free_ns = min(free_ns, beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0))
     return max(0.0, free_ns)
 
 

@@ -24,20 +24,12 @@ def launches(job: Job, layers: int) -> Pass:
     return Pass(each, each + again, 0.0)
 
 
-def at_least(device: Pass, host: Pass) -> Pass:
-    """A pass on the device, stretched to what the host takes to launch it."""
-    backward = device.input_ns + device.weight_ns
-    later = max(0.0, host.input_ns - backward)
-    return Pass(
-        max(device.forward_ns, host.forward_ns), device.input_ns + later, device.weight_ns,
-        device.core_ns,
-    )  # fmt: skip
-
-
 def waits(device: Pass, host: Pass) -> Pass:
     """How long the device idles in a pass, because its host launches more slowly."""
-    stretched = at_least(device, host)
-    return Pass(stretched.forward_ns - device.forward_ns, stretched.input_ns - device.input_ns, 0.0)
+    backward_ns = device.input_ns + device.weight_ns
+    return Pass(
+        max(0.0, host.forward_ns - device.forward_ns), max(0.0, host.input_ns - backward_ns), 0.0
+    )
 
 
 def host_bound(device: Pass, host: Pass) -> bool:

@@ -128,5 +128,8 @@ def _elementwise(job: Job, speed: Speed, traffic: Traffic, activations: float) -
 
 
 def _rotated(job: Job) -> float:
-    model, tp = job.model, job.layout.tp
-    return job.tokens * (share(model.heads, tp) + share(model.kv_heads, tp)) * model.head_size
+    """Numbers of queries and keys that rotary positions turn."""
+    model, heads = job.model, share(job.model.heads, job.layout.tp)
+    if model.latent is not None:
+        return job.tokens * (heads + 1) * model.latent.rope
+    return job.tokens * (heads + share(model.kv_heads, job.layout.tp)) * model.head_size

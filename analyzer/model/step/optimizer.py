@@ -16,7 +16,7 @@ UPDATE = Formula(
 STATE_BYTES = {
     "adam": 12.0, "adam-8bit": 6.0, "sgd": 4.0, "sgd-momentum": 8.0, "muon": 8.0, "lion": 8.0,
 }  # fmt: skip
-"""Master weight and moments of one parameter in mixed precision; each is read and written."""
+"""The fp32 weight and the moments of one parameter; each is read and written."""
 
 
 def updated_parameters(job: Job, stage: StageParameters) -> float:
@@ -34,7 +34,8 @@ def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
         return 0.0
     count = updated_parameters(job, stage)
     each = 2 * STATE_BYTES[job.recipe.optimizer] + job.recipe.gradient_bytes
-    return speed.moved_ns(count * (each + job.recipe.weight_bytes), 10)
+    written = 0 if job.recipe.dtype == "fp32" else job.recipe.weight_bytes
+    return speed.moved_ns(count * (each + written), 10)
 
 
 def offload_ns(job: Job, stage: StageParameters) -> float:

@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.step.exposed import (
     exposed,
     family,
 )
-from stepsplit.analyzer.model.step.host import at_least, launches, waits
+from stepsplit.analyzer.model.step.host import launches, waits
 from stepsplit.analyzer.model.step.layer import Pass
 from stepsplit.analyzer.model.step.optimizer import offload_ns, optimizer_ns
 from stepsplit.analyzer.model.step.speed import Speed
@@ -73,7 +73,7 @@ def stage_time(
     )
     host = tuple(launches(job, chunk.layers) for chunk in stage.chunks)
     inside = tuple(each for each in timed if each.message.strategy != "pp")
-    found = exposed(job, inside, _beside(job, passes, host))
+    found = exposed(job, inside, _beside(job, passes))
     comm = _spread(job, stage, found)
     return StageTime(
         stage=stage,
@@ -106,13 +106,12 @@ def _spread(job: Job, stage: Stage, found: tuple[Communication, ...]) -> tuple[P
     return tuple(whole * (chunk.layers / stage.layers) for chunk in chunks)
 
 
-def _beside(job: Job, passes: tuple[Pass, ...], host: tuple[Pass, ...]) -> Beside:
+def _beside(job: Job, passes: tuple[Pass, ...]) -> Beside:
     m = rounds(job)
-    real = tuple(at_least(one, other) for one, other in zip(passes, host, strict=True))
     return Beside(
-        forward_ns=m * sum(each.forward_ns for each in real),
-        backward_ns=m * sum(each.input_ns + each.weight_ns for each in real),
-        core_ns=m * sum(each.core_ns for each in real),
+        forward_ns=m * sum(each.forward_ns for each in passes),
+        backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
+        core_ns=m * sum(each.core_ns for each in passes),
         microbatches=m,
     )
 

@@ -45,6 +45,11 @@ def gibibytes(count_bytes: int | float) -> str:
     return f"{count_bytes / 2**30:,.1f} GiB"
 
 
+def gibibytes_between(low_bytes: int | float, high_bytes: int | float) -> str:
+    """A band of device memory: "45.0-81.6 GiB"."""
+    return f"{low_bytes / 2**30:,.1f}-{high_bytes / 2**30:,.1f} GiB"
+
+
 def count(number: int | float) -> str:
     """How many parameters, in the field's words: 8_030_261_248 -> "8.03B" (billion)."""
     return _scaled(number, ["T", "B", "M", "k", ""])

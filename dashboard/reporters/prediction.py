@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.model.memory.band import allocated_band
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import Layout
@@ -91,7 +92,9 @@ def _memory(job: Job, prediction: Prediction) -> Text:
     """Whether the fullest stage fits, and by how much."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     there = job.hardware.memory_bytes
-    peak = f"peak memory {units.gibibytes(most.total_bytes)} (stage {most.stage}) of "
+    band = allocated_band(job, most)
+    peak = f"peak memory {units.gibibytes(most.total_bytes)} "
+    peak += f"({units.gibibytes_between(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
     peak += f"{units.gibibytes(there)} ({units.percent(most.total_bytes / there)})"
     if prediction.fits:
         return Text(f"{peak}: fits")

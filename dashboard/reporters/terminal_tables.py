@@ -13,36 +13,27 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import BucketMedian, bucket_medians, full_steps
 from stepsplit.analyzer.report.report import CollectiveRow, Pipeline, Report
+from stepsplit.dashboard.reporters.bare_table import AXIS_SHORT, BUCKET_STYLE, bare_table
 
 MOST_COLLECTIVES = 6
 _FEW_AXES = 2
-_STYLE = {
-    "compute": "green",
-    "collective": "blue",
-    "p2p": "cyan",
-    "skew": "magenta",
-    "bubble": "yellow",
-    "copy": "bright_black",
-    "idle": "bright_black",
-}
-_SHORT = {"dp_replicate": "dp repl", "dp_shard": "dp shard"}
 _AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard", None)
 
 
 def split_table(report: Report) -> Table:
     """The seven buckets: median, share, by axis, and the worst rank."""
     axes = axes_of(report)
-    table = _table("", *("median", "share"), *(_axis_name(a) for a in axes), "worst rank", "")
+    table = bare_table("", *("median", "share"), *(_axis_name(a) for a in axes), "worst rank", "")
     for row in bucket_medians(report.steps):
         of_axes = [_on_axis(report, row.bucket, axis) for axis in axes]
         worst = _worst(report, row, roomy=len(axes) <= _FEW_AXES)
         table.add_row(
-            Text(row.bucket, style=_STYLE[row.bucket]),
+            Text(row.bucket, style=BUCKET_STYLE[row.bucket]),
             units.milliseconds(row.median_ns),
             units.percent(row.share),
             *of_axes,
             worst,
-            Bar(1.0, 0.0, row.share, color=_STYLE[row.bucket]),
+            Bar(1.0, 0.0, row.share, color=BUCKET_STYLE[row.bucket]),
         )
     return table
 
@@ -67,7 +58,7 @@ def axes_of(report: Report) -> list[str | None]:
 
 
 def _axis_name(axis: str | None) -> str:
-    return _SHORT.get(axis, axis) if axis else "other"
+    return AXIS_SHORT.get(axis, axis) if axis else "other"
 
 
 def _on_axis(report: Report, bucket: str, axis: str | None) -> str:
@@ -90,7 +81,7 @@ def stages_table(pipeline: Pipeline) -> Group:
     line = f"pipeline {pipeline.schedule}, {pipeline.microbatches} microbatches: bubble fraction "
     line += units.percent(pipeline.bubble_fraction)
     line += f", ideal {units.percent(ideal)}" if ideal is not None else ""
-    table = _table("stage", *(str(stage.stage) for stage in pipeline.stages))
+    table = bare_table("stage", *(str(stage.stage) for stage in pipeline.stages))
     table.add_row("bubble", *(units.milliseconds(stage.bubble_ns) for stage in pipeline.stages))
     table.add_row(
         "of its window", *(units.percent(stage.bubble_fraction) for stage in pipeline.stages)
@@ -101,7 +92,7 @@ def stages_table(pipeline: Pipeline) -> Group:
 def collectives_table(report: Report) -> Table:
     """The kinds of calls that moved data longest."""
     axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
-    table = _table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
+    table = bare_table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
     rows = _merged(report.collectives, axis)
     for row in rows[:MOST_COLLECTIVES]:
         table.add_row(*row)
@@ -129,17 +120,3 @@ def _merged(rows: Sequence[CollectiveRow], axis: dict[int, str]) -> list[tuple[s
 
 def _rate(rates: Sequence[float]) -> str:
     return units.gigabytes_per_second(median(rates)) if rates else units.UNKNOWN
-
-
-def _table(first: str, *others: str) -> Table:
-    """A table without lines; a last column without a name takes the room that is left."""
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, expand="" in others
-    )
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        if name in ("", "op"):
-            table.add_column(name, no_wrap=True, ratio=None if name else 1)
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    return table

@@ -6,7 +6,7 @@ from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.presets import hardware
 from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.transformer import Transformer
+from stepsplit.analyzer.model.validate.jobs.case import llama
 from stepsplit.analyzer.model.validate.records import Record
 
 
@@ -23,20 +23,5 @@ def nanotron(row: Record) -> Job:
         row.count("seq"), row.count("micro_batch"), row.count("global_batch"),
         framework="nanotron", fused_loss=False,
     )  # fmt: skip
-    return Job(_model(row), layout, recipe, hardware("h100-sxm", "efa-p5", 8))
-
-
-def _model(row: Record) -> Transformer:
-    return Transformer(
-        layers=row.count("layers"),
-        hidden=row.count("hidden"),
-        heads=row.count("heads"),
-        kv_heads=row.count("kv_heads"),
-        head_size=row.count("hidden") // row.count("heads"),
-        ffn=row.count("ffn"),
-        vocab=row.count("vocab"),
-        gated=True,
-        tied=row.text("tied_embeddings") == "1",
-        norm="rms",
-        biases=False,
-    )
+    model = llama(row, row.text("tied_embeddings") == "1")
+    return Job(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))

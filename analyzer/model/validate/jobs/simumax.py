@@ -9,7 +9,7 @@ from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.presets import hardware, transformer
 from stepsplit.analyzer.model.spec.recipe import Recipe
 from stepsplit.analyzer.model.spec.transformer import Transformer
-from stepsplit.analyzer.model.validate.jobs.case import Case, Family
+from stepsplit.analyzer.model.validate.jobs.case import Case, Family, llama
 from stepsplit.analyzer.model.validate.records import Record
 
 TABLE = "simumax_b200_measured"
@@ -48,21 +48,7 @@ def _recipe(row: Record) -> Recipe:
 
 
 def _model(row: Record) -> Transformer:
-    if row.known("experts"):
-        return _mixture(row)
-    return Transformer(
-        layers=row.count("layers"),
-        hidden=row.count("hidden"),
-        heads=row.count("heads"),
-        kv_heads=row.count("kv_heads"),
-        head_size=row.count("hidden") // row.count("heads"),
-        ffn=row.count("ffn"),
-        vocab=row.count("vocab"),
-        gated=True,
-        tied=False,
-        norm="rms",
-        biases=False,
-    )
+    return _mixture(row) if row.known("experts") else llama(row)
 
 
 def _mixture(row: Record) -> Transformer:

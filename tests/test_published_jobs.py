@@ -14,6 +14,7 @@ from stepsplit.analyzer.model.validate.jobs.megatron import (
     sc21_table2,
 )
 from stepsplit.analyzer.model.validate.jobs.simumax import simumax
+from stepsplit.analyzer.model.validate.jobs.torchtitan import torchtitan
 from stepsplit.analyzer.model.validate.jobs.zero_bubble import zero_bubble
 from stepsplit.analyzer.model.validate.records import Published, Record
 
@@ -112,3 +113,19 @@ def test_a_short_trace_names_the_batch_of_a_rank() -> None:
     )
     assert (job.recipe.global_batch, job.recipe.micro_batch, job.microbatches) == (8, 4, 1)
     assert (job.layout.zero, job.layout.reshard_after_forward) == (3, "always")
+
+
+def test_torchtitan_names_its_sizes_in_the_config() -> None:
+    name = (
+        "torchtitan/llama3.1-405B_65536_512_FSDP4 CP2 TP8 PP8 1F1B compile float8 asyncTP_ckpt-full"
+    )
+    case = torchtitan(published("torchtitan_throughput_memory", name))
+    assert case.job.layout == Layout(
+        tp=8, pp=8, cp=2, dp_shard=4, zero=3, sequence_parallel=True,
+        overlap=frozenset({"dp", "tp"}),
+    )  # fmt: skip
+    assert case.job.recipe == Recipe(
+        seq_len=65536, micro_batch=1, global_batch=32, dtype="fp8", recompute="full",
+        framework="fsdp2", fused_loss=False,
+    )  # fmt: skip
+    assert round(case.step_ns / 1e9, 1) == 87.1

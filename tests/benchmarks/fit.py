@@ -37,13 +37,15 @@ START = {
     "jitter": 0.02,
 }  # fmt: skip
 TRIES = 600
+HELD_OUT = "torchtitan"
+"""A whole family that no constant knows: what a model of a framework says of another table."""
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--family", action="append")
     wanted = options.parse_args().family or ["ampere", "hopper", "blackwell"]
-    cases = step_time_cases(Published())
+    cases = [case for case in step_time_cases(Published()) if case.family != HELD_OUT]
     for family in wanted:
         _family(family, [case for case in cases if case.job.hardware.family == family])
 

@@ -31,6 +31,9 @@ IDS: dict[str, str] = {
     "nccl_busbw_definitions": "nccl-tests/{collective}",
     "published_scalars": "scalar/{model}_{quantity}",
     "simumax_b200_measured": "simumax/{case}",
+    "torchtitan_throughput_memory": (
+        "torchtitan/{model}_{seq}_{gpus}_{config}_ckpt-{activation_ckpt}"
+    ),
     "zero_bubble_table4_throughput_memory": "zb-t4/{model}_m{num_microbatches}_{schedule}",
     "zero_bubble_table5_9_bubble_rates": "zb-t5/{model}_m{num_microbatches}",
     "zero_table1_model_states": "zero-t1/{model}_{stage}_dp{dp}",

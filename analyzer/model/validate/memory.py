@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from stepsplit.analyzer.model.memory.band import reserved_bytes
 from stepsplit.analyzer.model.memory.memory import memory_of
 from stepsplit.analyzer.model.validate.fitted import fitted_memory
 from stepsplit.analyzer.model.validate.gather import Build, gathered
+from stepsplit.analyzer.model.validate.jobs import torchtitan
 from stepsplit.analyzer.model.validate.jobs.simumax import TABLE, simumax
 from stepsplit.analyzer.model.validate.records import Published, Record
 from stepsplit.analyzer.model.validate.tables import Check, Row
@@ -23,10 +27,26 @@ def memory_checks(published: Published) -> tuple[Check, ...]:
         ("B200 dense, peak memory by stage", dense, _stages, DENSE_BAR),
         ("B200 experts, peak memory", mixtures, _fullest, EXPERTS_BAR),
     )
-    return tuple(
+    checks = tuple(
         gathered(name, records, build, "mean/max", bar, fitted)
         for name, records, build, bar in kinds
     )
+    return (*checks, _torchtitan(published))
+
+
+def _torchtitan(published: Published) -> Check:
+    rows = [row for row in published.records(torchtitan.TABLE) if row.known("peak_memory_GiB")]
+    found = gathered("torchtitan, peak memory", rows, _reserved, "mean/max", (), frozenset())
+    if found.skipped:
+        return found
+    return replace(found, note="what the allocator reserves; nothing is fitted")
+
+
+def _reserved(row: Record) -> tuple[Row, ...]:
+    job = torchtitan.torchtitan_job(row)
+    most = max(stage.total_bytes for stage in memory_of(job))
+    found = reserved_bytes(most).bytes / 2**30
+    return (Row(row.table, row.id, "reserved", row.number("peak_memory_GiB"), found, "GiB"),)
 
 
 def _fullest(row: Record) -> tuple[Row, ...]:

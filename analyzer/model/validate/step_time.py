@@ -19,7 +19,7 @@ BARS: dict[Family, tuple[float, float]] = {
     "B200 dense": (0.05, 0.09),
     "llm-foundry": (0.06, 0.15),
 }
-"""Mean and 90th percentile of the absolute errors; mixtures of experts are shown without a bar."""
+"""Mean and 90th percentile of the absolute errors; other families are shown without a bar."""
 
 
 def step_time_checks(published: Published) -> tuple[Check, ...]:
@@ -37,10 +37,14 @@ def step_time_checks(published: Published) -> tuple[Check, ...]:
 
 def _whose(left_out: str) -> Family:
     """The family that a row which is no case would most likely be of, by its id."""
-    table = left_out.partition("/")[0]
-    if table == "simumax":
-        return "B200 dense"
-    return "llm-foundry" if table == "llm-foundry" else "A100 Megatron"
+    match left_out.partition("/")[0]:
+        case "simumax":
+            return "B200 dense"
+        case "llm-foundry":
+            return "llm-foundry"
+        case "torchtitan":
+            return "torchtitan"
+    return "A100 Megatron"
 
 
 def _of(family: Family, cases: Iterable[Case]) -> list[Case]:

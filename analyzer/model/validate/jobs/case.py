@@ -9,7 +9,7 @@ from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.transformer import Transformer
 from stepsplit.analyzer.model.validate.records import Record
 
-Family = Literal["A100 Megatron", "B200 dense", "B200 experts", "llm-foundry"]
+Family = Literal["A100 Megatron", "B200 dense", "B200 experts", "llm-foundry", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.spec.checks import check
-from stepsplit.analyzer.model.validate.jobs import llm_foundry, megatron, simumax
+from stepsplit.analyzer.model.validate.jobs import llm_foundry, megatron, simumax, torchtitan
 from stepsplit.analyzer.model.validate.jobs.case import Case
 from stepsplit.analyzer.model.validate.records import Published, Record
 
@@ -20,6 +20,7 @@ TABLES: tuple[tuple[str, Callable[[Record], tuple[Case, ...]]], ...] = (
     ("megatron_2020_tp_weak_scaling", megatron.tensor_2020),
     (simumax.TABLE, lambda row: (simumax.simumax(row),)),
     (llm_foundry.TABLE, lambda row: (llm_foundry.llm_foundry(row),)),
+    (torchtitan.TABLE, lambda row: (torchtitan.torchtitan(row),)),
 )
 
 

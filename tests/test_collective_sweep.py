@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from collective_anchors import A100, ALPS, measured
+from published_sweeps import A100, ALPS, measured
 from required import shared_trace
 
 from stepsplit.analyzer.errors import UsageError

@@ -6,7 +6,7 @@ from dataclasses import astuple
 from statistics import mean, median
 
 import pytest
-from collective_anchors import (
+from published_sweeps import (
     A100,
     ALPS,
     B200,

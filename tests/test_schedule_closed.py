@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
-from required import absent
 
 from stepsplit.analyzer.model.schedule.closed import bubble_ns, bubble_rate
 from stepsplit.analyzer.model.schedule.engine import Timeline, simulate
 from stepsplit.analyzer.model.schedule.graph import graph
 from stepsplit.analyzer.model.spec.layout import Schedule
+from stepsplit.analyzer.model.validate.records import PUBLISHED
 
-TABLE_5 = Path(__file__).parents[2] / "shared" / "anchors" / "zero_bubble_table5_9_bubble_rates.csv"
+TABLE_5 = PUBLISHED / "zero_bubble_table5_9_bubble_rates.csv"
 TIMES = (10.0, 9.0, 5.0)
 
 
 def published() -> list[dict[str, str]]:
-    if not TABLE_5.exists():
-        absent("anchors", f"{TABLE_5.name} is not beside the project")
     with TABLE_5.open(newline="") as file:
         return list(csv.DictReader(file))
 

@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.recipe import Recipe
 from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+from stepsplit.analyzer.model.validate.records import PUBLISHED
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)
 DEVICE = Hardware(
@@ -59,8 +60,11 @@ def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: 
 
 
 def published(table: str) -> list[dict[str, str]]:
-    """The rows of a published table; the test is skipped where it is not beside the project."""
-    path = SHARED_TRACES.parent / "anchors" / f"{table}.csv"
+    """The rows of a published table, of those that come with stepsplit or lie beside the project;
+    the test is skipped where it is neither."""
+    path = PUBLISHED / f"{table}.csv"
+    if not path.exists():
+        path = SHARED_TRACES.parent / "anchors" / path.name
     if not path.exists():
         absent("anchors", f"{path.name} is not beside the project")
     with path.open(newline="") as file:

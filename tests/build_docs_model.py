@@ -1,0 +1,59 @@
+"""Writes the screen and the validation table of docs/model.md anew; run it from tests/.
+
+cd tests && ../.venv/bin/python build_docs_model.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from stepsplit.analyzer.model.validate.tables import Check
+from stepsplit.analyzer.model.validate.validation import validate
+
+DOCS = Path(__file__).parent.parent / "docs"
+HEAD = (
+    "| check | rows | measure | bar | result | constant utilization |\n|---|---|---|---|---|---|\n"
+)
+
+
+def main() -> None:
+    page = (DOCS / "model.md").read_text()
+    old = re.findall(r"^```\n(model .*?)^```$", page, flags=re.M | re.S)[0]
+    before, _, after = page.replace(old, screen()).partition(HEAD)
+    rest = after[after.index("\n\n") :]
+    checks = validate()
+    table = "\n".join(row(one) for one in checks if one.measure != "equality")
+    page = before + HEAD + table + rest
+    (DOCS / "model.md").write_text(re.sub(r"[\d,]+ numbers in all", _equalities(checks), page))
+
+
+def screen() -> str:
+    """What the command prints of the page's run at 80 columns."""
+    command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(DOCS / "RUN.toml")]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+
+def row(one: Check) -> str:
+    baseline = f"| {percents(one.baseline)} |" if one.baseline else "| |"
+    measure, bar = one.measure.replace("/", " / "), percents(one.bar) if one.bar else "none"
+    cells = (one.name, str(len(one.reported)), measure, bar, percents(one.result))
+    return f"| {' | '.join(cells)} {baseline}"
+
+
+def percents(ratios: tuple[float, ...]) -> str:
+    return " / ".join(f"{100 * ratio:.1f}" for ratio in ratios) + " %"
+
+
+def _equalities(checks: tuple[Check, ...]) -> str:
+    count = sum(len(one.reported) for one in checks if one.measure == "equality")
+    return f"{count} numbers in all"
+
+
+if __name__ == "__main__":
+    main()

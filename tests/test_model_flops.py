@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from work_builders import LITE, TINY, gpt, gpt_of, job, llama, published
+from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.stages import Chunk, stages_of
@@ -31,16 +31,6 @@ SMALL = gpt(layers=2, hidden=4, heads=2, vocab=128, seq=8)
 STEP = {"seq_len": 8, "global_batch": 4}
 """32 tokens: a layer's products 2 · 12 h² = 384, its core 4 s h = 128, the head 2 h V = 1024."""
 A100, H100 = 312e12, 989.5e12
-MPT_SHAPES = {
-    "125m": (12, 768, 12),
-    "350m": (24, 1024, 16),
-    "760m": (24, 1536, 12),
-    "1b": (24, 2048, 16),
-    "7b": (32, 4096, 32),
-    "30b": (48, 7168, 56),
-    "70b": (80, 8192, 64),
-}
-"""layers, hidden, heads of mosaicml/llm-foundry's family."""
 MIXED = replace(TINY, layers=2, experts=Experts(4, 2, ffn=16, shared_ffn=8, dense_layers=1))
 
 
@@ -203,7 +193,7 @@ def test_mt_nlg_rates_count_full_recomputation() -> None:
 def test_llm_foundry_utilizations_are_convention_c4() -> None:
     """Hundreds of thousands of tokens a second are printed whole: up to 0.3 % is rounding."""
     for row in published("llm_foundry_mpt_throughput"):
-        layers, h, heads = MPT_SHAPES[row["model"]]
+        layers, h, heads = MPT[row["model"]]
         model = gpt(layers, h, heads, 50368, int(row["seq"]))
         how = "full" if row["activation_ckpt"] == "True" else "none"
         one = job(model, seq_len=model.positions, framework="fsdp2", recompute=how)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from work_builders import LITE, TINY, gpt, gpt_of, job, llama, published
+from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
@@ -17,16 +17,6 @@ from stepsplit.analyzer.model.work.parameters import (
     total_parameters,
 )
 
-MPT = {
-    "125m": (12, 768, 12),
-    "350m": (24, 1024, 16),
-    "760m": (24, 1536, 12),
-    "1b": (24, 2048, 16),
-    "7b": (32, 4096, 32),
-    "30b": (48, 7168, 56),
-    "70b": (80, 8192, 64),
-}
-"""layers, hidden, heads of mosaicml/llm-foundry's family; 50368 words."""
 MIXTRAL = replace(llama(32, 4096, 32, 8, 14336, 32000), experts=Experts(8, 2, 14336))
 DEEPSEEK_V3 = Transformer(
     layers=61, hidden=7168, heads=128, kv_heads=128, head_size=128, ffn=18432, vocab=129280,

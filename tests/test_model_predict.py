@@ -113,7 +113,7 @@ EQUAL, NOTHING = Pass(30.0, 30.0, 20.0), Pass(0.0, 0.0, 0.0)
 def equal_stages(one: Job) -> tuple[StageTime, ...]:
     """All of them compute the same, and nothing else takes time."""
     return tuple(
-        StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0, 0.0)
+        StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0)
         for stage in stages_of(one)
         for nothing in [tuple(NOTHING for _ in stage.chunks)]
     )
@@ -127,8 +127,8 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedul
     found = pipelined(one, equal_stages(one), dict.fromkeys(range(4), ()))
     ideal = ideal_bubble_fraction(schedule, 4, 16, chunks, (30.0, 30.0, 20.0))
     assert ideal is not None
-    assert found.bubble_fraction == pytest.approx(ideal)
-    assert found.bubble_overhead == pytest.approx(ideal / (1 - ideal))
+    assert found.time.bubble_fraction == pytest.approx(ideal)
+    assert found.time.bubble_overhead == pytest.approx(ideal / (1 - ideal))
 
 
 LLAMA, A100 = presets.transformer("llama-7b"), presets.hardware("a100-sxm-80gb")

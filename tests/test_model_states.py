@@ -9,7 +9,6 @@ from stepsplit.analyzer.model.memory.offload import deepspeed_host_bytes, offloa
 from stepsplit.analyzer.model.memory.states import (
     ParameterBytes,
     States,
-    expert_shards,
     parameter_bytes,
     share,
     states_of,
@@ -85,7 +84,7 @@ def test_a_share_that_does_not_divide_is_rounded_up() -> None:
 def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
     """8 ranks, 4 of them with different experts: each expert lives on 2."""
     layout = Layout(dp_replicate=8, ep=4, zero=1)
-    assert (layout.shard_size, expert_shards(layout)) == (8, 2)
+    assert (layout.shard_size, layout.expert_shards) == (8, 2)
     moe = job(LITE, layout)
     (stage,) = stage_parameters(moe)
     expected = -(-12 * stage.dense // 8) + 6 * stage.experts
@@ -93,7 +92,7 @@ def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
 
 
 def test_hybrid_sharding_spreads_experts_within_a_shard_group_only() -> None:
-    assert expert_shards(Layout(dp_replicate=2, dp_shard=8, ep=4, zero=3)) == 2
+    assert Layout(dp_replicate=2, dp_shard=8, ep=4, zero=3).expert_shards == 2
 
 
 def test_fsdp_shards_its_states_at_zero_2_too() -> None:

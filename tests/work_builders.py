@@ -37,6 +37,16 @@ LITE = Transformer(
     latent=LatentAttention(query_rank=0, kv_rank=512, nope=128, rope=64, value=128),
 )  # fmt: skip
 """DeepSeek-V2-Lite, 16B: its config.json at Hugging Face."""
+MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "7b": (32, 4096, 32),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+"""layers, hidden, heads of mosaicml/llm-foundry's family."""
 
 
 def job(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any) -> Job:

@@ -22,7 +22,11 @@ from stepsplit.analyzer.model.used import formulas_of
 from stepsplit.analyzer.model.work.conventions import Convention
 from stepsplit.analyzer.model.work.flops import hardware_flops, model_flops
 from stepsplit.analyzer.model.work.mfu import mfu
-from stepsplit.analyzer.model.work.parameters import stage_parameters, total_parameters
+from stepsplit.analyzer.model.work.parameters import (
+    StageParameters,
+    stage_parameters,
+    total_parameters,
+)
 
 CONVENTION: Convention = "C1"
 
@@ -35,7 +39,8 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
     check(job)
     rates = rates or Rates()
     timed = timed_messages(job, rates)
-    stages = stage_times(job, timed)
+    held = stage_parameters(job)
+    stages = stage_times(job, held, timed)
     pipeline = pipelined(job, stages, timed)
     splits = splits_of(job, stages, pipeline)
     memory = memory_of(job)
@@ -47,13 +52,13 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
     world, step_ns = job.layout.world_size, slowest.step_ns
     return Prediction(
         parameters=total_parameters(job.model),
-        parameters_per_stage=tuple(held.total for held in stage_parameters(job)),
+        parameters_per_stage=tuple(each.total for each in held),
         memory=memory,
         model_flops=flops,
         hardware_flops=executed,
         communication=_communication(job, stages, timed, pipeline),
-        bubble_fraction=pipeline.bubble_fraction,
-        bubble_overhead=pipeline.bubble_overhead,
+        bubble_fraction=pipeline.time.bubble_fraction,
+        bubble_overhead=pipeline.time.bubble_overhead,
         splits=splits,
         split=slowest,
         low_ns=low_ns,
@@ -89,12 +94,14 @@ def _each(job: Job, message: Message, rates: Rates) -> Band:
     return rates.time_of(message.op, message.message_bytes, span, job.hardware)
 
 
-def stage_times(job: Job, timed: dict[int, tuple[Timed, ...]]) -> tuple[StageTime, ...]:
+def stage_times(
+    job: Job, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
+) -> tuple[StageTime, ...]:
     """What each stage computes, and what its compute cannot hide."""
     speed = speed_of(job)
     return tuple(
-        stage_time(job, speed, stage, held, timed[stage.index])
-        for stage, held in zip(stages_of(job), stage_parameters(job), strict=True)
+        stage_time(job, speed, stage, parameters, timed[stage.index])
+        for stage, parameters in zip(stages_of(job), held, strict=True)
     )
 
 

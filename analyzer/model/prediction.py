@@ -64,9 +64,6 @@ class Band:
     def __mul__(self, times: float) -> Band:
         return Band(self.ns * times, self.low_ns * times, self.high_ns * times)
 
-    def __add__(self, other: Band) -> Band:
-        return Band(self.ns + other.ns, self.low_ns + other.low_ns, self.high_ns + other.high_ns)
-
 
 @dataclass(frozen=True, slots=True)
 class Communication:

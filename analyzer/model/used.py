@@ -32,6 +32,7 @@ from stepsplit.analyzer.model.memory import (
     states,
     transient,
 )
+from stepsplit.analyzer.model.schedule import steady
 from stepsplit.analyzer.model.schedule.in_flight import IN_FLIGHT
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import TWO_STAGES
@@ -183,7 +184,7 @@ def _of_step(job: Job) -> Iterator[Formula]:
     if job.layout.world_size > 1:
         yield exposed.EXPOSED
     if job.layout.pp > 1:
-        yield from (split.FRACTION, split.OVERHEAD)
+        yield from (steady.FRACTION, steady.OVERHEAD)
     yield from (optimizer.UPDATE, host.HOST)
     if job.layout.world_size > job.hardware.gpus_per_node:
         yield split.STRAGGLERS

@@ -13,8 +13,9 @@ from stepsplit.analyzer.hang.find import only_dumps, read_calls
 from stepsplit.analyzer.hang.hang import HANG_NAME
 from stepsplit.analyzer.hang.hang import to_json as hang_to_json
 from stepsplit.analyzer.readers.rules_file import BUILT_IN, read_rules
-from stepsplit.analyzer.report.files import save, write
+from stepsplit.analyzer.report.files import save
 from stepsplit.analyzer.report.wire import to_json
+from stepsplit.analyzer.written import write
 from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.reporters.hang import screen as hang_screen
 from stepsplit.dashboard.reporters.progress import reading_bar

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import click
 
-from stepsplit.analyzer import Analysis, DataError, UsageError, examine
+from stepsplit.analyzer import Analysis, DataError, examine
 from stepsplit.analyzer.report.files import TABLES_NAME
 from stepsplit.analyzer.report.tables import read_tables
 from stepsplit.analyzer.report.wire import REPORT_NAME, read_report
+from stepsplit.analyzer.written import unwritable
 from stepsplit.collectors.run_spec import whole_file
 from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
@@ -66,5 +67,4 @@ def _write(file: Path, chunks: Iterable[bytes]) -> None:
             with gzip.GzipFile("", "wb", 6, draft, mtime=0) as packed:
                 packed.writelines(chunks)
     except OSError as error:
-        reason = error.strerror or "not a file"
-        raise UsageError(f"{file}: {reason}; choose a place that can be written") from None
+        raise unwritable(file, error) from None

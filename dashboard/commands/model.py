@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.analyzer.written import write
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.prediction import Prediction
@@ -43,7 +42,7 @@ def command(run_file: Path, json_file: str | None, explain: bool) -> None:
         click.echo(to_json(prediction), nl=False)
         return
     if json_file is not None:
-        _write(Path(json_file), to_json(prediction))
+        write(Path(json_file), to_json(prediction).encode())
     _show(job, prediction, explain)
 
 
@@ -61,12 +60,3 @@ def _show(job: Job, prediction: Prediction, explain: bool) -> None:
 
         formulas = explained(job, prediction)
         console.print(listing(formulas, heard(formulas)))
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the file, whole or not at all. Raises UsageError where it cannot be written."""
-    try:
-        write_whole(path, text.encode())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not a file"
-        raise UsageError(f"{path}: {reason}; choose a place that can be written") from None

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.analyzer.written import write
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.validate.tables import Check
@@ -39,7 +38,8 @@ def command(context: click.Context, folder: Path | None, json_file: str | None, 
     if json_file == "-":
         click.echo(to_json(checks))
     else:
-        _write(json_file, to_json(checks))
+        if json_file is not None:
+            write(Path(json_file), to_json(checks).encode())
         _show(checks, rows)
     if not all(check.met for check in checks):
         context.exit(MISSED)
@@ -51,14 +51,3 @@ def _show(checks: tuple[Check, ...], rows: bool) -> None:
     from stepsplit.dashboard.reporters.validation import screen
 
     Console(highlight=False).print(screen(checks, rows))
-
-
-def _write(file: str | None, text: str) -> None:
-    """Writes the file, whole or not at all. Raises UsageError where it cannot be written."""
-    if file is None:
-        return
-    try:
-        write_whole(Path(file), text.encode())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not a file"
-        raise UsageError(f"{file}: {reason}; choose a place that can be written") from None

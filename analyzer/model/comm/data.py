@@ -67,14 +67,18 @@ def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list
     place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
     if zero == 0:
         return [all_reduce(place, bucket.count, size, ranks)]
-    each = zero == 2 and job.recipe.framework in EVERY_MICROBATCH
-    times = bucket.count * (job.microbatches if each else 1)
+    times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
     after = Place(place.strategy, axis, stage, "optimizer")
     weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
     return [
         reduce_scatter(place, times, size, ranks),
         all_gather(after, bucket.count, weights, ranks),
     ]
+
+
+def sums_every_microbatch(job: Job) -> bool:
+    """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
+    return job.layout.zero == 2 and job.recipe.framework in EVERY_MICROBATCH
 
 
 def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:

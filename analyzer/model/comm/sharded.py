@@ -53,10 +53,9 @@ def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
         return ()
     together = layout.ep == 1 and layout.expert_tp == layout.tp
     dense, experts = units(held, together)
-    of_experts = max(1, layout.expert_dp // layout.dp_replicate)
     return (
         *_group(job, held.stage, dense, "dp_shard", layout.shard_size),
-        *_group(job, held.stage, experts, "expert_dp", of_experts),
+        *_group(job, held.stage, experts, "expert_dp", layout.expert_shards),
     )
 
 
@@ -110,11 +109,16 @@ def times_of(job: Job, unit: Unit) -> Times:
     A microbatch's backward then finds what the one before gathered, unless a forward pass freed
     it; that one was spared its own gather. So m + 1 gathers remain, whatever the schedule.
     """
-    m, pipeline = job.microbatches, job.layout.pp > 1
-    policy = _reshards(job)
-    if policy == "always" or (policy == "default" and not pipeline and not unit.last):
-        return Times(m, 1 if pipeline else m, 1 if pipeline else m)
-    return Times(1, 0, 1) if pipeline else Times(m, 0, m)
+    m, policy = job.microbatches, _reshards(job)
+    if job.layout.pp > 1:
+        return Times(1, 0, 1) if stays_gathered(job) else Times(m, 1, 1)
+    freed = policy == "always" or (policy == "default" and not unit.last)
+    return Times(m, m if freed else 0, m)
+
+
+def stays_gathered(job: Job) -> bool:
+    """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
+    return job.layout.zero == 3 and job.layout.pp > 1 and _reshards(job) != "always"
 
 
 def _reshards(job: Job) -> str:

@@ -72,7 +72,7 @@ def _sixteen(job: Job, held: StageParameters) -> RuleOfThumb:
     own = states.parameter_bytes(recipe)
     spread = f", by ZeRO-{zero} over N" if zero else ""
     value = held.dense * _paper_bytes(zero, job.layout.shard_size)
-    value += held.experts * _paper_bytes(zero, states.expert_shards(job.layout))
+    value += held.experts * _paper_bytes(zero, job.layout.expert_shards)
     why = (
         f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} keeps"
         f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
@@ -89,7 +89,7 @@ def _paper_bytes(zero: int, n: int) -> float:
 def _experts(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
     if not held.experts:
         return ()
-    shards = states.expert_shards(job.layout)
+    shards = job.layout.expert_shards
     return (
         Symbol("P_e", "parameters of its experts", held.experts, "parameters"),
         Symbol("N_e", "ranks that share theirs", shards),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, differing
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.schedule.in_flight import IN_FLIGHT, in_flight
+from stepsplit.analyzer.model.schedule.steady import FRACTION, OVERHEAD
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.step.split import FRACTION, OVERHEAD
 
 _OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.model.schedule.in_flight import IN_FLIGHT, in_flight
+from stepsplit.analyzer.model.schedule.in_flight import in_flight
 from stepsplit.analyzer.model.spec.job import Job
-
-__all__ = ["IN_FLIGHT", "chunks_in_flight"]
 
 
 def chunks_in_flight(job: Job, rank: int) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.recipe import Recipe
 from stepsplit.analyzer.model.work.parameters import StageParameters
 
@@ -125,17 +124,9 @@ def states_of(job: Job, stage: StageParameters) -> States:
     if zero == 2 and job.recipe.framework == "fsdp2":
         zero = 3
     dense = share(stage.dense, job.layout.shard_size, each, job.recipe, zero)
-    experts = share(stage.experts, expert_shards(job.layout), each, job.recipe, zero)
+    experts = share(stage.experts, job.layout.expert_shards, each, job.recipe, zero)
     beside = stage.embedding + stage.head + stage.final_norm
     return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.layout.shard_size))
-
-
-def expert_shards(layout: Layout) -> int:
-    """Ranks over which ZeRO spreads the states of experts; 1 without ZeRO."""
-    if layout.zero == 0:
-        return 1
-    copies = layout.dp_replicate if layout.zero == 3 else 1
-    return max(1, layout.expert_dp // copies)
 
 
 def _part(whole: int, shards: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.schedule.engine import (
     Costs,
     busy_ns,
@@ -18,6 +19,16 @@ from stepsplit.analyzer.model.schedule.orders import orders
 from stepsplit.analyzer.model.schedule.passes import Order
 from stepsplit.analyzer.model.spec.layout import Schedule
 
+FRACTION = Formula(
+    "pipeline.bubble_fraction",
+    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
+OVERHEAD = Formula(
+    "pipeline.bubble_overhead",
+    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
 _ALIKE = 1e-12
 """Times this close in relation to their size are the same but for rounding."""
 
@@ -32,12 +43,12 @@ class PipelineTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """Holes / window, over all ranks."""
+        """Holes / window, over all ranks (FRACTION)."""
         return sum(self.holes_ns) / (self.makespan_ns * len(self.holes_ns))
 
     @property
     def bubble_overhead(self) -> float:
-        """Holes / useful time, over all ranks."""
+        """Holes / useful time, over all ranks (OVERHEAD)."""
         holes_ns = sum(self.holes_ns)
         return holes_ns / (self.makespan_ns * len(self.holes_ns) - holes_ns)
 
@@ -70,7 +81,7 @@ def pipeline_ns(
         whole = graph(schedule, stages, microbatches, chunks)
         whole_ns = max(node_ends(whole, table(whole, costs), transfer_ns, blocking))
     busy = (each * (microbatches / few) for each in busy_ns(start, table(start, costs)))
-    return PipelineTime(whole_ns, tuple(whole_ns - each for each in busy))
+    return PipelineTime(whole_ns, tuple(max(0.0, whole_ns - each) for each in busy))
 
 
 def _repeated(

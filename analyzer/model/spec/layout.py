@@ -76,6 +76,13 @@ class Layout:
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks over which ZeRO spreads the states of experts; 1 without ZeRO."""
+        if self.zero == 0:
+            return 1
+        return max(1, self.expert_dp // (self.dp_replicate if self.zero == 3 else 1))
+
+    @property
     def sequence_split(self) -> int:
         """By how much sequence parallelism divides what tensor parallelism leaves whole."""
         return self.tp if self.sequence_parallel else 1

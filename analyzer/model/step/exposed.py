@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.comm.data import EVERY_MICROBATCH
+from stepsplit.analyzer.model.comm.data import sums_every_microbatch
+from stepsplit.analyzer.model.comm.sharded import stays_gathered
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Band, Communication, Message
 from stepsplit.analyzer.model.spec.job import Job
@@ -90,7 +91,7 @@ def _every_microbatch(job: Job, message: Message) -> bool:
     if message.phase != "grad_sync" or job.layout.pp > 1:
         return False
     sharded = message.strategy in ("fsdp", "hsdp")
-    return sharded or (message.strategy == "zero-2" and job.recipe.framework in EVERY_MICROBATCH)
+    return sharded or (message.strategy == "zero-2" and sums_every_microbatch(job))
 
 
 def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
@@ -134,6 +135,5 @@ def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
 
 
 def _starts(job: Job, phase: str) -> int:
-    """How often in a step such calls start with nothing beside them; a pipeline gathers once."""
-    kept = job.layout.pp > 1 and job.layout.reshard_after_forward != "always"
-    return 1 if phase in ONCE or kept else job.microbatches
+    """How often in a step such calls start with nothing beside them."""
+    return 1 if phase in ONCE or stays_gathered(job) else job.microbatches

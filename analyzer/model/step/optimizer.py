@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.memory.states import MASTER_BYTES, MOMENTS_BYTES
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.step.speed import Speed
 from stepsplit.analyzer.model.work.parameters import StageParameters
@@ -13,19 +14,11 @@ UPDATE = Formula(
     " written, over memory bandwidth: 30 bytes a parameter for Adam",
     "arithmetic over Kingma and Ba, arXiv:1412.6980",
 )
-STATE_BYTES = {
-    "adam": 12.0, "adam-8bit": 6.0, "sgd": 4.0, "sgd-momentum": 8.0, "muon": 8.0, "lion": 8.0,
-}  # fmt: skip
-"""The fp32 weight and the moments of one parameter; each is read and written."""
 
 
 def updated_parameters(job: Job, stage: StageParameters) -> float:
     """Parameters that one rank updates: its share where ZeRO spreads the states."""
-    layout = job.layout
-    if layout.zero == 0:
-        return float(stage.total)
-    copies = layout.dp_replicate if layout.zero == 3 else 1
-    return stage.dense / layout.shard_size + stage.experts / max(1, layout.expert_dp // copies)
+    return stage.dense / job.layout.shard_size + stage.experts / job.layout.expert_shards
 
 
 def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
@@ -33,9 +26,9 @@ def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
     if "optimizer" in job.recipe.offload:
         return 0.0
     count = updated_parameters(job, stage)
-    each = 2 * STATE_BYTES[job.recipe.optimizer] + job.recipe.gradient_bytes
+    states = MASTER_BYTES + MOMENTS_BYTES[job.recipe.optimizer]
     written = 0 if job.recipe.dtype == "fp32" else job.recipe.weight_bytes
-    return speed.moved_ns(count * (each + written), 10)
+    return speed.moved_ns(count * (2 * states + job.recipe.gradient_bytes + written), 10)
 
 
 def offload_ns(job: Job, stage: StageParameters) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stepsplit.analyzer.model.prediction import Communication
 from stepsplit.analyzer.model.schedule.engine import Costs
-from stepsplit.analyzer.model.schedule.steady import pipeline_ns
+from stepsplit.analyzer.model.schedule.steady import PipelineTime, pipeline_ns
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.stages import chunk_count, chunks_of_rank
 from stepsplit.analyzer.model.step.exposed import Timed
@@ -21,14 +21,13 @@ def pipelined(
     """The schedule run on the stages' times, with its messages and without."""
     layout, costs = job.layout, costs_of(job, stages)
     if layout.pp == 1:
-        each = sum(costs[0])
-        return Pipelined(job.microbatches * each, 0.0, (0.0,), (0.0,))
+        alone = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
+        return Pipelined(alone, 0.0, (0.0,))
     shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
     free = pipeline_ns(*shape, costs)
     real = pipeline_ns(*shape, costs, transfer_ns(timed))
-    longer_ns = real.makespan_ns - free.makespan_ns
     moving = tuple(sum(e.time.ns for e in timed[s] if _own(e)) for s in range(layout.pp))
-    return Pipelined(real.makespan_ns, longer_ns, moving, real.holes_ns)
+    return Pipelined(real, real.makespan_ns - free.makespan_ns, moving)
 
 
 def costs_of(job: Job, stages: tuple[StageTime, ...]) -> Costs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm.calls import rounds
 from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.schedule.steady import PipelineTime
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.step.stage_time import StageTime
 
@@ -18,53 +19,29 @@ STRAGGLERS = Formula(
     " section 2.5; s fitted",
 )
 
-FRACTION = Formula(
-    "pipeline.bubble_fraction",
-    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
-    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
-)
-OVERHEAD = Formula(
-    "pipeline.bubble_overhead",
-    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
-    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
-    """The pipeline's window in ns: first forward to last backward of any rank.
+    """The pipeline's time, and what its own messages take of it.
 
     transfers_ns is how much shorter it would be with free messages, moving_ns how long each rank's
-    own messages take, holes_ns what it neither computes nor communicates inside its layers.
+    own messages take.
     """
 
-    window_ns: float
+    time: PipelineTime
     transfers_ns: float
     moving_ns: tuple[float, ...]
-    holes_ns: tuple[float, ...]
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Holes of all ranks over the windows of all ranks (FRACTION)."""
-        ranks = len(self.holes_ns)
-        return max(0.0, sum(self.holes_ns) / (ranks * self.window_ns)) if self.window_ns else 0.0
 
     def exposed_ns(self, rank: int) -> int:
         """What a rank's own messages add to its holes: the rest of those is waiting."""
-        return round(min(self.transfers_ns, self.moving_ns[rank], max(0.0, self.holes_ns[rank])))
-
-    @property
-    def bubble_overhead(self) -> float:
-        """Holes over the useful rest of the windows (OVERHEAD)."""
-        fraction = self.bubble_fraction
-        return fraction / (1 - fraction) if fraction < 1 else 0.0
+        return round(min(self.transfers_ns, self.moving_ns[rank], self.time.holes_ns[rank]))
 
 
 def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> tuple[Split, ...]:
     """One Split a stage; all stages end the step together, so that the early ones wait."""
     whole = tuple(
         _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
-        for stage, holes in zip(stages, pipeline.holes_ns, strict=True)
+        for stage, holes in zip(stages, pipeline.time.holes_ns, strict=True)
     )
     step_ns = max(split.step_ns for split in whole)
     skew_ns = round(straggling(job) * step_ns)
@@ -84,7 +61,7 @@ def _split(job: Job, stage: StageTime, between_ns: int, holes_ns: float) -> Spli
         compute_ns=round(m * stage.compute_ns + stage.optimizer_ns),
         collective_ns=sum(each.exposed_ns for each in found) - sent_ns,
         p2p_ns=between_ns + sent_ns,
-        bubble_ns=max(0, round(holes_ns) - between_ns),
+        bubble_ns=round(holes_ns) - between_ns,
         copy_ns=round(stage.offload_ns),
         idle_ns=round(m * stage.idle_ns),
         overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in found),

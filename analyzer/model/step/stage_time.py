@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer.model.comm.calls import rounds
+from stepsplit.analyzer.model.comm.sharded import stays_gathered
 from stepsplit.analyzer.model.prediction import Communication
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.stages import Chunk, Stage
 from stepsplit.analyzer.model.step.chunk import chunk_passes
 from stepsplit.analyzer.model.step.exposed import (
     BACKWARD,
-    ONCE,
     Beside,
     Timed,
     exposed,
@@ -30,8 +30,7 @@ class StageTime:
     """One rank of a pipeline stage, chunk by chunk: passes compute, comm is the exposed
     communication and idle the waiting for the host of one microbatch.
 
-    once_ns is the exposed communication of the step's end. communication lists every message but
-    the pipeline's own.
+    communication lists every message but the pipeline's own.
     """
 
     stage: Stage
@@ -39,7 +38,6 @@ class StageTime:
     comm: tuple[Pass, ...]
     idle: tuple[Pass, ...]
     communication: tuple[Communication, ...]
-    once_ns: float
     optimizer_ns: float
     offload_ns: float
 
@@ -47,11 +45,6 @@ class StageTime:
     def compute_ns(self) -> float:
         """Compute of one microbatch on the whole rank."""
         return _sum_ns(self.passes)
-
-    @property
-    def inside_ns(self) -> float:
-        """Exposed communication of one microbatch on the whole rank."""
-        return _sum_ns(self.comm)
 
     @property
     def idle_ns(self) -> float:
@@ -81,7 +74,6 @@ def stage_time(
         comm=comm,
         idle=tuple(waits(a + b, c) for a, b, c in zip(passes, comm, host, strict=True)),
         communication=found,
-        once_ns=_exposed_ns(job, found, ONCE),
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),
     )
@@ -123,8 +115,7 @@ def _copies(job: Job, speed: Speed, held: StageParameters, chunk: Chunk) -> Pass
     """
     if job.layout.zero != 3:
         return Pass(0.0, 0.0, 0.0)
-    kept = job.layout.pp > 1 and job.layout.reshard_after_forward != "always"
-    times = 1 / rounds(job) if kept else 1.0
+    times = 1 / rounds(job) if stays_gathered(job) else 1.0
     layers = held.dense_layers + held.expert_layers
     share = chunk.layers / layers if layers else 0.0
     whole = speed.moved_ns(traffic_of(job).unit_bytes * held.total * share * times)

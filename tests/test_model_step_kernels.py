@@ -288,6 +288,16 @@ def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> No
     assert last == Pass(product + 8 * logits, product + 6 * logits, product)
 
 
+def test_the_head_runs_at_its_own_rate_and_layers_at_that_of_linear_products() -> None:
+    slow_head, flops = replace(UNIT, head_flops_per_ns=0.5), 2 * 16 * 512 * 8
+    layer, head = (Chunk(0, 1, False, False), Chunk(0, 0, False, True))
+    (layer_slow, head_slow), (layer_pass, head_pass) = (
+        chunk_passes(job(), speed, (layer, head)) for speed in (slow_head, UNIT)
+    )
+    assert layer_slow == layer_pass
+    assert head_slow == head_pass + Pass(flops, flops, flops)
+
+
 def test_the_head_is_not_recomputed() -> None:
     head = (Chunk(0, 0, False, True),)
     assert chunk_passes(job(recompute="full"), UNIT, head) == chunk_passes(job(), UNIT, head)

@@ -57,11 +57,11 @@ def _ends(job: Job, speed: Speed, chunk: Chunk) -> Pass:
 
 
 def _head(job: Job, speed: Speed) -> Pass:
-    product = head_product(job)
+    product, wide = head_product(job), speed.of_head
     logits = product.rows * product.columns
     gradients = product.parameters * traffic_of(job).accumulate_bytes
     return Pass(
-        product.forward_ns(speed) + speed.moved_ns(logits * LOSS_FORWARD_BYTES, 4),
-        product.input_ns(speed) + speed.moved_ns(logits * LOSS_BACKWARD_BYTES, 2),
-        product.weight_ns(speed) + speed.moved_ns(gradients),
+        product.forward_ns(wide) + speed.moved_ns(logits * LOSS_FORWARD_BYTES, 4),
+        product.input_ns(wide) + speed.moved_ns(logits * LOSS_BACKWARD_BYTES, 2),
+        product.weight_ns(wide) + speed.moved_ns(gradients),
     )

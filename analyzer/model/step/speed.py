@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.formula import Formula
@@ -31,6 +31,11 @@ class Speed:
     launch_ns: float
     tile: int = 0
     multiprocessors: int = 0
+
+    @property
+    def of_head(self) -> Speed:
+        """The same for the head, whose products fp8 training leaves in bf16."""
+        return replace(self, linear_flops_per_ns=self.head_flops_per_ns)
 
     def product_ns(self, rows: float, columns: float, inner: float, size: int = 2) -> float:
         """One matrix product (rows x inner) (inner x columns) of numbers of size bytes."""

@@ -7,24 +7,25 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import distributed
 
-from stepsplit.collectors.run_spec import GroupInfo, RankInfo
+from stepsplit.collectors.machine import machine
+from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo
 
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What one rank tells of itself: where it runs, and the groups that it leads."""
+    """What one rank tells of itself: where it runs, on what, and the groups that it leads."""
 
     rank: RankInfo
     groups: tuple[GroupInfo, ...]
+    machine: HostInfo
 
 
 def job() -> tuple[int, int, str]:
@@ -41,7 +42,8 @@ def presence() -> Presence:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     info = RankInfo(rank, local_rank, socket.gethostname(), os.getpid(), _device())
     # Its first member tells of a group: at 10,000 ranks, all members would tell a gigabyte.
-    return Presence(info, tuple(group for group in _groups() if group.ranks[0] == rank))
+    led = tuple(group for group in groups() if group.ranks[0] == rank)
+    return Presence(info, led, machine())
 
 
 def publish(run: str, told: Presence) -> None:
@@ -68,9 +70,32 @@ def collect(run: str, own: Presence, world_size: int, timeout_s: float) -> tuple
     return tuple(told[rank] for rank in sorted(told))
 
 
-def merged_groups(told: Iterable[Presence]) -> tuple[GroupInfo, ...]:
-    """The groups of all ranks, each once, in order of creation where names are numbers."""
-    return tuple(sorted({group for each in told for group in each.groups}, key=_creation))
+def tell(key: str, word: str) -> None:
+    """Leaves a word for other ranks to hear, where the job has a store."""
+    store = _store()
+    if store is not None:
+        store.set(f"stepsplit/{key}", word)
+
+
+def next_number(key: str) -> int:
+    """1 for who asks first in the job, 2 for the next. Raises RuntimeError without a store."""
+    store = _own_store()
+    if store is None:
+        raise RuntimeError("the job has no store")
+    return int(store.add(f"stepsplit/{key}", 1))
+
+
+def heard(key: str, timeout_s: float, poll_s: float) -> str | None:
+    """The word left under the key; None where nobody leaves one in time.
+
+    For threads beside the training: it asks over a connection of its own.
+    """
+    store, deadline = _own_store(), time.monotonic() + timeout_s
+    while store is not None and time.monotonic() < deadline:
+        if store.check([f"stepsplit/{key}"]):
+            return str(store.get(f"stepsplit/{key}").decode())
+        time.sleep(poll_s)
+    return None
 
 
 def versions() -> tuple[tuple[str, str], ...]:
@@ -90,7 +115,7 @@ def _device() -> str:
     return f"cuda:{index} {torch.cuda.get_device_name(index)}"
 
 
-def _groups() -> tuple[GroupInfo, ...]:
+def groups() -> tuple[GroupInfo, ...]:
     """The groups that this rank is in; none where torch has moved its private registry."""
     world = getattr(getattr(distributed, "distributed_c10d", None), "_world", None)
     names = getattr(world, "pg_names", {})
@@ -102,15 +127,16 @@ def _groups() -> tuple[GroupInfo, ...]:
     )
 
 
-def _creation(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
-    numbered = group.name.isdigit()
-    return not numbered, int(group.name) if numbered else 0, group.name, group.ranks
-
-
 def _store() -> Any | None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.distributed_c10d._get_default_store()
+
+
+def _own_store() -> Any | None:
+    """The store over a connection that no other thread waits on; None where it can have none."""
+    clone = getattr(_store(), "clone", None)
+    return None if clone is None else clone()
 
 
 def _key(run: str, rank: int) -> str:
@@ -119,5 +145,5 @@ def _key(run: str, rank: int) -> str:
 
 def _read(text: bytes) -> Presence:
     body = json.loads(text)
-    groups = (GroupInfo(g["name"], g["description"], tuple(g["ranks"])) for g in body["groups"])
-    return Presence(RankInfo(**body["rank"]), tuple(groups))
+    led = (GroupInfo(g["name"], g["description"], tuple(g["ranks"])) for g in body["groups"])
+    return Presence(RankInfo(**body["rank"]), tuple(led), HostInfo(**body["machine"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -116,6 +116,19 @@ class GroupInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class HostInfo:
+    """One machine: its processor and, where it has any, its GPUs (all alike)."""
+
+    host: str
+    cpu: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
+    gpu: str | None = None
+    gpus: int = 0
+    gpu_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """What ran and what was seen of it: the content of run.json."""
 
@@ -128,6 +141,7 @@ class RunSpec:
     ranks: tuple[RankInfo, ...] = ()
     groups: tuple[GroupInfo, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
+    hosts: tuple[HostInfo, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.world_size != self.world_size:
@@ -164,14 +178,25 @@ def from_json(text: str | bytes) -> RunSpec:
             world_size=int(body["world_size"]),
             backend=str(body["backend"]),
             mesh=None if mesh is None else Mesh.of({m["axis"]: int(m["size"]) for m in mesh}),
-            model=_known(ModelSpec, body.get("model")),
-            training=_known(Training, body.get("training")),
+            model=known(ModelSpec, body.get("model")),
+            training=known(Training, body.get("training")),
             ranks=tuple(RankInfo(**_named(RankInfo, r)) for r in body.get("ranks", ())),
             groups=tuple(_group(g) for g in body.get("groups", ())),
             versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
+            hosts=tuple(HostInfo(**_named(HostInfo, h)) for h in body.get("hosts", ())),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is missing or odd: {error}") from error
+
+
+def merged_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
+    """The groups, each once, in order of creation where their names are numbers."""
+    return tuple(sorted(set(groups), key=_creation))
+
+
+def _creation(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
+    numbered = group.name.isdigit()
+    return not numbered, int(group.name) if numbered else 0, group.name, group.ranks
 
 
 def write_run_json(folder: Path, spec: RunSpec) -> Path:
@@ -210,5 +235,6 @@ def _named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: body[field.name] for field in fields(kind) if field.name in body}
 
 
-def _known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
+def known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
+    """The noun of the body's fields; a field that this version does not know is passed over."""
     return None if body is None else kind(**_named(kind, body))

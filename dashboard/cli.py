@@ -13,7 +13,17 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 
-VERBS = ("analyze", "dashboard", "demo", "export", "model", "validate")
+VERBS = (
+    "analyze",
+    "attach",
+    "dashboard",
+    "demo",
+    "export",
+    "gather",
+    "model",
+    "record",
+    "validate",
+)
 BAD_INPUT, INTERNAL = 2, 4
 
 

@@ -64,7 +64,7 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
 def test_bad_input_is_one_line_and_exit_2(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments) == 2
     told = capsys.readouterr()
@@ -112,14 +112,23 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 
 HELP = {
-    (): ["analyze", "dashboard", "demo", "export", "model", "validate", "--version", "--help"],
+    (): [*cli.VERBS, "--version", "--help"],
     ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--rules FILE", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
+    ("attach",): [
+        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
+        "--stacks", "--timeout S",
+    ],
     ("export",): ["--perfetto FILE", "--workers N", "--help"],
+    ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
+    ("record",): [
+        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
+        "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
+    ],
     ("validate",): ["--json FILE", "--rows", "--help"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", HELP, ids=lambda verb: " ".join(verb) or "stepsplit")

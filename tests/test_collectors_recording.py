@@ -65,8 +65,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 def test_every_rank_leaves_its_files_and_nothing_else(data_parallel: Recording) -> None:
     assert sorted(path.name for path in data_parallel.folder.iterdir()) == [
         "rank0_flight.json.gz",
+        "rank0_record.json",
         "rank0_trace.json.gz",
         "rank1_flight.json.gz",
+        "rank1_record.json",
         "rank1_trace.json.gz",
         "run.json",
     ]
@@ -245,7 +247,7 @@ def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
     from stepsplit.collectors import profile_run
 
     with (
-        pytest.warns(RuntimeWarning, match="ended before the first active step"),
+        pytest.warns(RuntimeWarning, match="ended before the first step to record"),
         profile_run(tmp_path, wait=5) as run,
     ):
         steps(run, 2)

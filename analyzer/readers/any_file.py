@@ -18,6 +18,7 @@ from stepsplit.analyzer.readers.nccl.nouns import NcclLog
 from stepsplit.analyzer.readers.nccl.sweeps import Sweeps
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Note
+from stepsplit.collectors.rank_record import RankRecord
 
 UNKNOWN = "no reader knows this content"
 
@@ -27,8 +28,8 @@ class FileRead:
     """One file as one kind; events counts what that kind consists of.
 
     Those are entries of a trace, a dump or an execution trace, rows of a memory curve, of a sweep
-    or of a log's calls, lines of an NCCL log, steps of a training log. content is None where
-    refused says why, and kind is "" where no reader knows the file.
+    or of a log's calls, lines of an NCCL log, steps of a training log or of a rank's record.
+    content is None where refused says why, and kind is "" where no reader knows the file.
     """
 
     where: str
@@ -75,6 +76,8 @@ def _events(content: Content) -> int:
             return sum(len(trace.events) for trace in content)
         case FlightDump():
             return len(content.entries)
+        case RankRecord():
+            return len(content.steps.profiled_ns)
         case MemoryRecord():
             return sum(len(device.curve) for device in content.devices)
         case ExecutionTrace():
@@ -91,4 +94,4 @@ def _events(content: Content) -> int:
 def _notes(content: Content) -> tuple[Note, ...]:
     if isinstance(content, tuple):
         return tuple(note for trace in content for note in trace.notes)
-    return content.notes
+    return () if isinstance(content, RankRecord) else content.notes

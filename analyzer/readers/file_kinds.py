@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.kinds import FLIGHT, NSYS, TRACE, kinds_of
+from stepsplit.analyzer.readers.kinds import FLIGHT, NSYS, RECORD, TRACE, kinds_of
 from stepsplit.analyzer.readers.listing import is_url
 from stepsplit.analyzer.readers.ranks import rank_in_name
 from stepsplit.analyzer.readers.sources import Source
@@ -28,6 +28,7 @@ class Files:
     traces: tuple[Source, ...]
     nsys: tuple[Source, ...]
     flights: tuple[Source, ...]
+    records: tuple[Source, ...]
     others: tuple[str, ...]
 
 
@@ -40,9 +41,13 @@ def with_neighbors(named: Sequence[str]) -> list[str]:
 
 def _beside(file: Path) -> list[Path]:
     try:
-        return sorted(p for p in file.parent.iterdir() if p.name == RUN_NAME or "flight" in p.name)
+        return sorted(path for path in file.parent.iterdir() if _says_more(path.name))
     except OSError:
         return []
+
+
+def _says_more(name: str) -> bool:
+    return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
 
 
 def sorted_out(sources: Sequence[Source], named: Sequence[str]) -> tuple[Files, tuple[Note, ...]]:
@@ -62,8 +67,9 @@ def sorted_out(sources: Sequence[Source], named: Sequence[str]) -> tuple[Files, 
             continue
         for kind in kinds:
             by_kind[kind].append(source)
-    wanted = [tuple(by_kind.pop(k, ())) for k in (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name)]
-    return Files(wanted[0], wanted[1], wanted[2], wanted[3], tuple(by_kind)), tuple(notes)
+    kinds = (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
+    runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
+    return Files(runs, traces, nsys, flights, records, tuple(by_kind)), tuple(notes)
 
 
 def skipped(source: Source, error: DataError) -> Note:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from stepsplit.analyzer.readers import rank_record
 from stepsplit.analyzer.readers.execution import trace as execution
 from stepsplit.analyzer.readers.execution.trace import ExecutionTrace
 from stepsplit.analyzer.readers.flight import dump as flight
@@ -25,6 +26,7 @@ from stepsplit.analyzer.readers.training import log as training
 from stepsplit.analyzer.readers.training.log import TrainLog
 from stepsplit.analyzer.readers.unpack import HEAD_BYTES, unpacked
 from stepsplit.analyzer.trace import RankTrace
+from stepsplit.collectors.rank_record import RankRecord
 
 RankTraces = tuple[RankTrace, ...]
 Content: TypeAlias = (
@@ -37,6 +39,7 @@ Content: TypeAlias = (
     | NcclLog
     | Sweeps
     | TrainLog
+    | RankRecord
 )
 """What a reader makes of a file."""
 _LONG_HEAD_BYTES = 1 << 20
@@ -55,9 +58,11 @@ class Kind:
 TRACE = Kind("torch.profiler trace", kineto.recognizes, kineto.read_kineto)
 NSYS = Kind("Nsight Systems export", nsys.recognizes, nsys.read_nsys)
 FLIGHT = Kind("Flight Recorder dump", flight.recognizes, flight.read_dump)
+RECORD = Kind("rank record", rank_record.recognizes, rank_record.read_rank_record)
 KINDS = (
     NSYS,
     FLIGHT,
+    RECORD,
     Kind("memory snapshot", memory.recognizes, memory.read_memory),
     Kind("execution trace", execution.recognizes, execution.read_execution_trace),
     Kind("NCCL Inspector dump", inspector.recognizes, inspector.read_inspector),

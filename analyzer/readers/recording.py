@@ -23,12 +23,14 @@ from stepsplit.analyzer.readers.listing import files_of, is_url
 from stepsplit.analyzer.readers.membership import with_members
 from stepsplit.analyzer.readers.nsys.export import read_nsys
 from stepsplit.analyzer.readers.processes import Progress, no_progress
+from stepsplit.analyzer.readers.rank_record import read_rank_record
 from stepsplit.analyzer.readers.ranks import MOST_RANKS, Found, rank_in_name, ranked
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.unpack import unpacked
 from stepsplit.analyzer.trace import Note, RankTrace
+from stepsplit.collectors.rank_record import RankRecord, spec_of
 from stepsplit.collectors.run_spec import RunSpec, from_json
 
 _MOST_RUN_BYTES = 64 << 20
@@ -36,12 +38,16 @@ _MOST_RUN_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the readers found: run.json where it was, the traces in the order of their ranks."""
+    """What the readers found: run.json where it was, the traces in the order of their ranks.
+
+    records is what these ranks told of themselves; they make up for a run.json that is missing.
+    """
 
     name: str
     spec: RunSpec | None
     traces: tuple[RankTrace, ...]
     notes: tuple[Note, ...]
+    records: tuple[RankRecord, ...] = ()
 
 
 def read_recording(
@@ -61,14 +67,29 @@ def read_recording(
     with files_of(with_neighbors(named)) as sources:
         files, left_alone = sorted_out(sources, named)
         found, unreadable = _traces(files, named, workers, progress, rules)
-        spec = _spec(files.runs)
-    notes = (*left_alone, *unreadable)
+        records, odd = _records(files.records)
+        spec = _spec(files.runs) or (spec_of(records) if records else None)
+    notes = (*left_alone, *unreadable, *odd)
     if not found:
         raise _nothing(named[0], files, notes)
     traces, guessed = ranked(found)
     notes += (*guessed, *_mixed(traces))
     name = spec.name if spec else _folder_name(named[0])
-    return Recording(name, spec, *_of_this_run(with_members(traces), spec, notes))
+    kept, notes = _of_this_run(with_members(traces), spec, notes)
+    ranks = {trace.rank for trace in kept}
+    told = tuple(record for record in records if record.rank.rank in ranks)
+    return Recording(name, spec, kept, notes, told)
+
+
+def _records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[Note]]:
+    """What the ranks told, by rank."""
+    found, notes = [], []
+    for source in sources:
+        try:
+            found.append(read_rank_record(source))
+        except DataError as error:
+            notes.append(skipped(source, error))
+    return tuple(sorted(found, key=lambda record: record.rank.rank)), notes
 
 
 def _traces(

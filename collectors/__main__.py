@@ -1,0 +1,182 @@
+"""python -m stepsplit.collectors record|attach|gather: also where only the collectors work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from stepsplit.collectors.control.attach_job import attach_and_wait
+from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.gather import gather
+from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.record import NcclLogs, default_out, record
+
+BAD_INPUT = 2
+DEFAULT_FIRST = 10
+"""The step that `record` begins with: by then most jobs are steady."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; the exit status: 2 for bad input, that of the command for `record`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _Parser(prog="stepsplit")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_record(verbs)
+    _add_attach(verbs)
+    _add_gather(verbs)
+    try:
+        options = parser.parse_args(words)
+        status: int = options.run(options)
+        return status
+    except SystemExit as done:
+        return int(done.code or 0)
+    except (CollectError, ValueError) as error:
+        sys.stderr.write(f"stepsplit: {error}\n")
+        return BAD_INPUT
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage is one line, as all bad input is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CollectError(f"{message}: see {self.prog} --help")
+
+
+_Verbs: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
+def _add_record(verbs: argparse._SubParsersAction[_Parser]) -> None:
+    verb = verbs.add_parser(
+        "record",
+        usage="stepsplit record [options] -- COMMAND [ARGUMENT ...]",
+        description="Run a training as it is and record some steps of each of its ranks.",
+    )
+    _add_what(verb, "folder of the recording; the next free runs/record by default")
+    verb.add_argument(
+        "--first",
+        type=int,
+        default=DEFAULT_FIRST,
+        metavar="N",
+        help="first step to record, counted from 0 (default %(default)s)",
+    )
+    verb.add_argument(
+        "--standby", action="store_true", help="record nothing until stepsplit attach asks for it"
+    )
+    verb.add_argument(
+        "--nccl-calls",
+        action="store_true",
+        help="NCCL logs a line a call, not only its startup: gigabytes an hour",
+    )
+    verb.add_argument(
+        "--nccl-inspector",
+        action="store_true",
+        help="NCCL's Inspector times each collective (2.28.3 and later)",
+    )
+    verb.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as torchrun ... train.py"
+    )
+    verb.set_defaults(run=_record)
+
+
+def _record(options: argparse.Namespace) -> int:
+    command = options.command[options.command[:1] == ["--"] :]
+    if not command:
+        raise CollectError("no command: stepsplit record -- torchrun ... train.py")
+    out = Path(options.out).absolute() if options.out else default_out(os.environ)
+    plan = _plan(options, out, None if options.standby else options.first)
+    status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
+    found = sorted(out.glob("rank*_trace.json.gz"))
+    if found:
+        sys.stderr.write(f"recorded {len(found)} ranks: stepsplit analyze {out}\n")
+    elif not options.standby:
+        sys.stderr.write(f"recorded nothing: did any rank reach step {options.first}?\n")
+    return status
+
+
+def _add_attach(verbs: argparse._SubParsersAction[_Parser]) -> None:
+    verb = verbs.add_parser(
+        "attach",
+        usage="stepsplit attach [PID] [options]",
+        description="Record some steps of a job that runs: one started with record in standby,"
+        " with KINETO_USE_DAEMON=1, or any one on Python 3.14.",
+    )
+    verb.add_argument(
+        "pid",
+        type=int,
+        nargs="?",
+        metavar="PID",
+        help="a process of the job; not needed where one job stands by",
+    )
+    _add_what(verb, "folder of the recording; runs/attach-PID-1 by default")
+    verb.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long to wait for the steps (default %(default)s)",
+    )
+    verb.set_defaults(run=_attach)
+
+
+def _attach(options: argparse.Namespace) -> int:
+    out = Path(options.out).absolute() if options.out else None
+    done = attach_and_wait(options.pid, out, lambda out: _plan(options, out, None), options.timeout)
+    sys.stderr.write(f"{done}\n")
+    return 0
+
+
+def _add_gather(verbs: argparse._SubParsersAction[_Parser]) -> None:
+    verb = verbs.add_parser(
+        "gather",
+        usage="stepsplit gather FOLDER ... --out DIR",
+        description="Bring together what the hosts of one run wrote on disks of their own.",
+    )
+    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="one of each host")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the whole recording")
+    verb.set_defaults(run=_gather)
+
+
+def _gather(options: argparse.Namespace) -> int:
+    found = gather(options.folders, options.out)
+    sys.stdout.write(f"{found.out}: {len(found.ranks)} ranks\n")
+    if found.missing:
+        sys.stderr.write(f"missing: rank {', '.join(map(str, found.missing))}\n")
+    return 0
+
+
+def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
+    verb.add_argument("--out", metavar="DIR", help=out)
+    verb.add_argument("--name", metavar="NAME", help="name of the run; that of the folder")
+    verb.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps to record (default %(default)s)"
+    )
+    verb.add_argument(
+        "--ranks",
+        default="auto",
+        metavar="auto|all|LIST",
+        help="beyond 8 ranks auto keeps one pipeline whole, the rest thin",
+    )
+    verb.add_argument("--memory", action="store_true", help="measure what the steps allocate")
+    verb.add_argument("--shapes", action="store_true", help="the shapes of the ops' inputs")
+    verb.add_argument("--stacks", action="store_true", help="Python stacks: large and slow")
+
+
+def _plan(options: argparse.Namespace, out: Path, first: int | None) -> Plan:
+    return Plan(
+        out=str(out),
+        name=options.name or out.name,
+        first=first,
+        steps=options.steps,
+        ranks=options.ranks,
+        shapes=options.shapes,
+        memory=options.memory,
+        stacks=options.stacks,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Runs something of ours as soon as a module of others has been imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Calls `then` once, after the module's own code has run; at once where it already has."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Stands before the finders of others until the module is looked for."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None else None
+            if spec is not None:
+                _follow(spec.loader, self._then)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+def _follow(loader: object, then: Callable[[], None]) -> None:
+    """Has this one loader call `then` after it has run its module."""
+    run = getattr(loader, "exec_module", None)
+    if run is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        run(module)
+        then()
+
+    loader.exec_module = exec_module  # type: ignore[attr-defined]

@@ -1,0 +1,118 @@
+"""What a rank's memory holds: weights, gradients and optimizer from the optimizers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepsplit.collectors.optimizers import Listener, leave, listen
+from stepsplit.collectors.rank_record import MemoryState
+
+_MOST_SNAPSHOT_ENTRIES = 200_000
+
+
+class MemoryMeter:
+    """While it is open, the optimizers that step tell what they hold, each once.
+
+    closely: also what the steps allocate, from the profiler, and CUDA's snapshot.
+    """
+
+    def __init__(self, closely: bool) -> None:
+        self._closely = closely
+        self._gradients: dict[int, int] = {}
+        self._held: dict[int, tuple[int, int]] = {}
+        self._listener = Listener(self._before, self._after)
+        listen(self._listener)
+        if closely and torch.cuda.is_initialized():
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_SNAPSHOT_ENTRIES)
+
+    def close(self, profiler: Any, folder: Path, rank: int) -> MemoryState:
+        """Stops measuring. What was seen; on a CPU the allocator keeps no peaks."""
+        leave(self._listener)
+        seen = bool(self._held)
+        if self._closely and torch.cuda.is_initialized():
+            _write_snapshot(folder / "memory" / f"rank{rank}_snapshot.pickle")
+        return MemoryState(
+            weights_bytes=sum(held[0] for held in self._held.values()) if seen else None,
+            gradients_bytes=sum(self._gradients.values()) if seen else None,
+            optimizer_bytes=sum(held[1] for held in self._held.values()) if seen else None,
+            activations_bytes=activations_bytes(profiler) if self._closely and profiler else None,
+            peak_allocated_bytes=_peak("max_memory_allocated"),
+            peak_reserved_bytes=_peak("max_memory_reserved"),
+        )
+
+    def _before(self, optimizer: Any) -> None:
+        if id(optimizer) not in self._gradients:
+            found = (weight.grad for weight in _weights(optimizer))
+            self._gradients[id(optimizer)] = held_bytes(found)
+
+    def _after(self, optimizer: Any) -> None:
+        if id(optimizer) not in self._held:
+            held = held_bytes(_weights(optimizer)), held_bytes(_states(optimizer))
+            self._held[id(optimizer)] = held
+
+
+def held_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages below the tensors on the training's device, each storage once."""
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if isinstance(local, torch.Tensor) and local.device.type == device:
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def activations_bytes(profiler: Any) -> int | None:
+    """The most that a recorded step held beyond what lay there at its begin and its end.
+
+    From the profiler's memory events, so None where it recorded none. What stays at the end is
+    new gradients or optimizer state.
+    """
+    events = profiler.profiler.kineto_results.events()
+    steps = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.name().startswith("ProfilerStep#")
+    )
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peaks = [_peak_over(changes, begin, end) for begin, end in steps]
+    return max(peaks, default=0) if changes and peaks else None
+
+
+def _peak_over(changes: list[tuple[int, int]], begin: int, end: int) -> int:
+    held = most = 0
+    for at, change in changes:
+        if begin <= at < end:
+            held += change
+            most = max(most, held)
+    return most - max(held, 0)
+
+
+def _write_snapshot(path: Path) -> None:
+    """What CUDA's allocator noted, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    try:
+        torch.cuda.memory._dump_snapshot(str(draft))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _weights(optimizer: Any) -> Iterator[Any]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+def _states(optimizer: Any) -> Iterator[Any]:
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    return (value for state in states for value in state.values())
+
+
+def _peak(name: str) -> int | None:
+    return int(getattr(torch.cuda, name)()) if torch.cuda.is_initialized() else None

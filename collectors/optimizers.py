@@ -1,0 +1,70 @@
+"""One pair of hooks around the steps of all optimizers, for whoever listens at the moment.
+
+torch iterates over its hooks while it calls them, so that none may be added or taken away from
+within one: this pair stays, and its listeners come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepsplit.collectors.guard import warn_lost
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """What is called with an optimizer before it steps, and after."""
+
+    before: Callable[[Any], None]
+    after: Callable[[Any], None]
+
+
+_listeners: tuple[Listener, ...] = ()
+_hooked = False
+
+
+def listen(listener: Listener) -> None:
+    """Calls the listener from now on. One that raises is dropped, and the training goes on."""
+    global _listeners
+    _hook()
+    _listeners += (listener,)
+
+
+def leave(listener: Listener) -> None:
+    """Calls the listener no more."""
+    global _listeners
+    _listeners = tuple(each for each in _listeners if each is not listener)
+
+
+def _hook() -> None:
+    global _hooked
+    if _hooked:
+        return
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    _hooked = True
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for listener in _listeners:
+        _call(listener, listener.before, optimizer)
+
+
+def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for listener in _listeners:
+        _call(listener, listener.after, optimizer)
+
+
+def _call(listener: Listener, part: Callable[[Any], None], optimizer: Any) -> None:
+    try:
+        part(optimizer)
+    except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
+        leave(listener)
+        warn_lost(0, f"what it would have recorded: {error!r}")

@@ -1,0 +1,177 @@
+"""A process of its own: raw files of a rank -> whole .gz files, off the training's path.
+
+python pack.py [--thin] RAW OUT [RAW OUT ...]
+
+Knows nothing of stepsplit or torch, so that it starts at once in whatever Python the job has. It
+runs at the lowest priority, outlives the rank that started it, and leaves nothing half written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LEVEL = 6
+_CHUNK = 1 << 20
+_TAIL = 64
+_COMMUNICATES = re.compile(
+    r"^(c10d::|_c10d_functional::|_c10d_functional_autograd::|c10d_functional::"
+    r"|record_param_comms|nccl:|gloo:|stepsplit::|symm_mem::)"
+)
+_WRAPS = re.compile(r"^(autograd::engine|torch::autograd::|PythonSubclass$|Optimizer\.)")
+_LEFT_OUT = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
+"""What no split is made of: stacks, memory events, arrows."""
+
+
+def main(arguments: list[str]) -> int:
+    """Packs what the arguments name; 1 where a file was lost, with a line that says so."""
+    thin = arguments[:1] == ["--thin"]
+    places = [Path(argument) for argument in arguments[thin:]]
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    # Ctrl-C in a terminal is meant for the training; what it recorded is still to be kept.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = 0
+    for raw, out in zip(places[::2], places[1::2], strict=True):
+        try:
+            pack(raw, out, thin)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            sys.stderr.write(f"stepsplit: lost {out}: {reason}\n")
+            status = 1
+        finally:
+            raw.unlink(missing_ok=True)
+    return status
+
+
+def pack(raw: Path, out: Path, thin: bool = False) -> None:
+    """Writes the raw JSON as a .gz, whole or not at all: write, fsync, rename.
+
+    thin keeps of a trace what its split is made of. Raises OSError, and ValueError for a raw file
+    that was itself cut off.
+    """
+    _check_whole(raw)
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            # mtime 0: the same record is the same file.
+            with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+                for part in _thinned(raw) if thin and "_trace" in out.name else _parts(raw):
+                    packed.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _check_whole(raw: Path) -> None:
+    """The profiler does not say that the disk was full; the end of its file does."""
+    with raw.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL))
+        if not file.read().rstrip().endswith((b"}", b"]")):
+            raise ValueError("it was cut off while it was written: is the disk full?")
+
+
+def _parts(raw: Path) -> Iterator[bytes]:
+    """The file without the spaces that indent it: a line ends outside of any string."""
+    with raw.open("rb") as file:
+        while lines := file.readlines(_CHUNK):
+            yield b"".join([line.strip() for line in lines])
+
+
+@dataclass(slots=True)
+class _Op:
+    """An event of the host on one thread; holds: communication lies below it."""
+
+    index: int
+    start: float
+    end: float
+    wraps: bool
+    holds: bool
+
+
+def _thinned(raw: Path) -> Iterator[bytes]:
+    """The trace with each op that holds no communication kept whole, without the ops below it.
+
+    What computes and when stays the same to the nanosecond; what an op was made of is lost.
+    """
+    text = raw.read_text(encoding="utf-8", errors="replace")
+    at = text.index('"traceEvents"')
+    at = text.index("[", at) + 1
+    spans = list(_events(text, at))
+    dropped = _nested([event for event, _, _ in spans])
+    kept = [
+        text[start:end]
+        for index, (event, start, end) in enumerate(spans)
+        if index not in dropped and event.get("cat") not in _LEFT_OUT
+    ]
+    rest = spans[-1][2] if spans else at
+    yield text[:at].encode()
+    for first in range(0, len(kept), 1000):
+        head = "," if first else ""
+        yield (head + ",".join(kept[first : first + 1000])).encode()
+    yield text[rest:].encode()
+
+
+def _events(text: str, at: int) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """The events of the list that begins at `at`, each with where it stands in the text."""
+    decode = json.JSONDecoder().raw_decode
+    between = re.compile(r"[\s,]*")
+    while (start := between.match(text, at).end()) < len(text) and text[start] == "{":  # type: ignore[union-attr]
+        event, at = decode(text, start)
+        yield event, start, at
+
+
+def _nested(events: list[dict[str, Any]]) -> set[int]:
+    """The ops that lie below another op which holds no communication and is no mere wrapper."""
+    threads: defaultdict[tuple[Any, Any], list[_Op]] = defaultdict(list)
+    for index, event in enumerate(events):
+        known = event.get("cat") == "cpu_op" or _COMMUNICATES.match(str(event.get("name", "")))
+        if known and event.get("ph") == "X":
+            threads[event.get("pid"), event.get("tid")].append(_op(index, event))
+    return {index for ops in threads.values() for index in _below(ops)}
+
+
+def _op(index: int, event: dict[str, Any]) -> _Op:
+    name, start = str(event["name"]), float(event["ts"])
+    end = start + float(event.get("dur", 0))
+    holds = _COMMUNICATES.match(name) is not None
+    return _Op(index, start, end, _WRAPS.match(name) is not None, holds)
+
+
+def _below(ops: list[_Op]) -> Iterable[int]:
+    """Of the ops of one thread, those that may go."""
+    ops.sort(key=lambda op: (op.start, -op.end))
+    parents: list[int] = []
+    stack: list[int] = []
+    for place, op in enumerate(ops):
+        while stack and ops[stack[-1]].end < op.end:
+            stack.pop()
+        parents.append(stack[-1] if stack else -1)
+        stack.append(place)
+    for place in range(len(ops) - 1, -1, -1):
+        if ops[place].holds and parents[place] >= 0:
+            ops[parents[place]].holds = True
+    gone: list[bool] = []
+    for place, op in enumerate(ops):
+        above = parents[place]
+        covered = above >= 0 and (gone[above] or not (ops[above].wraps or ops[above].holds))
+        gone.append(covered)
+        if covered:
+            yield op.index
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

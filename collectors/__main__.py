@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 _Verbs: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
-def _add_record(verbs: argparse._SubParsersAction[_Parser]) -> None:
+def _add_record(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "record",
         usage="stepsplit record [options] -- COMMAND [ARGUMENT ...]",
@@ -69,7 +69,7 @@ def _add_record(verbs: argparse._SubParsersAction[_Parser]) -> None:
     verb.add_argument(
         "--nccl-calls",
         action="store_true",
-        help="NCCL logs a line a call, not only its startup: gigabytes an hour",
+        help="NCCL logs a line a call, not only its startup; 256 MiB are kept",
     )
     verb.add_argument(
         "--nccl-inspector",
@@ -97,7 +97,7 @@ def _record(options: argparse.Namespace) -> int:
     return status
 
 
-def _add_attach(verbs: argparse._SubParsersAction[_Parser]) -> None:
+def _add_attach(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "attach",
         usage="stepsplit attach [PID] [options]",
@@ -129,7 +129,7 @@ def _attach(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_gather(verbs: argparse._SubParsersAction[_Parser]) -> None:
+def _add_gather(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "gather",
         usage="stepsplit gather FOLDER ... --out DIR",

@@ -138,8 +138,8 @@ def _nested(events: list[dict[str, Any]]) -> set[int]:
     """The ops that lie below another op which holds no communication and is no mere wrapper."""
     threads: defaultdict[tuple[Any, Any], list[_Op]] = defaultdict(list)
     for index, event in enumerate(events):
-        known = event.get("cat") == "cpu_op" or _COMMUNICATES.match(str(event.get("name", "")))
-        if known and event.get("ph") == "X":
+        # Only ops nest: a range of gloo's on this thread lasts until its wait returns.
+        if event.get("cat") == "cpu_op" and event.get("ph") == "X":
             threads[event.get("pid"), event.get("tid")].append(_op(index, event))
     return {index for ops in threads.values() for index in _below(ops)}
 

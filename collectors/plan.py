@@ -10,6 +10,8 @@ from typing import Any, Literal
 from stepsplit.collectors.run_spec import GroupInfo
 
 Detail = Literal["full", "thin", "none"]
+PLAN_VARIABLE = "STEPSPLIT_PLAN"
+"""The variable that tells an agent its plan."""
 SMALL_JOB = 8
 """Ranks of which `auto` records all in full."""
 

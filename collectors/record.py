@@ -20,9 +20,8 @@ from stepsplit.collectors.nccl import (
     installed_version,
     log_environment,
 )
-from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
 
-PLAN = "STEPSPLIT_PLAN"
 SITE = Path(__file__).parent / "site"
 NOT_FOUND = 127
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "20000"}
@@ -71,7 +70,7 @@ def environment(given: Mapping[str, str], plan: Plan, nccl: NcclLogs) -> dict[st
         wanted = {name: value for name, value in wanted.items() if "NCCL_DEBUG" not in name}
     path = [str(SITE), *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
     added = {name: value for name, value in wanted.items() if name not in given}
-    return added | {PLAN: plan.text(), "PYTHONPATH": os.pathsep.join(path)}
+    return added | {PLAN_VARIABLE: plan.text(), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def default_out(given: Mapping[str, str]) -> Path:

@@ -7,7 +7,7 @@ from collections import deque
 
 from stepsplit.collectors.rank_record import StepTimes
 
-KEPT = 50
+KEPT = 20
 """Steps of each kind that are kept, the latest before and the first after."""
 
 

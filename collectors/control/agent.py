@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ from stepsplit.collectors.control.wire import (
     socket_path,
 )
 from stepsplit.collectors.guard import guarded
-from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.nccl_log import cut, keep_small, log_path
+from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
 
 if TYPE_CHECKING:
     from stepsplit.collectors.recording import Recording
@@ -47,6 +49,7 @@ class Agent:
         self._times: deque[int] = deque(maxlen=16)
         self._recording: Recording | None = None
         self._pid = 0
+        self._log: Path | None = None
 
     def install(self) -> None:
         """Sees to it that steps are counted as soon as there can be any."""
@@ -94,9 +97,12 @@ class Agent:
             recording.close()
         with guarded(identity().rank, "its socket"):
             socket_path(self._pid).unlink(missing_ok=True)
+        if self._log is not None:
+            cut(self._log)
 
     def _listen(self) -> None:
         self._pid = os.getpid()
+        self._log = log_path(os.environ, self._pid) if PLAN_VARIABLE in os.environ else None
         atexit.register(self._at_exit)
         with guarded(identity().rank, "its socket: it cannot be attached to"):
             path = socket_path(self._pid)
@@ -108,6 +114,8 @@ class Agent:
                 target=self._serve, args=(server,), name="stepsplit-agent", daemon=True
             ).start()
             relay_plans()
+            if self._log is not None:
+                keep_small(self._log)
 
     def _serve(self, server: socket.socket) -> None:
         while True:

@@ -16,7 +16,7 @@ from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.plan import Plan
 
 _REACT_S = 0.5
-_POLL_S = 0.2
+_POLL_S, _TELL_S = 0.2, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,16 @@ def attach(target: int | None, plan: Plan) -> Attached:
 
 
 def wait_for(attached: Attached, timeout_s: float, said: Callable[[str], None]) -> bool:
-    """Whether all ranks have recorded their last step in time; says how far they are."""
-    deadline, last = time.monotonic() + timeout_s, attached.first + attached.plan.steps
-    waiting = {rank.pid for rank in attached.ranks}
-    told = -1
-    while waiting and time.monotonic() < deadline:
+    """Whether all ranks have ended their last step to record in time; says how far they are."""
+    begun, last = time.monotonic(), attached.first + attached.plan.steps
+    waiting, tell_at = {rank.pid for rank in attached.ranks}, begun + _TELL_S
+    while waiting and (now := time.monotonic()) < begun + timeout_s:
         seen = [ask_status(pid) for pid in sorted(waiting)]
         waiting = {one.pid for one in seen if one is not None and one.steps < last}
-        slowest = min((one.steps for one in seen if one is not None), default=last)
-        if slowest != told:
-            said(f"step {slowest} of {last}")
-            told = slowest
+        if waiting and now >= tell_at:
+            ended = min(one.steps for one in seen if one is not None)
+            said(f"{ended} of {last} steps have ended")
+            tell_at = now + _TELL_S
         time.sleep(_POLL_S)
     return not waiting
 

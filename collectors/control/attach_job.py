@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from stepsplit.collectors.control.attach import attach, default_out, packed, wait_for
+from stepsplit.collectors.control.attach import Attached, attach, default_out, packed, wait_for
 from stepsplit.collectors.control.inject import inject
 from stepsplit.collectors.control.kineto import Captured, capture, ranks_with_daemon
 from stepsplit.collectors.control.proc import environment, family
@@ -43,7 +43,9 @@ def _has_agent(target: int) -> bool:
 def _by_agents(target: int | None, plan: Plan, timeout_s: float) -> str:
     agreed = attach(target, plan)
     last = agreed.first + plan.steps - 1
-    _say(f"{len(agreed.ranks)} ranks record steps {agreed.first} to {last}")
+    here, all_ranks = len(agreed.ranks), agreed.ranks[0].world_size
+    elsewhere = f", the others are told: {all_ranks - here}" if all_ranks > here else ""
+    _say(f"ranks {_listed(agreed)} record steps {agreed.first} to {last}{elsewhere}")
     for refusal in agreed.refused:
         _say(f"refused: {refusal}")
     if not wait_for(agreed, timeout_s, _say):
@@ -78,6 +80,10 @@ def _spec(plan: Plan, captured: tuple[Captured, ...]) -> RunSpec:
             for e in captured
         ),
     )
+
+
+def _listed(agreed: Attached) -> str:
+    return ", ".join(str(rank.rank) for rank in agreed.ranks)
 
 
 def _say(text: str) -> None:

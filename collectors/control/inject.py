@@ -9,8 +9,8 @@ from pathlib import Path
 
 from stepsplit.collectors.control.wire import ask_status
 from stepsplit.collectors.errors import CollectError
-from stepsplit.collectors.plan import Plan
-from stepsplit.collectors.record import PLAN, SITE
+from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
+from stepsplit.collectors.record import SITE
 
 _PATIENCE_S = 30.0
 _SCRIPT = """\
@@ -32,7 +32,9 @@ def inject(pid: int, plan: Plan) -> None:
             f"process {pid} has no agent, and Python {version} cannot start one in it (3.14 can):"
             " start the job with stepsplit record --standby -- ..."
         )
-    script = _SCRIPT.format(name=PLAN, plan=plan.text(), site=str(SITE / "sitecustomize.py"))
+    script = _SCRIPT.format(
+        name=PLAN_VARIABLE, plan=plan.text(), site=str(SITE / "sitecustomize.py")
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
         file.write(script)
     try:

@@ -27,7 +27,7 @@ ROUND_UP = 10
 _HEAD = struct.Struct("=Q32s")
 _CONTEXT = struct.Struct("=iiq")
 _REQUEST = struct.Struct("=iiq")
-_ASK_S = 12.0
+_ASK_S = 30.0
 _POLL_S = 0.2
 
 

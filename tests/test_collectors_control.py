@@ -1,0 +1,228 @@
+"""Reaching a running job: its agents, and the profiler that asks a daemon."""
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepsplit.collectors.control import wire
+from stepsplit.collectors.control.attach import attach
+from stepsplit.collectors.control.identity import Identity, identity
+from stepsplit.collectors.control.imports import when_imported
+from stepsplit.collectors.control.kineto import capture
+from stepsplit.collectors.control.proc import ancestors, environment, family
+from stepsplit.collectors.control.wire import (
+    Answer,
+    Status,
+    answer_line,
+    ask_record,
+    ask_status,
+    asked,
+    read_line,
+    socket_folder,
+    socket_path,
+)
+from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.plan import Plan
+
+PLAN = Plan(out="/runs/a", name="a", first=None, steps=3)
+
+
+@pytest.fixture(autouse=True)
+def own_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent of this machine's user is reached by these tests."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+class Rank:
+    """A rank that answers as an agent does, from a thread."""
+
+    def __init__(self, status: Status, takes: bool = True) -> None:
+        self.status, self.takes = status, takes
+        self.plans: list[Plan] = []
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(socket_path(status.pid)))
+        self._server.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            with connection:
+                plan = asked(read_line(connection)).plan
+                if plan is not None:
+                    self.plans.append(plan)
+                answer = Answer(self.takes, self.status.steps, "" if self.takes else "busy")
+                connection.sendall(answer_line(self.status if plan is None else answer))
+
+
+def status(rank: int, steps: int, pid: int = 0, job: str = "host:29500") -> Status:
+    return Status(pid or 1000 + rank, rank, 2, 2, "host", job, steps, 100_000_000, False)
+
+
+def test_all_ranks_are_asked_for_the_same_steps_ahead_of_the_foremost() -> None:
+    ranks = [Rank(status(1, steps=41)), Rank(status(0, steps=40))]
+
+    agreed = attach(None, PLAN)
+
+    assert [each.rank for each in agreed.ranks] == [0, 1]
+    assert agreed.refused == ()
+    assert ranks[0].plans == ranks[1].plans == [replace(PLAN, first=41 + 1 + 5 + 6)]
+
+
+def test_a_rank_that_is_busy_refuses_and_the_others_go_on() -> None:
+    Rank(status(0, 40), takes=False)
+    Rank(status(1, 40))
+
+    assert attach(None, PLAN).refused == ("rank 0: busy",)
+
+
+def test_where_no_rank_records_the_reason_is_told() -> None:
+    Rank(status(0, 40), takes=False)
+
+    with pytest.raises(CollectError, match="no rank records: rank 0: busy"):
+        attach(None, PLAN)
+
+
+def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
+    own = Rank(status(0, 40, pid=os.getpid()))
+    Rank(status(0, 7, job="other"))
+
+    with pytest.raises(CollectError, match="2 jobs stand by here: name a process of one"):
+        attach(None, PLAN)
+    attach(os.getppid(), PLAN)
+
+    assert len(own.plans) == 1
+
+
+def test_without_a_job_the_mend_is_named() -> None:
+    with pytest.raises(CollectError, match="start it with stepsplit record --standby"):
+        attach(None, PLAN)
+
+
+def test_nobody_answers_where_no_agent_is() -> None:
+    assert ask_status(4242) is None
+    assert ask_record(4242, PLAN) is None
+
+
+def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
+    socket_folder().chmod(0o755)
+
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        socket_path(1)
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
+def test_a_line_that_is_no_question_is_a_value_error(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        asked(line)
+
+
+def test_a_relayed_plan_is_handed_on_no_further() -> None:
+    assert asked(b'{"do": "status"}') == wire.Asked(None)
+    line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
+    assert asked(line) == wire.Asked(Plan("o", "n", 4), relayed=True)
+
+
+def test_ranks_are_told_by_torchrun_before_slurm_before_mpi() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+    assert identity(slurm) == Identity(3, 8, 1, 8)
+    assert identity(slurm | torchrun) == Identity(5, 16, 1, 4)
+    assert identity({}) == Identity(0, 1, 0, 1)
+
+
+def test_what_waits_for_a_module_runs_after_its_code_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "awaited_module.py").write_text("made = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[bool] = []
+
+    when_imported("awaited_module", lambda: seen.append(sys.modules["awaited_module"].made))
+    assert seen == []
+    import awaited_module  # type: ignore[import-not-found]  # noqa: F401
+
+    when_imported("awaited_module", lambda: seen.append(False))
+
+    assert seen == [True, False]
+
+
+def test_processes_are_known_by_what_started_them() -> None:
+    child = subprocess.Popen(["sleep", "30"], env={"RANK": "1"})
+    try:
+        assert os.getpid() in ancestors(child.pid)
+        assert child.pid in family(os.getpid())
+        assert environment(child.pid).get("RANK") == "1"
+    finally:
+        child.kill()
+        child.wait()
+
+
+HEAD = struct.Struct("=Q32s")
+
+
+@pytest.fixture
+def asker(tmp_path: Path) -> Iterator["Asker"]:
+    """A process that is a rank and has a daemon to ask, as its environment says."""
+    variables = {"RANK": "1", "KINETO_USE_DAEMON": "1", "KINETO_IPC_SOCKET_DIR": str(tmp_path)}
+    process = subprocess.Popen(["sleep", "30"], env=variables)
+    yield Asker(process.pid, tmp_path)
+    process.kill()
+    process.wait()
+
+
+class Asker:
+    """Kineto in the process: asks the daemon, and writes its trace when it is configured."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid, self._folder = pid, folder
+        self.configured: list[str] = []
+
+    def ask(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+            client.bind(str(self._folder / "client"))
+            client.settimeout(10)
+            while not (self._folder / "dynolog").exists():
+                threading.Event().wait(0.01)
+            client.connect(str(self._folder / "dynolog"))
+            client.send(self._message(b"ctxt", struct.pack("=iiq", 0, self.pid, 0)))
+            assert client.recv(4096)[HEAD.size :] == struct.pack("=i", 1)
+            request = struct.pack("=iiq", 3, 2, 0) + struct.pack("=ii", self.pid, 1)
+            client.send(self._message(b"req", request))
+            self.configured.append(client.recv(4096)[HEAD.size :].decode())
+        (self._folder / "out" / f"kineto_{self.pid}.json").write_text('{"traceEvents": []}')
+
+    def _message(self, kind: bytes, body: bytes) -> bytes:
+        return HEAD.pack(len(body), kind) + body
+
+
+def test_a_profiler_that_asks_a_daemon_is_told_the_steps(asker: Asker, tmp_path: Path) -> None:
+    asking = threading.Thread(target=asker.ask)
+    asking.start()
+
+    (found,) = capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=10)
+    asking.join()
+
+    assert (found.pid, found.rank) == (asker.pid, 1)
+    assert found.trace == tmp_path / "out" / f"kineto_{asker.pid}.json"
+    (text,) = asker.configured
+    assert f"ACTIVITIES_LOG_FILE={tmp_path}/out/kineto.json\n" in text
+    assert "ACTIVITIES_ITERATIONS=3\n" in text
+    assert "PROFILE_START_ITERATION_ROUNDUP=10\n" in text
+    assert not (tmp_path / "dynolog").exists()
+
+
+def test_where_another_daemon_has_the_socket_it_is_named(asker: Asker, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(tmp_path / "dynolog"))
+        with pytest.raises(CollectError, match="another daemon has it"):
+            capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=1)

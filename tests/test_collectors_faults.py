@@ -1,0 +1,440 @@
+"""Whatever happens to a recorded training: it ends as it would without us, and no file is half.
+
+Each test runs a real training of two ranks, under `record` where nothing else is said. Steps 6 to 8
+of 12 are to be recorded. What a job says holds its last losses to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from collector_jobs.starting import (
+    COLLECTORS,
+    HERE,
+    RANKS,
+    TORCHRUN,
+    TRAIN,
+    Ended,
+    drafts,
+    end,
+    ended_at_last,
+    names,
+    plain,
+    recorded,
+    recording,
+    run,
+    start,
+    steps,
+)
+
+from stepsplit.collectors.control.wire import Status, agents, ask_status
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+RANK_0, RANK_1 = (
+    [f"rank{rank}_{name}" for name in ("flight.json.gz", "record.json", "trace.json.gz")]
+    for rank in (0, 1)
+)
+WHOLE = [*RANK_0, *RANK_1, "run.json"]
+"""The files of a recording of both ranks."""
+
+
+@pytest.fixture(autouse=True)
+def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No agent of these jobs is in reach of others, nor theirs of us; a socket's path is short."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Ended:
+    """The training without us, and without anything that happens."""
+    return plain("nothing")
+
+
+Disk = Callable[[str], Path]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """Mounts a small disk of its own, with the options of mount."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mounted(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("mounting a tmpfs is not permitted here")
+        return place
+
+    yield mounted
+    subprocess.run(["umount", str(place)], check=False, capture_output=True)
+
+
+def alike(one: Ended, other: Ended) -> bool:
+    """Whether both ended with the same status and said the same."""
+    return (one.status, one.out) == (other.status, other.out)
+
+
+# A rank that is killed.
+
+
+def test_a_rank_killed_in_a_recorded_step_leaves_nothing_and_the_other_its_steps(
+    tmp_path: Path,
+) -> None:
+    job = recorded("killed_in_a_recorded_step", tmp_path)
+
+    assert alike(job, plain("killed_in_a_recorded_step"))
+    assert names(tmp_path) == [*RANK_0, "run.json"]
+    assert steps(tmp_path, 0) == [6, 7]
+    assert not drafts(tmp_path)
+
+
+def test_a_rank_killed_while_its_files_are_packed_leaves_them_whole(tmp_path: Path) -> None:
+    job = recorded("killed_while_packed", tmp_path)
+
+    assert alike(job, plain("killed_while_packed"))
+    assert names(tmp_path) == WHOLE
+    assert steps(tmp_path, 0) == steps(tmp_path, 1) == [6, 7, 8]
+
+
+def test_what_a_rank_killed_while_it_exported_has_left_is_cleared_by_the_next_recording(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    killed = recorded("killed_while_exported", tmp_path)
+
+    assert (killed.status, killed.out.splitlines()[-1]) == (137, "statuses [0, -9]")
+    assert names(tmp_path) == [*RANK_0, "run.json"]
+    assert len(drafts(tmp_path)) == 1
+
+    assert alike(recorded("nothing", tmp_path), undisturbed)
+    assert (names(tmp_path), drafts(tmp_path)) == (WHOLE, [])
+    assert steps(tmp_path, 1) == [6, 7, 8]
+
+
+# A folder that takes no files.
+
+
+def test_a_full_disk_costs_the_traces_alone(disk: Disk, undisturbed: Ended) -> None:
+    folder = disk("size=100k") / "run"
+
+    job = recorded("nothing", folder)
+
+    assert alike(job, undisturbed)
+    assert [name for name in names(folder) if "trace" in name] == []
+    assert not drafts(folder)
+    assert "the disk" in job.err or "No space left" in job.err
+
+
+def test_record_starts_nothing_where_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    job = run([*recording(tmp_path / "file" / "run"), sys.executable, "-c", "print('started')"])
+
+    assert (job.status, job.out) == (2, "")
+    assert job.err.count("\n") == 1
+
+
+def test_a_recorder_that_cannot_write_costs_the_recording_alone(
+    disk: Disk, undisturbed: Ended
+) -> None:
+    folder = disk("ro")
+
+    job = run([*RANKS, str(HERE / "recorded.py"), "recorder_cannot_write"], READ_ONLY=str(folder))
+
+    assert alike(job, undisturbed)
+    assert [line for line in job.lost if line.startswith("rank 0: lost its trace: ")]
+    assert [line for line in job.lost if line.startswith("rank 1: lost its trace: ")]
+    assert not list(folder.iterdir())
+
+
+# A profiler of the user's own.
+
+
+@pytest.mark.parametrize(
+    ("scenario", "recorded_steps"),
+    [
+        # Rank 0's runs from the first step on; rank 1 starts one in step 7.
+        ("own_profiler_throughout_or_in_a_recorded_step", (None, [6, 7])),
+        # Rank 0's is warm when ours is to warm up; rank 1's warms up when ours is warm.
+        ("own_profiler_warm_or_begun_as_ours_is_warm", (None, None)),
+    ],
+)
+def test_a_profiler_of_the_users_own_works_and_ours_gives_way_with_one_warning(
+    scenario: str,
+    recorded_steps: tuple[list[int] | None, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out = tmp_path / "run"
+
+    job = recorded(scenario, out)
+
+    assert alike(job, plain(scenario))
+    assert [line.split(":")[0] for line in job.lost] == ["rank 0", "rank 1"]
+    traces = [name for name in names(out) if "trace" in name]
+    assert [f"rank{rank}_trace.json.gz" in traces for rank in (0, 1)] == [
+        wanted is not None for wanted in recorded_steps
+    ]
+    assert all(steps(out, k) == wanted for k, wanted in enumerate(recorded_steps) if wanted)
+
+
+def test_a_recorder_inside_the_users_own_profiler_warns_once(tmp_path: Path) -> None:
+    script = [*RANKS, str(HERE / "recorded.py"), "recorder_inside_own_profiler"]
+
+    job = run(script, OUT=str(tmp_path / "run"), TMPDIR=str(tmp_path))
+
+    assert job.status == 0
+    assert "rank 0 saw 12 linear, True" not in job.out and "saw 24 linear, True" in job.out
+    assert [line.split(":")[0] for line in job.lost] == ["rank 0", "rank 1"]
+
+
+def test_of_two_recorders_at_once_the_second_goes_on_and_torch_is_as_it_was(
+    tmp_path: Path,
+) -> None:
+    script = [*RANKS, str(HERE / "recorded.py"), "recorder_twice_at_once"]
+
+    job = run(script, OUT=str(tmp_path), TMPDIR=str(tmp_path))
+
+    assert job.status == 0
+    assert names(tmp_path / "2") == WHOLE
+    assert [line.split(":")[0] for line in job.lost] == ["rank 0", "rank 1"]
+
+
+# How a training ends.
+
+
+def test_a_slow_export_holds_the_other_rank_up_and_fails_nobody(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    job = recorded("slow_export_on_rank_1", tmp_path)
+
+    assert alike(job, undisturbed)
+    assert (names(tmp_path), job.lost) == (WHOLE, [])
+
+
+def test_a_training_that_raises_keeps_its_error_and_the_steps_before_it(tmp_path: Path) -> None:
+    job = recorded("raises_in_a_recorded_step", tmp_path)
+
+    assert alike(job, plain("raises_in_a_recorded_step"))
+    assert job.err.count("ValueError: the training's own error") == 2
+    assert names(tmp_path) == WHOLE
+    assert steps(tmp_path, 0) == steps(tmp_path, 1) == [6, 7]
+
+
+def test_a_training_that_leaves_without_a_word_has_its_files(tmp_path: Path) -> None:
+    job = recorded("leaves_at_once", tmp_path)
+
+    assert alike(job, plain("leaves_at_once"))
+    assert job.status == 7
+    assert names(tmp_path) == WHOLE
+
+
+def test_a_training_that_ends_before_the_first_step_says_so(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    job = recorded("nothing", tmp_path, "--first", "14")
+
+    assert alike(job, undisturbed)
+    assert names(tmp_path) == ["run.json"]
+    early = "lost its trace: the run ended before the first step to record"
+    assert job.lost == [f"rank {rank}: {early}" for rank in (0, 1)]
+    assert "recorded nothing: did any rank reach step 14?" in job.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_as_it_would_without_us(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    job = [*TORCHRUN, TRAIN, "never_ends"]
+
+    with_us = signalled([*recording(tmp_path), *job], number)
+
+    assert with_us.status == signalled(job, number).status
+    # Ctrl-C is an exception in the ranks, which end in order; SIGTERM kills them.
+    found = [name for name in names(tmp_path) if "trace" in name]
+    assert len(found) == (2 if number == signal.SIGINT else 0)
+    assert all(steps(tmp_path, rank)[:2] == [6, 7] for rank in range(len(found)))
+    assert not drafts(tmp_path)
+
+
+def signalled(command: list[str], number: signal.Signals) -> Ended:
+    """The job, signalled in a recorded step: by a terminal, or only the process that is its own."""
+    process = start(command)
+    with ended_at_last(process):
+        assert process.stdout is not None
+        for _ in (0, 1):
+            assert process.stdout.readline() == "in step 8\n"
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        return end(process)
+
+
+# What else runs in a job.
+
+
+def test_workers_of_a_data_loader_start_in_a_recorded_step(tmp_path: Path) -> None:
+    job = recorded("loads_data_in_a_recorded_step", tmp_path)
+
+    assert alike(job, plain("loads_data_in_a_recorded_step"))
+    assert (names(tmp_path), job.lost) == (WHOLE, [])
+    assert steps(tmp_path, 0) == steps(tmp_path, 1) == [6, 7, 8]
+
+
+def test_a_training_in_a_subprocess_does_not_replace_the_recording(
+    tmp_path: Path, undisturbed: Ended
+) -> None:
+    job = recorded("trains_in_a_subprocess", tmp_path)
+
+    assert alike(job, undisturbed)
+    record = json.loads((tmp_path / "rank0_record.json").read_text())
+    assert (record["backend"], names(tmp_path)) == ("gloo", WHOLE)
+
+
+def test_a_script_without_torch_runs_as_it_is(tmp_path: Path) -> None:
+    code = "import sys; print('torch' in sys.modules, 'agent' in sys.modules); sys.exit(3)"
+
+    job = run([*recording(tmp_path), sys.executable, "-c", code])
+
+    assert (job.status, job.out) == (3, "False False\n")
+    assert job.err == "recorded nothing: did any rank reach step 6?\n"
+
+
+SAYS_ITS_START = """
+import json, os, sys, sitecustomize
+print(json.dumps([p for p in sys.path if "collectors" not in p]), os.environ["ORDER"])
+print(getattr(sitecustomize, "WHOSE", "not the user's"))
+"""
+
+
+def test_the_users_sitecustomize_runs_and_pythonpath_stays(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['ORDER'] = WHOSE = 'user'\n")
+    (tmp_path / "empty").mkdir()
+    script = [sys.executable, "-c", SAYS_ITS_START]
+    path = os.pathsep.join([str(tmp_path), str(tmp_path / "empty")])
+
+    without = run(script, PYTHONPATH=path)
+    with_us = run([*recording(tmp_path / "run"), *script], PYTHONPATH=path)
+
+    assert without.out.endswith(" user\nuser\n")
+    assert alike(with_us, without)
+
+
+def bare_python(folder: Path, packages: str) -> str:
+    """A Python that finds what ours does, but stepsplit: a .pth of a .pth is not read."""
+    command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    subprocess.run(command, check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "torch_is_there.pth").write_text(f"{packages}\n")
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.parametrize("namesake", [False, True], ids=["not there", "a folder of that name"])
+def test_a_python_without_stepsplit_is_recorded_all_the_same(
+    namesake: bool, tmp_path: Path, undisturbed: Ended
+) -> None:
+    python = bare_python(tmp_path / "venv", str(Path(torch.__file__).parents[1]))
+    if run([python, "-c", "import stepsplit.collectors"]).status == 0:
+        pytest.skip("stepsplit lies beside torch here, and is found with it")
+    if namesake:
+        (tmp_path / "path" / "stepsplit").mkdir(parents=True)
+
+    out = tmp_path / "run"
+    ranks = [python, *RANKS[1:], TRAIN, "nothing"]
+    job = run([*recording(out), *ranks], PYTHONPATH=str(tmp_path / "path"))
+
+    assert alike(job, undisturbed)
+    assert (names(out), job.lost) == (WHOLE, [])
+
+
+OPTIMIZERS = {
+    # A step is one that an optimizer makes: what a scaler skips is none.
+    "scaler_skips_two_of_8": 6,
+    "two_step_8_times": 8,
+    "one_wraps_another": 8,
+    "one_calls_a_closure": 8,
+    "one_raises_in_its_third_of_8": 7,
+    # The other one takes over with its second step.
+    "one_raises_and_is_replaced": 5,
+    "compiled_8_times": 8,
+}
+
+
+def test_steps_are_counted_as_a_user_would(tmp_path: Path) -> None:
+    script = [sys.executable, str(HERE / "optimizers.py"), *OPTIMIZERS]
+
+    job = run([*recording(tmp_path, "--standby"), *script])
+
+    told = dict(line.split() for line in job.out.splitlines())
+    assert {name: int(count) for name, count in told.items()} == OPTIMIZERS
+    # A compiler that looked into our hooks would say what it finds there.
+    assert "does not know how to trace" not in job.err
+
+
+# Attach.
+
+
+def attach(out: Path, *words: str) -> list[str]:
+    """The words of an attach that records three steps."""
+    return [*COLLECTORS, "attach", *words, "--out", str(out), "--steps", "3"]
+
+
+def when(seen: Callable[[list[Status]], Any], patience_s: float = 60.0) -> list[Status]:
+    """The ranks that stand by, as soon as what is to be seen of them is."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        ranks = [status for status in map(ask_status, agents()) if status is not None]
+        if seen(ranks):
+            return ranks
+        time.sleep(0.05)
+    raise AssertionError(f"not within {patience_s} s: {ranks}")
+
+
+def refused(job: Ended, why: str) -> bool:
+    """Whether a command ended with 2 and one line that says why."""
+    return job.status == 2 and job.err.count("\n") == 1 and why in job.err
+
+
+def test_attach_records_the_same_steps_on_all_ranks_once_at_a_time(tmp_path: Path) -> None:
+    assert refused(run(attach(tmp_path / "none")), "stands by")
+    stop = tmp_path / "stop"
+    standby = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "standby"), "--"]
+    job = start([*standby, *RANKS, TRAIN, "until_told"], STOP=str(stop))
+    with ended_at_last(job):
+        when(lambda ranks: [status.steps > 5 for status in ranks] == [True, True])
+        first = start(attach(tmp_path / "first", str(job.pid)))
+        with ended_at_last(first):
+            when(lambda ranks: all(status.busy for status in ranks))
+            assert refused(run(attach(tmp_path / "second")), "it is being recorded")
+            told = end(first)
+        assert told.status == 0, told.err
+        assert names(tmp_path / "first") == WHOLE
+        stop.touch()
+        ended = end(job)
+
+    seen = steps(tmp_path / "first", 0)
+    assert len(seen) == 3 and seen == steps(tmp_path / "first", 1)
+    assert not (tmp_path / "second").exists()
+    assert ended.out.count("torch is as it was: True") == 2
+    losses = [line for line in ended.out.splitlines() if "loss" in line]
+    again = run([*RANKS, TRAIN, "nothing"], STEPS=losses[0].split()[-1])
+    assert losses == again.out.splitlines()[:2]
+    shutil.rmtree(tmp_path)

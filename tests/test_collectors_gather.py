@@ -1,0 +1,105 @@
+"""What the hosts of a run wrote on disks of their own, brought together."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepsplit.collectors.__main__ import main
+from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.gather import gather
+from stepsplit.collectors.rank_record import (
+    ClockProbe,
+    GpuState,
+    MemoryState,
+    RankRecord,
+    StepTimes,
+    read_record,
+    write_record,
+)
+from stepsplit.collectors.run_spec import (
+    GroupInfo,
+    HostInfo,
+    Mesh,
+    RankInfo,
+    RunSpec,
+    from_json,
+    write_run_json,
+)
+
+FIRST = RankRecord(
+    run="exp",
+    rank=RankInfo(0, 0, "a", 7, "cpu"),
+    world_size=2,
+    backend="gloo",
+    groups=(GroupInfo("0", "default_pg", (0, 1)),),
+    versions=(("torch", "2.13.0"),),
+    machine=HostInfo("a", "Xeon", 2, 1 << 30),
+    first_step=10,
+    steps=StepTimes((5, 6), (7,), (5,)),
+    memory=MemoryState(1, 2, 3, 4, None, None),
+    clocks=(ClockProbe(-30, 200, 1_700_000_000_000_000_000),),
+    gpu=(GpuState(1, 1980, 0, None),),
+)
+SECOND = replace(FIRST, rank=RankInfo(1, 0, "b", 9, "cpu"), machine=HostInfo("b"))
+
+
+def host(folder: Path, record: RankRecord, content: str = "trace") -> Path:
+    write_record(folder, record)
+    (folder / f"rank{record.rank.rank}_trace.json.gz").write_text(content)
+    return folder
+
+
+def test_a_record_reads_itself_back(tmp_path: Path) -> None:
+    assert read_record(write_record(tmp_path, FIRST).read_bytes()) == FIRST
+
+
+@pytest.mark.parametrize("text", ["[]", '{"schema": "stepsplit.rank/1"}', '{"schema": "x"}'])
+def test_what_is_no_record_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_record(text)
+
+
+def test_two_hosts_make_one_recording(tmp_path: Path) -> None:
+    a, b = host(tmp_path / "a", FIRST), host(tmp_path / "b", SECOND)
+    mesh = Mesh.of({"dp": 2})
+    write_run_json(a, RunSpec("exp", 2, "gloo", mesh))
+
+    found = gather([a, b], tmp_path / "whole")
+
+    assert (found.ranks, found.missing) == ((0, 1), ())
+    assert sorted(path.name for path in found.out.iterdir()) == [
+        "rank0_record.json",
+        "rank0_trace.json.gz",
+        "rank1_record.json",
+        "rank1_trace.json.gz",
+        "run.json",
+    ]
+    spec = from_json((found.out / "run.json").read_bytes())
+    assert (spec.mesh, [rank.host for rank in spec.ranks]) == (mesh, ["a", "b"])
+    assert [machine.host for machine in spec.hosts] == ["a", "b"]
+
+
+def test_a_rank_that_left_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host(tmp_path / "a", FIRST)
+
+    assert main(["gather", str(tmp_path / "a"), "--out", str(tmp_path / "whole")]) == 0
+
+    assert capsys.readouterr().err == "missing: rank 1\n"
+
+
+def test_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    a, b = host(tmp_path / "a", FIRST), host(tmp_path / "b", FIRST, content="another")
+
+    with pytest.raises(CollectError, match="differs: are they of one run"):
+        gather([a, b], tmp_path / "whole")
+
+
+def test_a_folder_without_ranks_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gather", str(tmp_path), "--out", str(tmp_path / "whole")]) == 2
+    assert main(["gather", str(tmp_path / "none"), "--out", str(tmp_path / "whole")]) == 2
+    assert capsys.readouterr().err.count("\n") == 2

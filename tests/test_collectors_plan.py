@@ -1,0 +1,53 @@
+"""What is to be recorded: which steps of which ranks in what detail."""
+
+import pytest
+
+from stepsplit.collectors.plan import Plan, detail, listed, plan
+from stepsplit.collectors.run_spec import GroupInfo
+
+
+def test_a_plan_reads_itself_back() -> None:
+    asked = Plan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
+
+    assert plan(asked.text()) == asked
+
+
+def test_a_plan_of_a_newer_version_keeps_what_this_one_knows() -> None:
+    assert plan('{"out": "o", "name": "n", "first": null, "novel": 1}') == Plan("o", "n", None)
+
+
+@pytest.mark.parametrize("text", ["3", "{}", '{"out": "o", "name": "n", "first": -1}', "["])
+def test_what_is_no_plan_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        plan(text)
+
+
+def test_ranks_are_listed_as_people_write_them() -> None:
+    assert listed("0-2, 7") == {0, 1, 2, 7}
+    with pytest.raises(ValueError, match="write all, auto or 0-7,16"):
+        listed("one")
+
+
+PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp", (1, 5, 9, 13))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "groups", "kept"),
+    [
+        ("all", 5, PIPELINES[1:], "full"),
+        ("auto", 8, PIPELINES[:1], "full"),
+        ("auto", 9, PIPELINES[1:], "thin"),
+        ("auto", 0, [], "full"),
+        ("auto", 3, [GroupInfo("1", "mesh_dp", (0, 1, 2, 3))], "thin"),
+        ("0-3", 3, PIPELINES[1:], "full"),
+        ("0-3", 4, PIPELINES[:1], "none"),
+    ],
+)
+def test_auto_keeps_the_pipeline_of_rank_0_whole_and_the_others_thin(
+    ranks: str, rank: int, groups: list[GroupInfo], kept: str
+) -> None:
+    assert detail(ranks, rank, 16, tuple(groups)) == kept
+
+
+def test_auto_keeps_all_ranks_of_a_small_job_in_full() -> None:
+    assert {detail("auto", rank, 8, ()) for rank in range(8)} == {"full"}

@@ -1,0 +1,114 @@
+"""Counting training steps from what the optimizers do."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepsplit.collectors import optimizers  # noqa: E402
+from stepsplit.collectors.control.step_counter import StepCounter  # noqa: E402
+
+
+@pytest.fixture
+def ended() -> Iterator[list[int]]:
+    """The steps that a counter in this process has seen to end."""
+    seen: list[int] = []
+    StepCounter(seen.append).install()
+    yield seen
+    for listener in optimizers._listeners:
+        optimizers.leave(listener)
+
+
+def adam() -> Any:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.Adam([weight])
+
+
+def test_each_step_of_the_only_optimizer_is_a_step(ended: list[int]) -> None:
+    optimizer = adam()
+
+    for _ in range(3):
+        optimizer.step()
+
+    assert ended == [0, 1, 2]
+
+
+def test_a_step_of_several_optimizers_ends_once(ended: list[int]) -> None:
+    first, second, third = adam(), adam(), adam()
+
+    for _ in range(3):
+        first.step()
+        second.step()
+        third.step()
+
+    assert ended == [0, 1, 2]
+
+
+class Wrapper(torch.optim.Optimizer):  # type: ignore[misc]
+    """As ZeroRedundancyOptimizer: an optimizer whose step has another one step, and then sends."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__([torch.nn.Parameter(torch.ones(1))], {})
+        self.inner = inner
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.inner.step()
+        self.inner.step()
+
+
+def test_a_step_ends_with_the_outermost_optimizer(ended: list[int]) -> None:
+    outer = Wrapper(adam())
+
+    for _ in range(3):
+        outer.step()
+
+    assert ended == [0, 1, 2]
+
+
+def test_where_the_first_optimizer_steps_no_more_the_next_one_counts(ended: list[int]) -> None:
+    generator, critic = adam(), adam()
+    generator.step()
+
+    for _ in range(4):
+        critic.step()
+
+    assert ended == [0, 1, 2, 3]
+
+
+class Fails(torch.optim.SGD):  # type: ignore[misc]
+    """An optimizer whose second step raises."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("an overflow")
+
+
+def test_a_step_that_raises_is_none_and_disturbs_no_later_one(ended: list[int]) -> None:
+    optimizer = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+
+    with pytest.raises(ValueError, match="an overflow"):
+        optimizer.step()
+    optimizer.step()
+
+    assert ended == [0, 1]
+
+
+def test_a_listener_that_raises_is_dropped_and_the_training_goes_on(ended: list[int]) -> None:
+    def broken(optimizer: Any) -> None:
+        raise RuntimeError("ours")
+
+    optimizers.listen(optimizers.Listener(broken, broken))
+    optimizer = adam()
+
+    with pytest.warns(RuntimeWarning, match="ours"):
+        optimizer.step()
+    optimizer.step()
+
+    assert ended == [0, 1]

@@ -15,6 +15,7 @@ from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
 from stepsplit.analyzer.split.pipeline.boxes import FoundBoxes, boxes_of_messages, found_boxes
+from stepsplit.analyzer.split.pipeline.grid import numbered
 from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
 from stepsplit.analyzer.split.pipeline.marks import PHASE_OF_LETTER
 from stepsplit.analyzer.split.pipeline.schedule_kind import (
@@ -187,6 +188,15 @@ def test_times_are_of_actions_alone_and_of_backwards_that_are_split() -> None:
     boxes = order("0F0 1I0 1W0 0B0", {"F": 10, "I": 12, "W": 8, "B": 20})
     at_once = [Box(0, 1, "forward", 50, 150), Box(1, 1, "backward", 50, 150)]
     assert schedule_seen([[[*boxes, *at_once]]]) == SeenSchedule("dualpipe-v", 2, 2, (10, 12, 8))
+
+
+def test_a_schedule_called_for_one_microbatch_after_the_other_is_the_naive_one() -> None:
+    first = numbered(order("0F0 0B0 0F0 0B0 0F0 0B0"))
+    last = numbered(order("1F0 1B0 1F0 1B0 1F0 1B0"))
+
+    assert [box.microbatch for box in first] == [0, 0, 1, 1, 2, 2]
+    seen = schedule_seen([[first, last]])
+    assert (seen.name, seen.microbatches) == ("naive", 3)
 
 
 def test_what_people_and_torch_call_a_schedule_is_one_name() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from report_builders import analysis
 from rich.console import Console
 
+from stepsplit.analyzer.split.strategy.strategy import Strategy
 from stepsplit.dashboard.reporters.terminal import screen
 
 
@@ -27,3 +29,15 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> 
     lines = shown(width)
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
+
+
+def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
+    seen = (Strategy("ddp", "dp_replicate", 2), Strategy("tp", "tp", 2),
+            Strategy("pp", "pp", 2, "1f1b"), Strategy("recompute", detail="full"))  # fmt: skip
+    report = analysis().report
+    run = msgspec.structs.replace(report.run, strategies=seen)
+    console = Console(width=160, no_color=True)
+    with console.capture() as capture:
+        console.print(screen(msgspec.structs.replace(report, run=run)))
+    line = "seen in the steps: ddp 2 on dp_replicate, tp 2, pp 2 (1f1b), recompute (full)"
+    assert capture.get().splitlines()[1] == line

@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.build_detail import (
     path_rows,
     step_times,
 )
+from stepsplit.analyzer.report.build_records import memory_rows, profiling_slowdown
 from stepsplit.analyzer.report.findings import findings_of
 from stepsplit.analyzer.report.report import (
     AxisSize,
@@ -75,6 +76,7 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
         step_times=step_times(found),
         slow_steps=detail.variation.slow,
         coverage=detail.coverage,
+        memory=memory_rows(recording.records),
         findings=findings_of(steps, blamed, pipeline, idle, detail.slow_kernels),
     )
 
@@ -93,7 +95,7 @@ def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
         hosts[trace.host or stated or UNKNOWN_HOST].append(trace.rank)
     first = traces[0]
     seen = "gpu" if first.on_device else "cpu"
-    device = first.device or (where[first.rank].device if first.rank in where else seen)
+    device = first.device or (where[first.rank].device if first.rank in where else "") or seen
     backend = traces[0].backend or (spec.backend if spec else "")
     return Run(
         name=recording.name,
@@ -107,6 +109,8 @@ def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
         torch=spec.version("torch") if spec else None,
         nccl=spec.version("nccl") if spec else None,
         t0_unix_ns=str(found.alignment.t0_unix_ns + origin),
+        strategies=found.strategies,
+        profiling_slowdown=profiling_slowdown(recording.records),
     )
 
 

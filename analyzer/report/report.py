@@ -16,6 +16,7 @@ from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.stragglers import Lateness
+from stepsplit.analyzer.split.strategy.strategy import Strategy
 from stepsplit.analyzer.split.variation import SlowStep, StepTimes
 
 SCHEMA = "stepsplit.report/1"
@@ -36,7 +37,10 @@ class AxisSize(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """What ran; None is unknown. ranks are those whose files were there."""
+    """What ran; None is unknown. ranks are those whose files were there.
+
+    strategies are what the steps show of how the job was parallel; () in reports that are older.
+    """
 
     name: str
     world_size: int
@@ -50,6 +54,7 @@ class Run(Struct, frozen=True):
     nccl: str | None
     t0_unix_ns: str
     profiling_slowdown: float | None = None
+    strategies: tuple[Strategy, ...] = ()
 
 
 class WarningRow(Struct, frozen=True):

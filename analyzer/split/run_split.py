@@ -25,12 +25,15 @@ from stepsplit.analyzer.split.pipeline.schedule_kind import schedule_named, sche
 from stepsplit.analyzer.split.rank_split import RankSplit, Together, split_rank
 from stepsplit.analyzer.split.same_steps import agreed
 from stepsplit.analyzer.split.steps import Steps, steps_of
+from stepsplit.analyzer.split.strategy.recognize import strategies_of
+from stepsplit.analyzer.split.strategy.strategy import Strategy
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
 
 IdealBubble = Callable[[str, int, int, int, tuple[float, float, float] | None], float | None]
 """(schedule, stages, microbatches, chunks, times_ns) -> the bubble fraction of equal stages;
 times_ns of a microbatch on a stage: forward, input and weight gradient."""
+_UNKNOWN = "unknown"
 _NO_GRID = Note(
     "no_grid",
     "forwards and backwards are not marked, and the messages do not tell them: no pipeline grid; "
@@ -61,6 +64,7 @@ class RunSplit:
     blame: tuple[Blame, ...]
     detail: Detail
     notes: tuple[Note, ...]
+    strategies: tuple[Strategy, ...]
 
 
 def split_run(
@@ -99,6 +103,7 @@ def split_run(
         blame=blamed,
         detail=detail_of(ranks, together, rules),
         notes=notes,
+        strategies=strategies_of(traces, steps, matched, layout, _named(schedule)),
     )
 
 
@@ -125,9 +130,13 @@ def _schedule(
     steps = sorted({step for _, step in boxes})
     seen = schedule_seen([[boxes.get((rank, step), ()) for rank in line] for step in steps])
     stated = spec.training.schedule if spec and spec.training else None
-    name = schedule_named(stated) if stated else seen.name or "unknown"
+    name = schedule_named(stated) if stated else seen.name or _UNKNOWN
     ideal = ideal_bubble(name, len(line), seen.microbatches, seen.chunks, seen.times_ns)
     return Schedule(name, seen.microbatches, ideal)
+
+
+def _named(schedule: Schedule | None) -> str | None:
+    return None if schedule is None or schedule.name == _UNKNOWN else schedule.name
 
 
 def _ideal_ns(

@@ -30,7 +30,7 @@ from stepsplit.dashboard.reporters.terminal_tables import (
 
 def screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_heading(report.run), _used(report)]
+    parts: list[RenderableType] = [_heading(report.run), *_strategies(report.run), _used(report)]
     parts += _warnings(report.warnings)
     parts += [Text(), split_table(report), _memo(report), *lines.coverage(report)]
     parts += lines.critical_path(report)
@@ -54,6 +54,12 @@ def _heading(run: Run) -> Text:
         f"mesh from {run.mesh_source}" if run.mesh_source else "",
     ]
     return Text("   ".join(part for part in known if part), style="bold")
+
+
+def _strategies(run: Run) -> list[Text]:
+    """One line of what the steps show of how the job was parallel; none where they show nothing."""
+    known = ", ".join(lines.strategy(one) for one in run.strategies)
+    return [Text(f"seen in the steps: {known}", style="bold")] if known else []
 
 
 def _used(report: Report) -> Text:

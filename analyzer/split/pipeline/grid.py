@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,7 +45,22 @@ def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band) -> StepGrid:
     end = np.array([box.end_ns for box in boxes], dtype=np.int64)
     waits = np.isin(band.bucket, (P2P, BUBBLE))
     worked = without(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
-    return StepGrid(rank, step, tuple(boxes), worked)
+    return StepGrid(rank, step, numbered(boxes), worked)
+
+
+def numbered(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """The boxes of a step with each microbatch's number once.
+
+    A schedule that is called for one microbatch after the other begins anew each time.
+    """
+    passes: Counter[tuple[int, int, str]] = Counter()
+    count = max((box.microbatch for box in boxes), default=0) + 1
+    found = []
+    for box in boxes:
+        again = passes[box.stage, box.microbatch, box.phase]
+        passes[box.stage, box.microbatch, box.phase] += 1
+        found.append(replace(box, microbatch=box.microbatch + again * count) if again else box)
+    return tuple(found)
 
 
 def holes_of(

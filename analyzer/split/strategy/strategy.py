@@ -1,0 +1,51 @@
+"""What a job did at once, or spared memory by, in one word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+NAMES = (
+    "ddp",
+    "zero-1",
+    "zero-2",
+    "fsdp",
+    "hsdp",
+    "tp",
+    "sp",
+    "vocabulary",
+    "loss",
+    "cp",
+    "ep",
+    "pp",
+    "gradient accumulation",
+    "recompute",
+    "offload",
+    "autocast",
+    "fp8",
+    "mixed precision",
+    "loss scaling",
+)
+"""In the order in which people read them; those that a prediction's messages have are its words."""
+
+_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way of training that the steps show beyond doubt; its name is one of NAMES.
+
+    axis is the mesh's along which size ranks share the work, None where it lies along none. detail
+    is the kind, where there are several, or what else is seen: the schedule of pp, ring, all-gather
+    or ulysses of cp, full or selective of recompute.
+    """
+
+    name: str
+    axis: str | None = None
+    size: int | None = None
+    detail: str = ""
+
+
+def axis_named(axes: Collection[str], unknown: str) -> str:
+    """The axes of a group as one word, in the usual order of a mesh; unknown for no axis."""
+    return " x ".join(sorted(axes, key=_ORDER.index)) or unknown

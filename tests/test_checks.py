@@ -138,7 +138,7 @@ def test_what_can_be_is_let_through(possible: Job) -> None:
         ),
         (
             job(recipe=replace(RECIPE, framework="ddp"), **ZEROS),
-            'ddp shards nothing, but zero = 3; write framework = "fsdp2"',
+            'ddp shards no gradient and no weight, but zero = 3; write framework = "fsdp2"',
         ),
         (job(chunks=2), "chunks 2 with pp 1; leave chunks out"),
         (

@@ -73,6 +73,15 @@ def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
     )
 
 
+def test_beside_ddp_zero_1_sums_whole_gradients_and_each_rank_hands_out_its_weights() -> None:
+    """A quarter of 11336 weights of 2 bytes from each of 4 ranks."""
+    zero = job(layout=Layout(dp_replicate=4, zero=1), framework="ddp", global_batch=8)
+    assert of(zero, "zero-1") == (
+        M("zero-1", "all_reduce", "dp", 0, "grad_sync", 1, 45344, 45344, 68016),
+        M("zero-1", "broadcast", "dp", 0, "optimizer", 4, 5668, 5668, 5668),
+    )
+
+
 def test_zero_2_scatters_the_gradients_of_every_microbatch() -> None:
     layout = Layout(dp_replicate=4, zero=2)
     assert of(job(layout=layout, global_batch=8, framework="deepspeed"), "zero-2") == (
@@ -169,6 +178,15 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
         M("sp", "reduce_scatter", "tp", 0, "backward", 9, 256, 256, 128),
         M("sp", "all_reduce", "tp", 0, "grad_sync", 1, 288, 288, 288),
     )
+
+
+def test_positions_that_each_rank_adds_to_its_tokens_are_summed_too() -> None:
+    """32 positions of 8 numbers beside the 72 of the norms; Megatron-LM adds them all first."""
+    model = replace(TINY, positions=32)
+    for framework, summed in (("fsdp2", 72 + 256), ("megatron", 72)):
+        split = job(model, Layout(tp=2, sequence_parallel=True), framework=framework)
+        (found,) = (one for one in of(split, "sp") if one.op == "all_reduce")
+        assert found.input_bytes == 4 * summed
 
 
 def test_routed_tokens_bypass_sequence_parallelism_and_a_shared_expert_does_not() -> None:

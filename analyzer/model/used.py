@@ -149,7 +149,10 @@ def _of_data(job: Job) -> Iterator[Formula]:
         if layout.dp_replicate > 1:
             yield sharded.HSDP
     elif layout.gradient_ranks > 1:
-        yield data.ZERO if layout.zero else data.DDP
+        if data.hands_out(job):
+            yield from (data.DDP, data.REDUNDANCY)
+        else:
+            yield data.ZERO if layout.zero else data.DDP
 
 
 def _of_links(job: Job, rates: Rates) -> Iterator[Formula]:

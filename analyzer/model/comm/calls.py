@@ -10,7 +10,7 @@ from stepsplit.analyzer.model.spec.job import Job
 
 WIRE = Formula(
     "comm.wire",
-    "all_reduce 2 S (n-1)/n; all_gather, reduce_scatter, all_to_all S (n-1)/n; send S"
+    "all_reduce 2 S (n-1)/n; all_gather, reduce_scatter, all_to_all S (n-1)/n; send, broadcast S"
     " (S message bytes: the gathered buffer; ring algorithms, and no rank sends less)",
     "NVIDIA/nccl-tests PERFORMANCE.md; Patarasuk and Yuan, J. Parallel Distrib. Comput. 2009",
 )
@@ -50,6 +50,11 @@ def all_to_all(place: Place, count: int, input_bytes: int, ranks: int) -> Messag
     """count times every rank spreads input_bytes evenly over all."""
     sent = input_bytes * (ranks - 1) // ranks
     return _message(place, "all_to_all", count, input_bytes, input_bytes, sent)
+
+
+def broadcast(place: Place, count: int, input_bytes: int) -> Message:
+    """count times one rank gives a buffer that all others get; a ring hands it on once a rank."""
+    return _message(place, "broadcast", count, input_bytes, input_bytes, input_bytes)
 
 
 def send(place: Place, count: int, input_bytes: int) -> Message:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.comm.calls import Place, all_gather, all_reduce, reduce_scatter
+from stepsplit.analyzer.model.comm.calls import (
+    Place,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+)
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Message
 from stepsplit.analyzer.model.spec.job import Job
@@ -20,6 +26,12 @@ ZERO = Formula(
     "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once a step"
     " (ZeRO-2 outside Megatron-LM: gradients every microbatch)",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
+)
+REDUNDANCY = Formula(
+    "comm.zero_redundancy",
+    "DDP's all_reduces, then N broadcasts of w P/N bytes: each rank's updated share",
+    "pytorch/pytorch, torch/distributed/optim/zero_redundancy_optimizer.py (_sync_params,"
+    " parameters_as_bucket_view)",
 )
 MIB = 2**20
 MEGATRON_BUCKET = 40_000_000
@@ -59,13 +71,21 @@ def _group(job: Job, stage: int, parameters: int, axis: str, ranks: int) -> tupl
     found = []
     for bucket in buckets(job, parameters, ranks):
         found += _summed(job, stage, bucket, axis, ranks)
+    if hands_out(job):
+        share = -(-parameters * job.recipe.weight_bytes // ranks)
+        found.append(broadcast(Place("zero-1", axis, stage, "optimizer"), ranks, share))
     return tuple(found)
+
+
+def hands_out(job: Job) -> bool:
+    """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
+    return job.layout.zero == 1 and job.recipe.framework == "ddp"
 
 
 def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[Message]:
     zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
     place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
-    if zero == 0:
+    if zero == 0 or hands_out(job):
         return [all_reduce(place, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
     after = Place(place.strategy, axis, stage, "optimizer")

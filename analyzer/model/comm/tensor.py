@@ -112,7 +112,16 @@ def _loss(job: Job, stage: Stage) -> tuple[Message, ...]:
 
 def _replicated(job: Job, stage: Stage, held: StageParameters) -> Message:
     """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
-    size = held.replicated * job.recipe.gradient_bytes
+    size = (held.replicated + _positions_in_parts(job, stage)) * job.recipe.gradient_bytes
     if job.layout.zero == 3:
         size //= job.layout.shard_size
     return all_reduce(Place("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
+
+
+def _positions_in_parts(job: Job, stage: Stage) -> int:
+    """Learned positions, where each rank adds those of its part of the sequence only.
+
+    Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
+    """
+    whole = not stage.embedding or job.recipe.framework == "megatron"
+    return 0 if whole else job.model.positions * job.model.hidden

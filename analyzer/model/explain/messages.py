@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stepsplit.analyzer.model.comm.calls import FULL_RECOMPUTE
-from stepsplit.analyzer.model.comm.data import DDP, ZERO
+from stepsplit.analyzer.model.comm.data import DDP, REDUNDANCY, ZERO, hands_out
 from stepsplit.analyzer.model.comm.sharded import FSDP
 from stepsplit.analyzer.model.comm.tensor import SEQUENCE, TENSOR
 from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, differing
@@ -75,7 +75,9 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
     rules = [two, *_three(job, held)]
     what = f"bytes that a rank of stage {stage} sends for gradients and weights in a step"
     formula, symbols = DDP, _sums(job, held)
-    if job.layout.zero:
+    if hands_out(job):
+        formula, symbols = REDUNDANCY, (*symbols, _gathered(job))
+    elif job.layout.zero:
         formula, symbols = ZERO, (*symbols, _gathered(job))
     return Explained(
         formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
@@ -85,7 +87,7 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
 def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
     layout, recipe = job.layout, job.recipe
-    if not layout.zero:
+    if not layout.zero or hands_out(job):
         return ()
     groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)

@@ -49,9 +49,11 @@ def _shards(job: Job) -> Fault | None:
 
 
 def _ddp(job: Job) -> Fault | None:
-    if job.recipe.framework != "ddp" or job.layout.zero == 0:
+    """DDP beside ZeroRedundancyOptimizer is zero = 1."""
+    if job.recipe.framework != "ddp" or job.layout.zero <= 1:
         return None
-    return Fault(f"ddp shards nothing, but zero = {job.layout.zero}", 'write framework = "fsdp2"')
+    problem = f"ddp shards no gradient and no weight, but zero = {job.layout.zero}"
+    return Fault(problem, 'write framework = "fsdp2"')
 
 
 BATCH_CHECKS = (_global_batch, _positions, _dtype, _shards, _ddp)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stepsplit.analyzer.split.intervals import union
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
 SCALAR_BYTES = 1024
 """A collective of at most so many bytes brings together a loss, a norm or a flag, no tensor."""
 MANY = 4
 """So many all_reduces before the first backward of a step: two of each of two layers."""
+_GATHERS = "FSDP::all_gather"
 Counts = npt.NDArray[np.float64]
 
 
@@ -22,12 +24,14 @@ Counts = npt.NDArray[np.float64]
 class Usage:
     """Mean calls a step and rank, shape (ops,): before the first backward of a step and after.
 
-    sizes: how many different sizes the all_to_alls of the group have.
+    sizes: how many different sizes the all_to_alls of the group have. sharded: FSDP marks the
+    group's gathers as its own.
     """
 
     early: Counts
     late: Counts
     sizes: int
+    sharded: bool
 
     def axis(self) -> str | None:
         """The axis of a group so used; None where groups of several axes may be used so.
@@ -37,6 +41,8 @@ class Usage:
         collective before. Experts receive ever other numbers of tokens, where all_to_alls of
         attention heads are alike.
         """
+        if self.sharded:
+            return "dp_shard"
         if self._often("all_to_all", early=0, late=0):
             return "ep" if self.sizes > MANY else None
         if self._often("all_reduce", early=MANY, late=MANY):
@@ -67,17 +73,32 @@ def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
     """How groups are used, where traces tell which calls come before the first backward."""
     counts: dict[Group, list[Counts]] = defaultdict(list)
     sizes: dict[Group, set[int]] = defaultdict(set)
+    sharded: dict[Group, bool] = {}
     for trace in traces:
-        parts = _parts(trace)
+        parts, marked = _parts(trace), _marked_gathers(trace)
         for group_id in np.unique(trace.calls.group_id[parts >= 0]).tolist():
             rows = (parts >= 0) & (trace.calls.group_id == group_id)
             if group_id >= 0:
                 group = trace.groups[group_id]
                 counts[group].append(_counts(trace, rows, parts))
+                gathers = marked[rows & (trace.calls.op == OP_CODE["all_gather"])]
+                sharded[group] = sharded.get(group, True) and bool(len(gathers) and gathers.all())
                 exchanged = rows & (trace.calls.op == OP_CODE["all_to_all"])
                 sizes[group] |= set(trace.calls.message_bytes[exchanged].tolist())
     means = {group: np.mean(found, axis=0) for group, found in counts.items()}
-    return {g: Usage(mean[0], mean[1], len(sizes[g])) for g, mean in means.items()}
+    return {g: Usage(m[0], m[1], len(sizes[g]), sharded[g]) for g, m in means.items()}
+
+
+def _marked_gathers(trace: RankTrace) -> Bool:
+    """Which calls the host made within an all_gather of FSDP2."""
+    events, calls = trace.events, trace.calls
+    marks = events.named(_GATHERS) & events.of(Category.OP, Category.ANNOTATION)
+    spans = union(events.start_ns[marks], events.end_ns[marks])
+    when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
+    at = np.searchsorted(spans.start_ns, when, side="right") - 1
+    if not len(spans.start_ns):
+        return np.zeros(len(when), dtype=np.bool_)
+    return (at >= 0) & (when < spans.end_ns[at])
 
 
 def _counts(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:

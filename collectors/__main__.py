@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -88,8 +89,9 @@ def _record(options: argparse.Namespace) -> int:
         raise CollectError("no command: stepsplit record -- torchrun ... train.py")
     out = Path(options.out).absolute() if options.out else default_out(os.environ)
     plan = _plan(options, out, None if options.standby else options.first)
+    begun = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
-    found = sorted(out.glob("rank*_trace.json.gz"))
+    found = [path for path in out.glob("rank*_trace.json.gz") if path.stat().st_mtime >= begun]
     if found:
         sys.stderr.write(f"recorded {len(found)} ranks: stepsplit analyze {out}\n")
     elif not options.standby:

@@ -11,6 +11,8 @@ import torch
 from stepsplit.collectors.optimizers import Listener, leave, listen
 from stepsplit.collectors.rank_record import MemoryState
 
+_Which = tuple[int, int]
+"""An optimizer and the first of the weights that it steps."""
 _MOST_SNAPSHOT_ENTRIES = 200_000
 
 
@@ -22,8 +24,8 @@ class MemoryMeter:
 
     def __init__(self, closely: bool) -> None:
         self._closely = closely
-        self._gradients: dict[int, int] = {}
-        self._held: dict[int, tuple[int, int]] = {}
+        self._gradients: dict[_Which, int] = {}
+        self._held: dict[_Which, tuple[int, int]] = {}
         self._listener = Listener(self._before, self._after)
         listen(self._listener)
         if closely and torch.cuda.is_initialized():
@@ -45,14 +47,19 @@ class MemoryMeter:
         )
 
     def _before(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._gradients:
+        if (which := _which(optimizer)) not in self._gradients:
             found = (weight.grad for weight in _weights(optimizer))
-            self._gradients[id(optimizer)] = held_bytes(found)
+            self._gradients[which] = held_bytes(found)
 
     def _after(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._held:
-            held = held_bytes(_weights(optimizer)), held_bytes(_states(optimizer))
-            self._held[id(optimizer)] = held
+        if (which := _which(optimizer)) not in self._held:
+            self._held[which] = held_bytes(_weights(optimizer)), held_bytes(_states(optimizer))
+
+
+def _which(optimizer: Any) -> _Which:
+    """DeepSpeed's ZeRO-3 has one optimizer step for one group of weights after the other."""
+    first = next(_weights(optimizer), None)
+    return id(optimizer), 0 if first is None else first.data_ptr()
 
 
 def held_bytes(tensors: Iterable[Any]) -> int:

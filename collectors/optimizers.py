@@ -54,15 +54,21 @@ def _hook() -> None:
 
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     for listener in _listeners:
-        _call(listener, listener.before, optimizer)
+        call(listener, listener.before, optimizer)
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for listener in _listeners:
-        _call(listener, listener.after, optimizer)
+        call(listener, listener.after, optimizer)
 
 
-def _call(listener: Listener, part: Callable[[Any], None], optimizer: Any) -> None:
+for _hook_of_ours in (_before, _after):
+    # Where a step is compiled: torch's own mark, without the seconds that importing dynamo takes.
+    _hook_of_ours._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def call(listener: Listener, part: Callable[[Any], None], optimizer: Any) -> None:
+    """Calls a part of the listener, which is dropped where it raises."""
     try:
         part(optimizer)
     except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here

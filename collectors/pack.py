@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
             sys.stderr.write(f"stepsplit: lost {out}: {reason}\n")
             status = 1
         finally:
-            raw.unlink(missing_ok=True)
+            drop(raw)
     return status
 
 
@@ -73,6 +73,12 @@ def pack(raw: Path, out: Path, thin: bool = False) -> None:
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def drop(raw: Path) -> None:
+    """The raw file, and what the profiler leaves of one that it could not end."""
+    for path in (raw, raw.with_name(f"{raw.name}.tmp")):
+        path.unlink(missing_ok=True)
 
 
 def _check_whole(raw: Path) -> None:

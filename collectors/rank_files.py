@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.flight import flight_json
 from stepsplit.collectors.guard import guarded, warn_lost
+from stepsplit.collectors.pack import drop
 from stepsplit.collectors.packing import Packed, Packer
 from stepsplit.collectors.paths import flight_path, raw_path, record_path, trace_path
 
@@ -44,12 +47,8 @@ class RankFiles:
 
     def _raw_trace(self, profiler: Any) -> Packed:
         out = trace_path(self._folder, self._rank)
-        raw = raw_path(out)
-        try:
+        with _raw(out) as raw:
             profiler.export_chrome_trace(str(raw))
-        except BaseException:
-            raw.unlink(missing_ok=True)
-            raise
         return Packed(raw, out)
 
     def _raw_flight(self, since_unix_ns: int) -> list[Packed]:
@@ -57,5 +56,17 @@ class RankFiles:
         if dump is None:
             return []
         out = flight_path(self._folder, self._rank)
-        raw_path(out).write_bytes(dump)
-        return [Packed(raw_path(out), out)]
+        with _raw(out) as raw:
+            raw.write_bytes(dump)
+        return [Packed(raw, out)]
+
+
+@contextmanager
+def _raw(out: Path) -> Iterator[Path]:
+    """The raw file of one to be packed; where it cannot be written nothing of it stays."""
+    raw = raw_path(out)
+    try:
+        yield raw
+    except BaseException:
+        drop(raw)
+        raise

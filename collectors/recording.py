@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepsplit.collectors import presence
 from stepsplit.collectors.clock import HostClock
 from stepsplit.collectors.gpu import gpu_state
@@ -68,6 +70,8 @@ class Recording:
                 self._window = TraceWindow(self._plan, self._first, self._give_way)
             self._recording = True
             self._before(next_step)
+            return
+        self._recording = False
 
     def after(self, step: int) -> None:
         """Ends the step of that number. After the last one planned the files are written."""
@@ -96,7 +100,9 @@ class Recording:
         self._files.wait()
 
     def _kind(self, step: int) -> str:
-        """In which steps of StepTimes it belongs."""
+        """In which steps of StepTimes it belongs; none where another profiler runs meanwhile."""
+        if not self._recording and torch.autograd._profiler_enabled():
+            return ""
         if self._recorded:
             return "after" if step > self._last + 1 else ""
         if step >= self._first:

@@ -83,7 +83,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a step is made: micro_batch in sequences a microbatch, global_batch a step."""
+    """How a step is made: micro_batch in sequences a microbatch, global_batch a step.
+
+    The words are those of RUN.toml: dtype "bf16", zero 0 to 3, recompute "full", offload what of
+    the states lives in host memory, such as "optimizer".
+    """
 
     seq_len: int | None = None
     micro_batch: int | None = None
@@ -93,6 +97,9 @@ class Training:
     optimizer: str | None = None
     schedule: str | None = None
     framework: str | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    offload: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

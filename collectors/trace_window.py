@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import profiler as autograd_profiler
@@ -23,6 +24,9 @@ class TraceWindow:
     torch has one a process. Where another one runs already, to warm up raises RuntimeError; when
     another starts meanwhile, `give_way` is called first and this one ends.
     """
+
+    _open: ClassVar[TraceWindow | None] = None
+    """The one that has torch's profiler."""
 
     def __init__(self, plan: Plan, first: int, give_way: Callable[[], None]) -> None:
         self._plan, self._first, self._give_way = plan, first, give_way
@@ -77,8 +81,12 @@ class TraceWindow:
         return profiler if self.recorded else None
 
     def _warm_up(self) -> None:
-        if torch.autograd._profiler_enabled():
+        if TraceWindow._open is not None:
+            raise RuntimeError("another recording is under way, and there can be only one")
+        if torch.autograd._profiler_enabled() or _another_is_warm():
             raise RuntimeError("another torch.profiler is running, and there can be only one")
+        TraceWindow._open = self
+        self._patches.callback(_closed)
         self._profiler = torch.profiler.profile(
             activities=_activities(),
             record_shapes=self._plan.shapes,
@@ -114,6 +122,21 @@ class TraceWindow:
             part()
         finally:
             self._ours = False
+
+
+def _closed() -> None:
+    TraceWindow._open = None
+
+
+def _another_is_warm() -> bool:
+    """Whether a profiler of the user's has been prepared and not started yet.
+
+    torch knows no such state, and would crash where it is then started after ours. Such profilers
+    are found among all objects, once a recording and before the steps that it records.
+    """
+    found = gc.get_referrers(torch.profiler.profile)
+    inner = (each.profiler for each in found if isinstance(each, torch.profiler.profile))
+    return any(each is not None and each.entered and each.kineto_results is None for each in inner)
 
 
 def _activities() -> list[Any]:

@@ -134,7 +134,7 @@ def training(recipe: Recipe, mesh: Mesh) -> Training:
         micro_batch=recipe.micro_batch,
         global_batch=recipe.micro_batch * recipe.microbatches * replicas,
         microbatches=recipe.microbatches,
-        dtype="float32",
+        dtype="fp32",
         optimizer="adamw",
         schedule=recipe.schedule if mesh.size("pp") > 1 else None,
         framework="fsdp2" if mesh.size("dp_shard") > 1 else "torch",

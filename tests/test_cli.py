@@ -62,8 +62,11 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments) == 2

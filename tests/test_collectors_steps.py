@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import optimizers  # noqa: E402
-from stepsplit.collectors.control.step_counter import StepCounter  # noqa: E402
+from stepsplit.collectors.control.step_counter import SUCCESSION, StepCounter  # noqa: E402
 
 
 @pytest.fixture
@@ -68,14 +68,25 @@ def test_a_step_ends_with_the_outermost_optimizer(ended: list[int]) -> None:
     assert ended == [0, 1, 2]
 
 
-def test_where_the_first_optimizer_steps_no_more_the_next_one_counts(ended: list[int]) -> None:
+def test_where_the_first_optimizer_steps_no_more_another_leads(ended: list[int]) -> None:
+    old, new = adam(), adam()
+    old.step()
+
+    for _ in range(SUCCESSION + 3):
+        new.step()
+
+    assert ended == [0, 1, 2, 3, 4]
+
+
+def test_several_steps_of_a_critic_make_one_with_the_generators(ended: list[int]) -> None:
     generator, critic = adam(), adam()
-    generator.step()
 
-    for _ in range(4):
-        critic.step()
+    for _ in range(3):
+        generator.step()
+        for _ in range(5):
+            critic.step()
 
-    assert ended == [0, 1, 2, 3]
+    assert ended == [0, 1, 2]
 
 
 class Fails(torch.optim.SGD):  # type: ignore[misc]
@@ -98,6 +109,18 @@ def test_a_step_that_raises_is_none_and_disturbs_no_later_one(ended: list[int]) 
     optimizer.step()
 
     assert ended == [0, 1]
+
+
+def test_an_optimizer_that_raised_and_was_replaced_stands_in_no_ones_way(ended: list[int]) -> None:
+    failing, new = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.1), adam()
+    failing.step()
+    with pytest.raises(ValueError, match="an overflow"):
+        failing.step()
+
+    for _ in range(2):
+        new.step()
+
+    assert ended == [0, 1, 2]
 
 
 def test_a_listener_that_raises_is_dropped_and_the_training_goes_on(ended: list[int]) -> None:

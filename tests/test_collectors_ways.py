@@ -29,8 +29,7 @@ def torchrun(steps: int, *launch: str, step_ms: int = 0) -> list[str]:
 
 
 def environment(runtime: Path, **more: str) -> dict[str, str]:
-    runtime.mkdir(mode=0o700, exist_ok=True)
-    own = {"XDG_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"STEPSPLIT_SOCKETS": str(runtime), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return os.environ | own | more
 
 

@@ -84,10 +84,30 @@ def test_beside_ddp_zero_1_sums_whole_gradients_and_each_rank_hands_out_its_weig
 
 def test_zero_2_scatters_the_gradients_of_every_microbatch() -> None:
     layout = Layout(dp_replicate=4, zero=2)
-    assert of(job(layout=layout, global_batch=8, framework="deepspeed"), "zero-2") == (
+    assert of(job(layout=layout, global_batch=8, framework="zero-paper"), "zero-2") == (
         M("zero-2", "reduce_scatter", "dp", 0, "grad_sync", 2, 45344, 45344, 34008),
         M("zero-2", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
     )
+
+
+def test_deepspeed_sums_whole_buckets_of_every_microbatch_under_zero_2() -> None:
+    layout = Layout(dp_replicate=4, zero=2)
+    assert of(job(layout=layout, global_batch=8, framework="deepspeed"), "zero-2") == (
+        M("zero-2", "all_reduce", "dp", 0, "grad_sync", 2, 45344, 45344, 68016),
+        M("zero-2", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
+    )
+
+
+def test_deepspeeds_zero_3_gathers_layers_and_ends_and_sums_in_buckets() -> None:
+    """Beside 4 layers the embedding, the norm and the head; 11336 gradients in one bucket."""
+    zero = job(layout=Layout(dp_shard=4, zero=3), framework="deepspeed", global_batch=4)
+    found = of(zero, "fsdp")
+    gathers = [one for one in found if one.op == "all_gather"]
+    assert sum(one.count for one in gathers if one.phase == "forward") == 4 + 3
+    assert sum(one.count for one in gathers if one.phase == "backward") == 4 + 3
+    assert [one for one in found if one.op == "reduce_scatter"] == [
+        M("fsdp", "reduce_scatter", "dp_shard", 0, "grad_sync", 1, 45344, 45344, 34008)
+    ]
 
 
 def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
@@ -112,7 +132,7 @@ def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
         (1, "default", "fsdp2", 8, 8, 8),
         (1, "always", "fsdp2", 8, 8, 8),
         (1, "never", "fsdp2", 8, 0, 8),
-        (1, "never", "deepspeed", 8, 8, 8),
+        (1, "never", "deepspeed", 8, 8, 0),
         (2, "default", "fsdp2", 2, 0, 2),
         (2, "never", "fsdp2", 2, 0, 2),
         (2, "always", "fsdp2", 4, 2, 2),

@@ -151,8 +151,10 @@ def _of_data(job: Job) -> Iterator[Formula]:
     elif layout.gradient_ranks > 1:
         if data.hands_out(job):
             yield from (data.DDP, data.REDUNDANCY)
+        elif layout.zero:
+            yield data.ALL_REDUCED if data.sums_whole(job) else data.ZERO
         else:
-            yield data.ZERO if layout.zero else data.DDP
+            yield data.DDP
 
 
 def _of_links(job: Job, rates: Rates) -> Iterator[Formula]:

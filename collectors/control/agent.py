@@ -102,7 +102,9 @@ class Agent:
 
     def _listen(self) -> None:
         self._pid = os.getpid()
-        self._log = log_path(os.environ, self._pid) if PLAN_VARIABLE in os.environ else None
+        # What this rank starts is no rank of the job, even if it trains.
+        started = os.environ.pop(PLAN_VARIABLE, None) is not None
+        self._log = log_path(os.environ, self._pid) if started else None
         atexit.register(self._at_exit)
         with guarded(identity().rank, "its socket: it cannot be attached to"):
             path = socket_path(self._pid)

@@ -13,6 +13,7 @@ from stepsplit.collectors.control.proc import ancestors, command_line
 from stepsplit.collectors.control.relay import POLL_S
 from stepsplit.collectors.control.wire import Answer, Status, agents, ask_record, ask_status
 from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.paths import record_path
 from stepsplit.collectors.plan import Plan
 
 _REACT_S = 0.5
@@ -66,12 +67,17 @@ def wait_for(attached: Attached, timeout_s: float, said: Callable[[str], None]) 
     return not waiting
 
 
-def packed(folder: Path, timeout_s: float) -> bool:
-    """Whether nothing in the folder is still being packed, after waiting so long at most."""
-    deadline = time.monotonic() + timeout_s
-    while any(folder.glob(".rank*")) and time.monotonic() < deadline:
+def written(attached: Attached, timeout_s: float) -> bool:
+    """Whether the files of the ranks that were asked are whole, after waiting so long at most."""
+    folder, deadline = Path(attached.plan.out), time.monotonic() + timeout_s
+    records = [record_path(folder, rank.rank) for rank in attached.ranks]
+
+    def whole() -> bool:
+        return all(path.exists() for path in records) and not any(folder.glob(".rank*"))
+
+    while not whole() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return not any(folder.glob(".rank*"))
+    return whole()
 
 
 def _job(target: int | None) -> tuple[Status, ...]:

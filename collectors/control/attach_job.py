@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from stepsplit.collectors.control.attach import Attached, attach, default_out, packed, wait_for
+from stepsplit.collectors.control.attach import Attached, attach, default_out, wait_for, written
 from stepsplit.collectors.control.inject import inject
 from stepsplit.collectors.control.kineto import Captured, capture, ranks_with_daemon
 from stepsplit.collectors.control.proc import environment, family
@@ -50,8 +50,8 @@ def _by_agents(target: int | None, plan: Plan, timeout_s: float) -> str:
         _say(f"refused: {refusal}")
     if not wait_for(agreed, timeout_s, _say):
         raise CollectError(f"step {last} was not reached in {timeout_s:.0f} s: raise --timeout")
-    if not packed(Path(plan.out), timeout_s):
-        raise CollectError(f"{plan.out}: still being packed: wait before you analyze it")
+    if not written(agreed, timeout_s):
+        raise CollectError(f"{plan.out}: not all of its files are there: was a rank lost?")
     return f"recorded: stepsplit analyze {plan.out}"
 
 

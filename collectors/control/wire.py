@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.plan import Plan, plan_of
 
 _MOST_BYTES = 1 << 16
@@ -52,14 +52,15 @@ class Asked:
 def socket_folder() -> Path:
     """Where the sockets of this user's agents are, for nobody else to reach.
 
-    Raises PermissionError where the folder is somebody else's.
+    The same for a job and for a shell whose temporary folders differ; STEPSPLIT_SOCKETS names
+    another. Raises CollectError where the folder is somebody else's.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"stepsplit-{os.getuid()}"
+    named = os.environ.get("STEPSPLIT_SOCKETS")
+    folder = Path(named or f"/tmp/stepsplit-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     seen = folder.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not this user's alone")
+        raise CollectError(f"{folder} is not this user's alone: name another in STEPSPLIT_SOCKETS")
     return folder
 
 

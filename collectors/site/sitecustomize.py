@@ -12,42 +12,48 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
+_COLLECTORS = _HERE.parent
 
 
 def _start_agent() -> None:
+    """Lets the agent wait for torch: a process without it loads nothing more than this."""
     text = os.environ.get("STEPSPLIT_PLAN")
     if not text:
         return
-    _make_importable()
-    from stepsplit.collectors.control.imports import when_imported
 
     def install() -> None:
+        _make_importable()
         from stepsplit.collectors.control.agent import Agent
         from stepsplit.collectors.plan import plan
 
         Agent(plan(text)).install()
 
-    when_imported("torch.optim.optimizer", install)
+    imports = _loaded("_stepsplit_imports", _COLLECTORS / "control" / "imports.py")
+    imports.when_imported("torch.optim.optimizer", install)
 
 
 def _make_importable() -> None:
     """The collectors work where stepsplit is not installed: by where this file lies."""
-    if importlib.util.find_spec("stepsplit") is not None:
-        return
-    folder = _HERE.parent
     parent: Any = types.ModuleType("stepsplit")
     parent.__path__ = []
+    if importlib.util.find_spec("stepsplit") is not None:
+        # Installed, or a folder of that name that is somebody else's and has no collectors.
+        if importlib.util.find_spec("stepsplit.collectors") is not None:
+            return
+        parent = importlib.import_module("stepsplit")
     sys.modules["stepsplit"] = parent
-    spec = importlib.util.spec_from_file_location(
-        "stepsplit.collectors",
-        folder / "__init__.py",
-        submodule_search_locations=[str(folder)],
-    )
+    places = [str(_COLLECTORS)]
+    parent.collectors = _loaded("stepsplit.collectors", _COLLECTORS / "__init__.py", places)
+
+
+def _loaded(name: str, file: Path, places: list[str] | None = None) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
     if spec is None or spec.loader is None:
-        return
+        raise ImportError(f"no loader for {file}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["stepsplit.collectors"] = parent.collectors = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
 
 
 def _run_shadowed() -> None:
@@ -56,6 +62,7 @@ def _run_shadowed() -> None:
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 

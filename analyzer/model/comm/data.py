@@ -33,6 +33,11 @@ REDUNDANCY = Formula(
     "pytorch/pytorch, torch/distributed/optim/zero_redundancy_optimizer.py (_sync_params,"
     " parameters_as_bucket_view)",
 )
+ALL_REDUCED = Formula(
+    "comm.zero_deepspeed",
+    "all_reduces of g P bytes of gradients (ZeRO-2: every microbatch), all_gathers of w P/N bytes",
+    "deepspeedai/DeepSpeed, runtime/zero/stage_1_and_2.py, use_multi_rank_bucket_allreduce",
+)
 MIB = 2**20
 MEGATRON_BUCKET = 40_000_000
 MEGATRON_BUCKET_PER_RANK = 1_000_000
@@ -88,12 +93,18 @@ def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list
     if zero == 0 or hands_out(job):
         return [all_reduce(place, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
+    summed = all_reduce if sums_whole(job) else reduce_scatter
     after = Place(place.strategy, axis, stage, "optimizer")
     weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
     return [
-        reduce_scatter(place, times, size, ranks),
+        summed(place, times, size, ranks),
         all_gather(after, bucket.count, weights, ranks),
     ]
+
+
+def sums_whole(job: Job) -> bool:
+    """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
+    return job.recipe.framework == "deepspeed"
 
 
 def sums_every_microbatch(job: Job) -> bool:

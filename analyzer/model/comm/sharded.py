@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.comm.calls import Place, all_gather, all_reduce, reduce_scatter
+from stepsplit.analyzer.model.comm.data import buckets
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.prediction import Message
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.work.layers import LayerParameters
+from stepsplit.analyzer.model.work.layers import LayerParameters, norm_parameters
 from stepsplit.analyzer.model.work.parameters import StageParameters
 
 FSDP = Formula(
@@ -53,6 +54,8 @@ def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
         return ()
     together = layout.ep == 1 and layout.expert_tp == layout.tp
     dense, experts = units(held, together)
+    if job.recipe.framework == "deepspeed":
+        dense = _ends_apart(job, dense)
     return (
         *_group(job, held.stage, dense, "dp_shard", layout.shard_size),
         *_group(job, held.stage, experts, "expert_dp", layout.expert_shards),
@@ -74,6 +77,19 @@ def units(held: StageParameters, together: bool) -> tuple[tuple[Unit, ...], tupl
     return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
 
 
+def _ends_apart(job: Job, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """DeepSpeed gathers positions and the final norm by themselves, as modules of their own.
+
+    A layer is one unit where it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
+    """
+    positions, norm = job.model.positions * job.model.hidden, norm_parameters(job.model)
+    apart: list[Unit] = []
+    for unit in found:
+        own = (norm if unit.last else positions) if unit.count == 1 else 0
+        apart += [replace(unit, parameters=unit.parameters - own), Unit(1, own)]
+    return tuple(_present(apart))
+
+
 def _present(found: list[Unit]) -> list[Unit]:
     return [unit for unit in found if unit.count and unit.parameters]
 
@@ -81,7 +97,29 @@ def _present(found: list[Unit]) -> list[Unit]:
 def _group(
     job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
 ) -> tuple[Message, ...]:
-    return tuple(message for unit in found for message in _of_unit(job, stage, unit, axis, ranks))
+    if job.recipe.framework != "deepspeed":
+        return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
+    gathered = [
+        m
+        for unit in found
+        for m in _of_unit(job, stage, unit, axis, ranks)
+        if m.op != "reduce_scatter"
+    ]
+    return (*gathered, *_in_buckets(job, stage, found, axis, ranks))
+
+
+def _in_buckets(
+    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> list[Message]:
+    """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
+    if ranks == 1:
+        return []
+    place, size = Place("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
+    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
+    return [
+        reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
+        for each in buckets(job, padded, ranks)
+    ]
 
 
 def _of_unit(job: Job, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[Message, ...]:

@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stepsplit.analyzer.model.comm.calls import FULL_RECOMPUTE
-from stepsplit.analyzer.model.comm.data import DDP, REDUNDANCY, ZERO, hands_out
+from stepsplit.analyzer.model.comm.data import (
+    ALL_REDUCED,
+    DDP,
+    REDUNDANCY,
+    ZERO,
+    hands_out,
+    sums_whole,
+)
 from stepsplit.analyzer.model.comm.sharded import FSDP
 from stepsplit.analyzer.model.comm.tensor import SEQUENCE, TENSOR
 from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, differing
@@ -78,7 +85,8 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
     if hands_out(job):
         formula, symbols = REDUNDANCY, (*symbols, _gathered(job))
     elif job.layout.zero:
-        formula, symbols = ZERO, (*symbols, _gathered(job))
+        formula = ALL_REDUCED if sums_whole(job) else ZERO
+        symbols = (*symbols, _gathered(job))
     return Explained(
         formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
     )
@@ -87,7 +95,7 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
 def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
     layout, recipe = job.layout, job.recipe
-    if not layout.zero or hands_out(job):
+    if not layout.zero or hands_out(job) or sums_whole(job):
         return ()
     groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)

@@ -1,0 +1,56 @@
+"""Counting steps where a framework's loop offers no callback: by the calls of a function of its."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, Unpack
+
+from stepsplit.collectors.guard import guarded
+from stepsplit.collectors.integrations.late_run import Facts, LateRun
+from stepsplit.collectors.integrations.options import Options
+from stepsplit.collectors.presence import job
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def profile_calls(
+    function: Callable[_P, _R], out: str | Path, **options: Unpack[Options]
+) -> Callable[_P, _R]:
+    """The function, each call of which is a step of a recording into the folder `out`.
+
+    The recording begins with the first call, when the job's groups are there, and ends with the
+    process. The options are those of profile_run.
+    """
+    run = LateRun(out, **options)
+
+    @functools.wraps(function)
+    def step(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        run.begin(Facts)
+        result = function(*args, **kwargs)
+        run.step()
+        return result
+
+    return step
+
+
+@contextmanager
+def after_each(owner: Any, name: str, then: Callable[[Any], None]) -> Iterator[None]:
+    """While it lasts, `then` gets the object after each call of that method of a class."""
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        with guarded(job()[0], "the count of its steps"):
+            then(self)
+        return result
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,83 @@
+"""The recorder around a loop over DeepSpeed's engine.
+
+    with profile_engine(engine, "runs/exp1"):
+        for batch in loader: ...
+
+A step is a training step (engine.global_steps), with all its microbatches. The optimizers inside
+can't tell: under ZeRO-3 they step once for each group of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from stepsplit.collectors.integrations.calls import after_each
+from stepsplit.collectors.integrations.late_run import Facts, LateRun
+from stepsplit.collectors.integrations.options import Options
+from stepsplit.collectors.integrations.shapes import model_spec
+from stepsplit.collectors.integrations.words import data_axis, dtype_word, optimizer_word
+from stepsplit.collectors.run_spec import ModelSpec, Training
+
+_STEPS = ("train_batch", "step")
+"""What ends a training step: train_batch of a pipeline's engine, which has no step of its own."""
+_AXES = {"pipe": "pp", "model": "tp"}
+
+
+@contextmanager
+def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> Iterator[None]:
+    """Records what trains within it into the folder `out`; the options are those of profile_run."""
+    run = LateRun(out, **options)
+    done = engine.global_steps
+
+    def ended(called: Any) -> None:
+        nonlocal done
+        if called is engine and engine.global_steps != done:
+            done = engine.global_steps
+            run.step()
+
+    with ExitStack() as undo:
+        undo.enter_context(after_each(*_step_of(type(engine)), ended))
+        undo.enter_context(run.around(lambda: engine_facts(engine)))
+        yield
+
+
+def _step_of(kind: type) -> tuple[type, str]:
+    """The class and the name of the method that a loop calls."""
+    found = ((base, name) for name in _STEPS for base in kind.__mro__ if name in vars(base))
+    return next(found)
+
+
+def engine_facts(engine: Any) -> Facts:
+    """What an engine knows of its run."""
+    training = Training(
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        global_batch=engine.train_batch_size(),
+        microbatches=engine.gradient_accumulation_steps(),
+        dtype=dtype_word(engine.get_data_types()[0]),
+        optimizer=optimizer_word(engine.optimizer_name()),
+        schedule="1f1b" if hasattr(engine, "grid") else None,
+        framework="deepspeed",
+        zero=engine.zero_optimization_stage(),
+        offload="optimizer" if engine.zero_cpu_offload() else None,
+    )
+    return Facts(_mesh(engine), _model(engine), training)
+
+
+def _model(engine: Any) -> ModelSpec | None:
+    """Its shape; a rank of a pipeline holds one stage, and can't count the whole's parameters."""
+    spec = model_spec(engine)
+    return replace(spec, parameters=None) if spec and hasattr(engine, "grid") else spec
+
+
+def _mesh(engine: Any) -> dict[str, int] | None:
+    """{axis: size}, outermost first; None where a user's own groups cut the ranks otherwise."""
+    data = data_axis(engine.zero_optimization_stage())
+    topology = getattr(getattr(engine, "grid", None), "_topo", None)
+    if topology is not None:
+        sizes = zip(topology.axes, topology.dims, strict=True)
+        return {_AXES.get(axis, data): size for axis, size in sizes if size > 1} or {data: 1}
+    return {data: engine.dp_world_size} if engine.world_size == engine.dp_world_size else None

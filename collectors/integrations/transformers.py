@@ -1,0 +1,61 @@
+"""The recorder as a callback of transformers' Trainer.
+
+    trainer.add_callback(StepsplitCallback("runs/exp1"))
+
+A step is an optimizer step (state.global_step), with all its microbatches.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+from stepsplit.collectors.integrations.accelerate_state import framework_of, mesh_of_state, replicas
+from stepsplit.collectors.integrations.late_run import Facts, LateRun
+from stepsplit.collectors.integrations.library import library
+from stepsplit.collectors.integrations.options import Options
+from stepsplit.collectors.integrations.shapes import model_spec
+from stepsplit.collectors.integrations.words import dtype_word, optimizer_word
+from stepsplit.collectors.run_spec import Training
+
+_Callback: Any = library("transformers", "transformers accelerate").TrainerCallback
+
+
+class StepsplitCallback(_Callback):  # type: ignore[misc]
+    """Records a Trainer's run into the folder `out`; the options are those of profile_run."""
+
+    def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
+        self._run = LateRun(out, **options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins: the job's groups are there, and the model is where it trains."""
+        self._run.begin(lambda: _facts(args, kwargs.get("model")))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends a step, all its microbatches included; Trainer calls this once a global_step."""
+        self._run.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends the recording."""
+        self._run.end()
+
+
+def _facts(args: Any, model: Any) -> Facts:
+    state = library("accelerate.state", "accelerate").AcceleratorState()
+    micro_batch = args.per_device_train_batch_size
+    microbatches = args.gradient_accumulation_steps
+    training = Training(
+        micro_batch=micro_batch,
+        global_batch=micro_batch * microbatches * replicas(state),
+        microbatches=microbatches,
+        dtype=_dtype(args, model),
+        optimizer=optimizer_word(args.optim),
+        framework=framework_of(state, "huggingface"),
+    )
+    return Facts(mesh_of_state(state), model_spec(model), training)
+
+
+def _dtype(args: Any, model: Any) -> str:
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    return dtype_word(next(model.parameters()).dtype)

@@ -1,0 +1,103 @@
+"""Runs of the scripts under examples/, and what the analyzer makes of their traces alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepsplit.analyzer.compare.measured import measured_messages
+from stepsplit.analyzer.compare.messages import MessageComparison, compare_messages
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.spec.run_file import job_of
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.run_split import RunSplit, split_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from jobs import Example  # type: ignore[import-not-found]  # noqa: E402
+
+_LONGEST_S = 240
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A recorded run without its run.json and records: its split, and messages beside the model's.
+
+    strategies are words such as "tp" and "pp (1f1b)", mesh such as "pp=2 tp=2" or "".
+    """
+
+    split: RunSplit
+    strategies: tuple[str, ...]
+    mesh: str
+    messages: MessageComparison
+
+
+def record_example(example: Example, out: Path) -> str:
+    """Runs the example, one process a rank, and returns what they print; raises where one fails."""
+    script = str(EXAMPLES / example.script)
+    command = [sys.executable, script, *example.arguments, "--out", str(out)]
+    port = _free_port()
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=_environment(rank, example.ranks, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(example.ranks)
+    ]
+    try:
+        said = [rank.communicate(timeout=_LONGEST_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    failed = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]
+    assert not failed, failed[0][-2000:]
+    return "".join(said)
+
+
+def outcome(example: Example, folder: Path) -> Outcome:
+    """What the traces alone tell: run.json and the ranks' records are deleted first."""
+    for path in (*folder.glob("rank*_record.json"), folder / "run.json"):
+        path.unlink()
+    recording = read_recording([folder])
+    assert recording.spec is None
+    split = split_run(recording.traces, None, ideal_bubble_fraction)
+    mesh = split.layout.mesh
+    axes = () if mesh is None else zip(mesh.axes, mesh.sizes, strict=True)
+    return Outcome(
+        split=split,
+        strategies=tuple(
+            f"{s.name} ({s.detail})" if s.detail else s.name for s in split.strategies
+        ),
+        mesh=" ".join(f"{axis}={size}" for axis, size in axes),
+        messages=compare_messages(measured_messages(split), predict(job_of(example.job))),
+    )
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """As torchrun gives it to a rank."""
+    return os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

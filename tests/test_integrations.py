@@ -1,0 +1,157 @@
+"""What all integrations share: when they import what, and what they can never break."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepsplit.collectors import ModelSpec, Training, profile_run  # noqa: E402
+from stepsplit.collectors.integrations.calls import after_each, profile_calls  # noqa: E402
+from stepsplit.collectors.integrations.late_run import Facts, LateRun  # noqa: E402
+from stepsplit.collectors.integrations.library import library  # noqa: E402
+from stepsplit.collectors.integrations.options import Options  # noqa: E402
+from stepsplit.collectors.integrations.shapes import model_spec  # noqa: E402
+from stepsplit.collectors.integrations.words import dtype_word, optimizer_word  # noqa: E402
+
+LIBRARIES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
+
+
+def test_collectors_import_no_framework() -> None:
+    code = (
+        "import sys, stepsplit.collectors, stepsplit.collectors.profiler;"
+        "import stepsplit.collectors.integrations.late_run;"
+        f"sys.exit(str(sorted(set({LIBRARIES!r}) & set(sys.modules))))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert ran.stderr == "[]\n"
+
+
+def test_a_missing_framework_is_one_line_that_names_the_mend() -> None:
+    with pytest.raises(ImportError) as refused:
+        library("no_such_framework.trainer", "no-such-framework")
+
+    assert str(refused.value) == (
+        "no_such_framework.trainer is not installed, and this records it: "
+        "pip install no-such-framework"
+    )
+
+
+def test_the_options_are_those_of_profile_run() -> None:
+    parameters = inspect.signature(profile_run).parameters
+
+    assert list(Options.__annotations__) == [name for name in parameters if name != "out"]
+
+
+def test_options_that_make_no_recording_are_refused_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no step to record"):
+        LateRun(tmp_path, active=0)
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        (torch.bfloat16, "bf16"),
+        ("bf16-mixed", "bf16"),
+        ("16-true", "fp16"),
+        ("32-true", "fp32"),
+        ("no", "fp32"),
+        ("fp8", "fp8"),
+    ],
+)
+def test_dtypes_have_one_word(said: object, word: str) -> None:
+    assert dtype_word(said) == word
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ("adamw_torch_fused", "adam"),
+        ("FusedAdam", "adam"),
+        ("adamw_8bit", "adam-8bit"),
+        ("SGD", "sgd"),
+        ("Sophia", "sophia"),
+    ],
+)
+def test_optimizers_have_one_word(said: object, word: str) -> None:
+    assert optimizer_word(said) == word
+
+
+def test_a_model_without_a_configuration_has_parameters_alone() -> None:
+    assert model_spec(torch.nn.Linear(3, 2)) == ModelSpec(parameters=8)
+
+
+class Counted:
+    """Something with a method that steps."""
+
+    calls = 0
+
+    def step(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_what_follows_a_call_may_fail_and_the_call_never_does() -> None:
+    counted = Counted()
+
+    lost = pytest.warns(RuntimeWarning, match="lost the count of its steps")
+    with after_each(Counted, "step", lambda each: [][each.calls]), lost:
+        assert counted.step() == 1
+
+    assert "__wrapped__" not in vars(Counted.step)
+
+
+def test_facts_that_fail_cost_a_line_and_no_training(tmp_path: Path) -> None:
+    run = LateRun(tmp_path / "run", wait=0, warmup=0, active=1)
+
+    with pytest.warns(RuntimeWarning, match="lost what its framework knows of the run: no mesh"):
+        run.begin(lambda: Facts(mesh=exec("raise RuntimeError('no mesh')")))
+    run.step()
+    run.end()
+
+    assert (tmp_path / "run" / "rank0_trace.json.gz").exists()
+
+
+def test_what_the_user_states_wins_over_what_the_framework_knows(tmp_path: Path) -> None:
+    run = LateRun(tmp_path, wait=0, warmup=0, active=1, training=Training(seq_len=8, dtype="fp8"))
+
+    with run.around(lambda: Facts(training=Training(dtype="bf16", micro_batch=2))):
+        run.step()
+
+    said = json.loads((tmp_path / "run.json").read_text())["training"]
+    assert (said["seq_len"], said["micro_batch"], said["dtype"]) == (8, 2, "fp8")
+
+
+def test_a_training_that_fails_keeps_what_was_recorded(tmp_path: Path) -> None:
+    run = LateRun(tmp_path, wait=0, warmup=0, active=5)
+
+    with pytest.raises(KeyError, match="theirs"), run.around(Facts):
+        run.step()
+        raise KeyError("theirs")
+
+    assert (tmp_path / "rank0_trace.json.gz").exists()
+
+
+def test_only_the_first_training_of_a_process_is_recorded(tmp_path: Path) -> None:
+    run = LateRun(tmp_path, wait=0, warmup=0, active=1)
+    with run.around(Facts):
+        run.step()
+    written = (tmp_path / "rank0_trace.json.gz").stat().st_mtime_ns
+
+    with run.around(Facts):
+        run.step()
+
+    assert (tmp_path / "rank0_trace.json.gz").stat().st_mtime_ns == written
+
+
+def test_each_call_of_a_function_is_a_step(tmp_path: Path) -> None:
+    step = profile_calls(lambda x: x + 1, tmp_path, wait=1, warmup=0, active=1)
+
+    assert [step(1), step(2), step(3)] == [2, 3, 4]
+
+    assert (tmp_path / "run.json").exists()

@@ -21,8 +21,9 @@ page; `tests/test_examples.py` holds its rows.
 - **steps**: full steps that were recorded, of all ranks together; the seven buckets of each add up
   to it to the nanosecond.
 - **recognized**, **mesh**: what the traces alone tell.
-- **calls**, **bytes**: what a rank sends and receives in a step, measured beside predicted: compared
-  exactly for each pipeline stage, axis and op. Losses, norms and flags (up to 1 KiB) are left out.
+- **calls**, **bytes**: what a rank sends and receives in a step, measured beside predicted,
+  compared exactly for each pipeline stage, axis and op. Losses, norms and flags (up to 1 KiB) are
+  left out.
 
 | run | ranks | steps | recognized | mesh | calls: measured = model | bytes: measured = model |
 |---|---|---|---|---|---|---|

@@ -71,7 +71,7 @@ class Recording:
             self._recording = True
             self._before(next_step)
             return
-        self._recording = False
+        self._finish(whole=False)
 
     def after(self, step: int) -> None:
         """Ends the step of that number. After the last one planned the files are written."""

@@ -7,14 +7,15 @@ import pytest
 from report_builders import analysis
 from rich.console import Console
 
+from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.split.strategy.strategy import Strategy
 from stepsplit.dashboard.reporters.terminal import screen
 
 
-def shown(width: int) -> list[str]:
+def shown(width: int, report: Report | None = None) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(screen(analysis().report))
+        console.print(screen(report or analysis().report))
     return capture.get().splitlines()
 
 
@@ -36,8 +37,20 @@ def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
             Strategy("pp", "pp", 2, "1f1b"), Strategy("recompute", detail="full"))  # fmt: skip
     report = analysis().report
     run = msgspec.structs.replace(report.run, strategies=seen)
-    console = Console(width=160, no_color=True)
-    with console.capture() as capture:
-        console.print(screen(msgspec.structs.replace(report, run=run)))
     line = "seen in the steps: ddp 2 on dp_replicate, tp 2, pp 2 (1f1b), recompute (full)"
-    assert capture.get().splitlines()[1] == line
+    assert shown(160, msgspec.structs.replace(report, run=run))[1] == line
+
+
+def test_the_screen_says_what_the_profiler_cost_and_what_the_fullest_rank_holds() -> None:
+    report = analysis().report
+    rows = (
+        MemoryRow(0, None, None, 1000, 1000, 2000, None, None, None),
+        MemoryRow(1, None, None, 2_000_000, 2_000_000, 4_000_000, 600_000, None, None),
+    )
+    slowed = msgspec.structs.replace(report.run, profiling_slowdown=0.331)
+
+    lines = shown(160, msgspec.structs.replace(report, run=slowed, memory=rows))
+
+    assert lines[1].endswith("profiled +33.1 %")
+    held = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
+    assert f"memory, most on r1: {held}" in lines

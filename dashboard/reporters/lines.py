@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import MemoryRow, Report, Run
 from stepsplit.analyzer.split.strategy.strategy import Strategy
 
 _MOST_PARTS, _MOST_STEPS = 4, 3
@@ -80,3 +81,30 @@ def coverage(report: Report) -> list[Text]:
     ]
     text = f"compute, copy and idle hold; waits: {', '.join(parts)}"
     return [Text(text, style="bright_black")]
+
+
+def profiling(run: Run) -> str:
+    """What the profiler cost; nothing where too few steps beside it were timed."""
+    if run.profiling_slowdown is None:
+        return ""
+    sign = "+" if run.profiling_slowdown >= 0 else "-"
+    return f"profiled {sign}{units.percent(abs(run.profiling_slowdown))}"
+
+
+_HELD = ("weights", "gradients", "optimizer", "activations")
+
+
+def memory(rows: Sequence[MemoryRow]) -> str:
+    """What the rank that holds most holds; nothing where none is known."""
+    most = max(rows, key=_held_bytes, default=None)
+    if most is None or not _held_bytes(most):
+        return ""
+    kinds = [(name, getattr(most, f"{name}_bytes")) for name in _HELD]
+    parts = [f"{name} {units.size(held)}" for name, held in kinds if held is not None]
+    if most.peak_allocated_bytes is not None:
+        parts.append(f"peak {units.gibibytes(most.peak_allocated_bytes)}")
+    return f"memory, most on r{most.rank}: {', '.join(parts)}"
+
+
+def _held_bytes(row: MemoryRow) -> int:
+    return row.peak_allocated_bytes or sum(getattr(row, f"{name}_bytes") or 0 for name in _HELD)

@@ -31,6 +31,7 @@ from stepsplit.dashboard.reporters.terminal_tables import (
 def screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_heading(report.run), *_strategies(report.run), _used(report)]
+    parts += _memory(report)
     parts += _warnings(report.warnings)
     parts += [Text(), split_table(report), _memo(report), *lines.coverage(report)]
     parts += lines.critical_path(report)
@@ -78,7 +79,14 @@ def _used(report: Report) -> Text:
         )
         spread = f"step {units.milliseconds(step_median_ns(rows))}"
         spread += f" (slowest {units.milliseconds(slowest)})"
-    return Text("   ".join(part for part in (steps, ranks, spread, lines.clocks(report)) if part))
+    parts = (steps, ranks, spread, lines.clocks(report), lines.profiling(report.run))
+    return Text("   ".join(part for part in parts if part))
+
+
+def _memory(report: Report) -> list[Text]:
+    """One line of the rank that holds most; none where no rank measured."""
+    told = lines.memory(report.memory or ())
+    return [Text(told)] if told else []
 
 
 def _warnings(rows: Sequence[WarningRow]) -> list[Text]:

@@ -11,6 +11,7 @@ import torch
 
 from stepsplit.collectors import presence
 from stepsplit.collectors.clock import HostClock
+from stepsplit.collectors.deferred import deferred_sigterm
 from stepsplit.collectors.gpu import gpu_state
 from stepsplit.collectors.guard import guarded, warn_lost
 from stepsplit.collectors.memory import MemoryMeter
@@ -91,10 +92,11 @@ class Recording:
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits for what is still being written, not for ever."""
         unfinished = self._recording
-        self._finish(whole=False)
+        with deferred_sigterm():
+            self._finish(whole=False)
+            self._write_record()
         if unfinished and not self._recorded and not failed:
             warn_lost(self.rank, "its trace: the run ended before the first step to record")
-        self._write_record()
         with guarded(self.rank, "run.json"):
             self._run.write(0.0 if failed else LATE_RANKS_S)
         self._files.wait()

@@ -1,0 +1,36 @@
+"""A SIGTERM while files are written comes when they are."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from stepsplit.collectors.deferred import deferred_sigterm
+
+SCRIPT = """
+import os, signal, time
+from stepsplit.collectors.deferred import deferred_sigterm
+
+with deferred_sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("written", flush=True)
+print("not reached", flush=True)
+"""
+
+
+def test_the_process_writes_to_the_end_and_then_ends_as_it_would_have() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "written\n")
+
+
+def test_the_users_own_handler_gets_it_afterwards() -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        with deferred_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert got == []
+        assert got == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -34,13 +34,18 @@ _LEFT_OUT = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cp
 
 
 def main(arguments: list[str]) -> int:
-    """Packs what the arguments name; 1 where a file was lost, with a line that says so."""
-    thin = arguments[:1] == ["--thin"]
-    places = [Path(argument) for argument in arguments[thin:]]
+    """Packs what the arguments name, out of everybody's way; 1 where a file was lost."""
     with contextlib.suppress(OSError):
         os.nice(19)
     # Ctrl-C in a terminal is meant for the training; what it recorded is still to be kept.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return pack_all(arguments)
+
+
+def pack_all(arguments: list[str]) -> int:
+    """Packs what the arguments name; 1 where a file was lost, with a line that says so."""
+    thin = arguments[:1] == ["--thin"]
+    places = [Path(argument) for argument in arguments[thin:]]
     status = 0
     for raw, out in zip(places[::2], places[1::2], strict=True):
         try:

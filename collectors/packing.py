@@ -45,7 +45,7 @@ class Packer:
                 start_new_session=True,
             )
         except OSError:
-            pack.main(arguments)
+            pack.pack_all(arguments)
             return
         self._processes.append(process)
 

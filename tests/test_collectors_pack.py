@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepsplit.analyzer import analyze
-from stepsplit.collectors.pack import main, pack
+from stepsplit.collectors.pack import pack, pack_all
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 
@@ -77,7 +77,7 @@ def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
     raw, out = tmp_path / "raw", tmp_path / "rank0_trace.json.gz"
     raw.write_text('{"traceEvents": [{"ph": "X", "na')
 
-    assert main([str(raw), str(out)]) == 1
+    assert pack_all([str(raw), str(out)]) == 1
 
     assert list(tmp_path.iterdir()) == []
     assert "it was cut off while it was written: is the disk full?" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
 def test_one_lost_file_does_not_cost_the_others(tmp_path: Path) -> None:
     good = write_raw(tmp_path / "raw", STEP)
 
-    assert main([str(tmp_path / "none"), str(tmp_path / "a.gz"), str(good), f"{good}.gz"]) == 1
+    assert pack_all([str(tmp_path / "none"), str(tmp_path / "a.gz"), str(good), f"{good}.gz"]) == 1
 
     assert [path.name for path in tmp_path.iterdir()] == ["raw.gz"]
 

@@ -1,0 +1,149 @@
+"""The small measures of a rank: clock, GPU, steps, memory, packing."""
+
+import gzip
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepsplit.collectors.clock import answer, probe  # noqa: E402
+from stepsplit.collectors.gpu import gpu_state  # noqa: E402
+from stepsplit.collectors.machine import machine  # noqa: E402
+from stepsplit.collectors.memory import activations_bytes, held_bytes  # noqa: E402
+from stepsplit.collectors.packing import Packed, Packer  # noqa: E402
+from stepsplit.collectors.step_times import KEPT, StepClock  # noqa: E402
+
+
+def test_a_clock_is_its_own_within_the_round_trip() -> None:
+    found = probe("127.0.0.1", answer())
+
+    assert found is not None
+    assert abs(found.offset_ns) <= found.round_trip_ns < 100_000_000
+
+
+def test_where_nobody_answers_there_is_no_probe() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        assert probe("127.0.0.1", silent.getsockname()[1]) is None
+
+
+def test_without_a_gpu_there_is_no_reading() -> None:
+    assert gpu_state() is None
+
+
+class Nvml(SimpleNamespace):
+    """As nvidia-ml-py on a GPU with two links, of which it counts replays; no throttle reasons."""
+
+    NVML_CLOCK_SM = 1
+    NVML_NVLINK_ERROR_DL_REPLAY = 0
+
+    def __init__(self) -> None:
+        super().__init__(
+            nvmlInit=lambda: None,
+            nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+            nvmlDeviceGetClockInfo=lambda handle, kind: 1980,
+            nvmlDeviceGetCurrentClocksThrottleReasons=self.unknown,
+            nvmlDeviceGetNvLinkErrorCounter=self.replays,
+        )
+
+    def unknown(self, handle: str) -> int:
+        raise RuntimeError("not supported")
+
+    def replays(self, handle: str, link: int, kind: int) -> int:
+        return {0: 3, 1: 4}[link]
+
+
+def test_what_a_gpu_does_not_know_is_none_and_its_links_are_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7")
+    )
+
+    state = gpu_state()
+
+    assert state is not None
+    assert (state.sm_clock_mhz, state.throttle_reasons, state.link_errors) == (1980, None, 7)
+
+
+def test_a_machine_is_known_by_name_cores_and_memory() -> None:
+    here = machine()
+
+    assert (here.host, here.gpus) == (socket.gethostname(), 0)
+    assert here.cores > 0 and here.memory_bytes > 1 << 30 and here.cpu
+
+
+def test_steps_are_kept_apart_by_what_ran_beside_them() -> None:
+    clock = StepClock()
+    for kind in ("", "before", "before", "", "profiled", "", "after"):
+        clock.step(kind)
+
+    times = clock.times()
+    kinds = (times.before_ns, times.profiled_ns, times.after_ns)
+    assert [len(kind) for kind in kinds] == [2, 1, 1]
+    assert all(step > 0 for kind in kinds for step in kind)
+    for _ in range(KEPT):
+        clock.step("after")
+    assert clock.full and len(clock.times().after_ns) == KEPT
+
+
+def test_a_storage_counts_once_however_many_tensors_view_it() -> None:
+    whole = torch.zeros(100)
+
+    assert held_bytes([whole, whole[:10], whole.view(10, 10), torch.zeros(5), None]) == 420
+
+
+def profiled(step: Callable[[], Any], memory: bool) -> Any:
+    """A profiler that has recorded a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.profiler.profile(activities=activities, profile_memory=memory) as profiler,
+        torch.profiler.record_function("ProfilerStep#0"),
+    ):
+        step()
+    return profiler
+
+
+def test_activations_are_what_a_step_holds_beyond_what_it_leaves() -> None:
+    kept: list[Any] = []
+
+    def step() -> None:
+        kept.append(torch.zeros(1 << 20))
+        torch.zeros(1 << 22)
+
+    assert activations_bytes(profiled(step, memory=True)) == 4 << 22
+
+
+def test_without_memory_events_no_activations_are_known() -> None:
+    assert activations_bytes(profiled(lambda: torch.zeros(8), memory=False)) is None
+
+
+def test_where_no_process_can_be_started_the_rank_packs_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise OSError("Resource temporarily unavailable")
+
+    nice: list[int] = []
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    monkeypatch.setattr("os.nice", nice.append)
+    raw, out = tmp_path / "raw", tmp_path / "rank0_flight.json.gz"
+    raw.write_text('{"entries": []}')
+
+    packer = Packer()
+    packer.pack([Packed(raw, out)])
+
+    assert packer.wait(0.0)
+    assert gzip.decompress(out.read_bytes()) == b'{"entries": []}'
+    # The training goes on in this process: it keeps its priority and hears Ctrl-C.
+    assert nice == []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from stepsplit.collectors.control.attach_job import attach_and_wait
+from stepsplit.collectors.control.identity import identity, is_rank
 from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.gather import gather
 from stepsplit.collectors.plan import Plan
@@ -92,6 +93,8 @@ def _record(options: argparse.Namespace) -> int:
     begun = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
     found = [path for path in out.glob("rank*_trace.json.gz") if path.stat().st_mtime >= begun]
+    if is_rank(os.environ) and identity().rank != 0:
+        return status
     if found:
         sys.stderr.write(f"recorded {len(found)} ranks: stepsplit analyze {out}\n")
     elif not options.standby:

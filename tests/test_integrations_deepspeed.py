@@ -37,6 +37,7 @@ def test_a_step_is_one_of_the_engine_however_often_its_optimizers_step(
         dtype="bf16",
         optimizer="adam",
         framework="deepspeed",
+        zero=stage,
     )
 
 

@@ -19,7 +19,7 @@ def train(out: str, folder: Path) -> Trained:
 def test_the_recorder_in_the_loop_of_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs("ray")
+    needs("ray", of="ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     folder = tmp_path / "recorded"

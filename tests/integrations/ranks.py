@@ -40,11 +40,11 @@ class Trained:
     losses: tuple[str, ...]
 
 
-def needs(*modules: str) -> None:
-    """Skips the test that asks, or fails it, where a library is not installed."""
+def needs(*modules: str, of: str = "integrations") -> None:
+    """Skips the test that asks where a library is not installed, or fails it (tests/required.py)."""
     for module in modules:
         if find_spec(module) is None:
-            absent("integrations", f"{module} is not installed")
+            absent(of, f"{module} is not installed")
 
 
 def train(script: str, folder: Path, *arguments: str, recorded: bool = True) -> Trained:

@@ -41,7 +41,7 @@ class Trained:
 
 
 def needs(*modules: str, of: str = "integrations") -> None:
-    """Skips the test that asks where a library is not installed, or fails it (tests/required.py)."""
+    """Skips the test that asks where a library is not installed, or fails it; see required.py."""
     for module in modules:
         if find_spec(module) is None:
             absent(of, f"{module} is not installed")

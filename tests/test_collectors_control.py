@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,10 @@ def test_processes_are_known_by_what_started_them() -> None:
     try:
         assert os.getpid() in ancestors(child.pid)
         assert child.pid in family(os.getpid())
+        # The new program's environment is there a moment after it has been started.
+        deadline = time.monotonic() + 10
+        while not environment(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert environment(child.pid).get("RANK") == "1"
     finally:
         child.kill()

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from stepsplit.collectors.control.identity import identity, job_name
@@ -152,6 +151,6 @@ class Agent:
             host=socket.gethostname(),
             job=job_name(),
             steps=self._counter.steps,
-            step_ns=int(median(gaps)) if gaps else 0,
+            step_ns=min(gaps, default=0),
             busy=self._recording is not None or self._plan is not None,
         )

@@ -42,7 +42,8 @@ def attach(target: int | None, plan: Plan) -> Attached:
     ranks = _job(target)
     begun = max(rank.steps for rank in ranks)
     wait_s = _REACT_S + (2 * POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0)
-    ahead = int(wait_s * 1e9 / max(1, max(rank.step_ns for rank in ranks)))
+    # By the quickest step of all: a job may have been slow just now.
+    ahead = int(wait_s * 1e9 / max(1, min(rank.step_ns for rank in ranks)))
     first = begun + plan.warmup + ahead + 2 * MARGIN_STEPS
     agreed = replace(plan, first=first)
     answers = [(rank, ask_record(rank.pid, agreed)) for rank in ranks]

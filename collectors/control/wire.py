@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How one rank is doing: steps it has ended, their median time, whether it is recorded."""
+    """How one rank is doing: steps it has ended, the quickest of the last, if it is recorded."""
 
     pid: int
     rank: int

@@ -106,7 +106,7 @@ def test_an_attach_reaches_the_ranks_of_other_hosts_through_the_job(tmp_path: Pa
         subprocess.Popen(
             [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "none"), "--",
              *torchrun(3000, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1",
-                       "--master-addr", "127.0.0.1", "--master-port", port, step_ms=10)],
+                       "--master-addr", "127.0.0.1", "--master-port", port, step_ms=50)],
             env=environment(tmp_path / f"host{node}"),
         )
         for node in range(2)

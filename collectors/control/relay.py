@@ -10,7 +10,7 @@ from stepsplit.collectors.control.wire import agents, ask_record, ask_status
 from stepsplit.collectors.guard import guarded
 from stepsplit.collectors.plan import Plan, plan
 
-POLL_S = 5.0
+POLL_S = 2.0
 """How often one rank of each host asks whether there is a plan."""
 _FOREVER_S = 1e9
 

@@ -21,6 +21,7 @@ VERBS = (
     "export",
     "gather",
     "model",
+    "plan",
     "record",
     "validate",
 )

@@ -126,6 +126,7 @@ HELP = {
     ("export",): ["--perfetto FILE", "--workers N", "--help"],
     ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
+    ("plan",): ["--gpus N", "--top K", "--keep KEY", "--json FILE", "--help"],
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
         "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",

@@ -1,0 +1,233 @@
+"""plan: jobs whose best layout is known by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.compare.plan.candidates import candidate_of
+from stepsplit.analyzer.compare.plan.floor import Floor
+from stepsplit.analyzer.compare.plan.paste import toml_lines
+from stepsplit.analyzer.compare.plan.plan import Plan
+from stepsplit.analyzer.compare.plan.search import plan
+from stepsplit.analyzer.compare.plan.space import even_layers, families
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model.memory.memory import fits, memory_of
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.spec import presets
+from stepsplit.analyzer.model.spec.checks import first_fault
+from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
+from stepsplit.analyzer.model.spec.recipe import Framework, Recipe
+from stepsplit.analyzer.model.spec.run_file import job_of
+from stepsplit.analyzer.model.spec.transformer import Experts
+
+MOST_S = 30.0
+"""For 10,000 layouts."""
+
+
+def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -> Job:
+    """A preset's model on a preset's device, with Megatron-LM; one rank, which a plan ignores."""
+    recipe = Recipe(seq_len, micro_batch=1, global_batch=global_batch)
+    return Job(presets.transformer(model), Layout(), recipe, presets.hardware(device))
+
+
+SMALL = job("gpt2-355m", 1024, 16)
+MIDDLE = job("llama-2-13b", 4096, 16)
+NODE = job("llama-2-70b", 4096, 64)
+EXPERTS = job("mixtral-8x7b", 4096, 16)
+
+
+def jobs_that_fit(one: Job, gpus: int) -> list[Job]:
+    """Every layout that can be and fits, weighed one by one."""
+    every = [each for family in families(one, gpus) for each in family]
+    possible = [each for each in every if first_fault(each) is None]
+    return [each for each in possible if fits(each, memory_of(each))]
+
+
+def slow_network(one: Job) -> Job:
+    """Nodes of two GPUs, joined by 10 gigabit Ethernet."""
+    link = replace(one.hardware.inter, name="slow", bytes_per_s=1.25e9, latency_ns=30_000)
+    return replace(one, hardware=replace(one.hardware, gpus_per_node=2, inter=link))
+
+
+def test_what_fits_one_gpu_is_data_parallel() -> None:
+    found = plan(SMALL, 8)
+    assert found.best.choice.axes == (1, 1, 1, 8, 1)
+    assert [(trial.question, trial.fits) for trial in found.tree] == [("one GPU", True)]
+
+
+def test_one_gpu_is_one_rank() -> None:
+    found = plan(SMALL, 1)
+    assert found.best.choice.axes == (1, 1, 1, 1, 1)
+    assert found.places == ()
+
+
+def test_what_fits_no_gpu_of_a_node_is_cut_by_tp_inside_it() -> None:
+    whole = replace(NODE.recipe, global_batch=1)
+    found = plan(replace(NODE, model=replace(NODE.model, layers=32), recipe=whole), 8)
+    assert found.best.choice.axes == (8, 1, 1, 1, 1)
+    assert [(place.axis, place.nodes) for place in found.places] == [("tp", 1)]
+
+
+def test_over_slow_links_goes_the_pipeline_and_tp_stays_in_the_node() -> None:
+    found = plan(slow_network(NODE), 32)
+    best = found.best.choice
+    assert best.pp > 1
+    shown = [found.best, *(each.candidate for each in found.runners_up)]
+    assert all(each.choice.tp <= 2 for each in shown)
+    assert next(place for place in found.places if place.axis == "pp").nodes > 1
+
+
+def test_the_tree_ends_with_the_first_yes() -> None:
+    found = plan(NODE, 64)
+    assert [trial.fits for trial in found.tree] == [False] * (len(found.tree) - 1) + [True]
+    assert found.tree[0].ranks == 1
+    assert found.tree[0].peak_bytes > 80 * 2**30
+
+
+@pytest.fixture(scope="module")
+def sixteen() -> Plan:
+    return plan(MIDDLE, 16, top=6)
+
+
+def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
+    searched = sixteen.searched
+    refused = sum(count for _, count in searched.refused)
+    every = sum(len(family) for family in families(MIDDLE, 16))
+    assert searched.considered == every == refused + searched.too_big + searched.fit
+    assert searched.timed <= searched.fit
+
+
+@pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
+def test_what_is_said_to_fit_is_all_that_fits(framework: Framework) -> None:
+    one = replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework=framework))
+    assert plan(one, 8, top=1).searched.fit == len(jobs_that_fit(one, 8))
+
+
+def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
+    far = replace(MIDDLE, layout=Layout(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
+    free = [each.layout for family in families(far, 16) for each in family]
+    assert {layout.tp for layout in free if layout.dp == 8} == {1}
+    kept = families(far, 16, frozenset({"tp"}))
+    assert {each.layout.tp for family in kept for each in family} == {4}
+
+
+def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
+    steps = sorted(candidate_of(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
+    assert sixteen.best.step_ns == steps[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "gpus"),
+    [
+        (SMALL, 4),
+        (NODE, 16),
+        (slow_network(MIDDLE), 16),
+        (EXPERTS, 16),
+        (replace(MIDDLE, layout=Layout(overlap=frozenset({"tp", "cp", "dp"}))), 16),
+        (replace(MIDDLE, layout=Layout(context_kind="all-gather")), 16),
+        (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="fsdp2")), 16),
+        (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="deepspeed")), 16),
+    ],
+    ids=["small", "node", "slow", "experts", "overlap", "all-gather", "fsdp2", "deepspeed"],
+)
+def test_no_step_is_below_its_floor(one: Job, gpus: int) -> None:
+    """What spares timing a layout is honest."""
+    floor = Floor(Rates())
+    fitting = jobs_that_fit(one, gpus)
+    assert fitting
+    for each in islice(fitting, 0, None, 1 + len(fitting) // 200):
+        assert floor.step_ns(each) <= predict(each).split.step_ns
+
+
+def test_runners_up_are_other_splits_of_the_gpus_in_order(sixteen: Plan) -> None:
+    axes = [sixteen.best.choice.axes, *(r.candidate.choice.axes for r in sixteen.runners_up)]
+    assert len(set(axes)) == len(axes) == 6
+    behind = [each.behind_ns for each in sixteen.runners_up]
+    assert behind == sorted(behind)
+    assert behind[0] >= 0
+
+
+def test_the_reasons_of_a_loss_add_up_to_it(sixteen: Plan) -> None:
+    for one in sixteen.runners_up:
+        rounding_ns = 1_000
+        assert abs(sum(each.delta_ns for each in one.reasons) - one.behind_ns) < rounding_ns
+        assert {each.bucket for each in one.reasons} <= set(BUCKETS)
+        assert one.more_bytes == one.candidate.peak_bytes - sixteen.best.peak_bytes
+
+
+def test_what_is_kept_is_as_the_job_has_it() -> None:
+    pinned = replace(MIDDLE, layout=Layout(tp=4, pp=2))
+    found = plan(pinned, 16, frozenset({"tp", "pp"}))
+    shown = [found.best, *(each.candidate for each in found.runners_up)]
+    assert {each.choice.axes[:2] for each in shown} == {(4, 2)}
+
+
+@pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
+def test_what_is_pasted_predicts_the_same(one: Job, framework: str) -> None:
+    text = RUN.format(model=one.model.name, framework=framework)
+    found = plan(job_of(text), 16, top=1)
+    head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
+    assert parallel
+    again = job_of("\n".join(toml_lines(found.best.choice, True)) + "\n" + training + head)
+    assert again.layout.world_size == 16
+    assert predict(again).split.step_ns == found.best.step_ns
+
+
+RUN = """\
+[hardware]
+preset = "h100-sxm"
+[model]
+preset = "{model}"
+[training]
+micro_batch = 1
+seq_len = 4096
+global_batch = 16
+framework = "{framework}"
+"""
+
+
+def test_experts_are_spread_over_ranks() -> None:
+    found = plan(EXPERTS, 16)
+    experts = EXPERTS.model.experts
+    assert isinstance(experts, Experts)
+    choice = found.best.choice
+    assert experts.count % choice.ep == 0
+    assert any(each.candidate.choice.ep > 1 for each in found.runners_up) or choice.ep > 1
+
+
+def test_uneven_stages_leave_the_ends_lighter() -> None:
+    assert even_layers(126, 16) == (7, *(8,) * 14, 7)
+    assert even_layers(9, 4) == (2, 3, 2, 2)
+    assert even_layers(8, 4) is None
+    assert even_layers(3, 4) is None
+
+
+def test_no_gpus_hold_nothing() -> None:
+    with pytest.raises(UsageError, match="0 GPUs hold no model; give --gpus 1 or more"):
+        plan(SMALL, 0)
+
+
+def test_where_nothing_fits_the_nearest_miss_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no layout on 4 x h100-sxm fits; the nearest is tp 4 "):
+        plan(NODE, 4)
+
+
+def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
+    odd = replace(SMALL, layout=Layout(tp=3))
+    with pytest.raises(UsageError, match=r"can be \(heads / tp\)"):
+        plan(odd, 3, frozenset({"tp"}))
+
+
+def test_ten_thousand_layouts_take_less_than_thirty_seconds() -> None:
+    start = time.perf_counter()
+    considered = plan(NODE, 64).searched.considered
+    assert (time.perf_counter() - start) / considered * 10_000 < MOST_S
+    assert considered > 5_000

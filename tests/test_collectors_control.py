@@ -78,6 +78,13 @@ def test_all_ranks_are_asked_for_the_same_steps_ahead_of_the_foremost() -> None:
     assert ranks[0].plans == ranks[1].plans == [replace(PLAN, first=41 + 1 + 5 + 6)]
 
 
+def test_a_job_that_has_made_one_step_is_waited_for_until_a_step_s_length_is_known() -> None:
+    rank = Rank(replace(status(0, 1), step_ns=0))
+    threading.Timer(0.3, lambda: setattr(rank, "status", status(0, 2))).start()
+
+    assert attach(None, PLAN).first == 2 + 1 + 5 + 6
+
+
 def test_a_rank_that_is_busy_refuses_and_the_others_go_on() -> None:
     Rank(status(0, 40), takes=False)
     Rank(status(1, 40))

@@ -17,7 +17,7 @@ from stepsplit.collectors.paths import record_path
 from stepsplit.collectors.plan import Plan
 
 _REACT_S = 0.5
-_POLL_S, _TELL_S = 0.2, 5.0
+_POLL_S, _TELL_S, _SECOND_STEP_S = 0.2, 5.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ def attach(target: int | None, plan: Plan) -> Attached:
     target: a process of the job, a rank or what has started it; None where there is one job only.
     Ranks on other hosts are told through the job. Raises CollectError where no rank answers.
     """
-    ranks = _job(target)
+    ranks = _stepping(target)
     begun = max(rank.steps for rank in ranks)
     wait_s = _REACT_S + (2 * POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0)
     # By the quickest step of all: a job may have been slow just now.
-    ahead = int(wait_s * 1e9 / max(1, min(rank.step_ns for rank in ranks)))
+    ahead = int(wait_s * 1e9 / min(rank.step_ns for rank in ranks))
     first = begun + plan.warmup + ahead + 2 * MARGIN_STEPS
     agreed = replace(plan, first=first)
     answers = [(rank, ask_record(rank.pid, agreed)) for rank in ranks]
@@ -79,6 +79,17 @@ def written(attached: Attached, timeout_s: float) -> bool:
     while not whole() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return whole()
+
+
+def _stepping(target: int | None) -> tuple[Status, ...]:
+    """The ranks, when each has ended two steps: before, nobody knows how long one takes."""
+    deadline, ranks = time.monotonic() + _SECOND_STEP_S, _job(target)
+    while not all(rank.step_ns for rank in ranks):
+        if time.monotonic() > deadline:
+            raise CollectError(f"no second step in {_SECOND_STEP_S:.0f} s: does the job still run?")
+        time.sleep(_POLL_S)
+        ranks = _job(target)
+    return ranks
 
 
 def _job(target: int | None) -> tuple[Status, ...]:

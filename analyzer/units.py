@@ -29,6 +29,11 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:.1f} %"
 
 
+def signed_percent(ratio: float) -> str:
+    """0.031 -> "+3.1 %"."""
+    return f"{'+' if ratio >= 0 else '-'}{percent(abs(ratio))}"
+
+
 def gigabytes_per_second(bytes_per_s: float) -> str:
     """Decimal gigabytes: 12_300_000_000 -> "12.3 GB/s"."""
     rate = bytes_per_s / 1e9

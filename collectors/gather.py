@@ -34,7 +34,7 @@ def gather(folders: Sequence[Path], out: Path) -> Gathered:
     for folder in folders:
         if folder.resolve() != out.resolve():
             _copy(folder, out)
-    records = read_records(out)
+    records = _records(out)
     if not records:
         raise CollectError(f"{out}: no rank*_record.json: name the folders that the ranks wrote")
     write_run_json(out, spec_of(records, _spec_in(out)))
@@ -42,7 +42,7 @@ def gather(folders: Sequence[Path], out: Path) -> Gathered:
     return Gathered(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
 
 
-def read_records(folder: Path) -> tuple[RankRecord, ...]:
+def _records(folder: Path) -> tuple[RankRecord, ...]:
     """The records of the folder's ranks, by rank. Raises CollectError for one that is none."""
     found = []
     for path in folder.glob("rank*_record.json"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stepsplit.collectors.run_spec import GroupInfo
+from stepsplit.collectors.run_spec import GroupInfo, named
 
 Detail = Literal["full", "thin", "none"]
 PLAN_VARIABLE = "STEPSPLIT_PLAN"
@@ -58,7 +58,7 @@ def plan(text: str | bytes) -> Plan:
 
 def plan_of(body: Mapping[str, Any]) -> Plan:
     """The plan of its fields; those of another version are passed over. Raises TypeError."""
-    return Plan(**{field.name: body[field.name] for field in fields(Plan) if field.name in body})
+    return Plan(**named(Plan, body))
 
 
 def listed(ranks: str) -> frozenset[int]:

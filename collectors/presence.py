@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from stepsplit.collectors.machine import machine
-from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo
+from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, group_of
 
 _POLL_S = 0.1
 
@@ -145,5 +145,5 @@ def _key(run: str, rank: int) -> str:
 
 def _read(text: bytes) -> Presence:
     body = json.loads(text)
-    led = (GroupInfo(g["name"], g["description"], tuple(g["ranks"])) for g in body["groups"])
-    return Presence(RankInfo(**body["rank"]), tuple(led), HostInfo(**body["machine"]))
+    led = tuple(map(group_of, body["groups"]))
+    return Presence(RankInfo(**body["rank"]), led, HostInfo(**body["machine"]))

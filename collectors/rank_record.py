@@ -14,6 +14,7 @@ from stepsplit.collectors.run_spec import (
     HostInfo,
     RankInfo,
     RunSpec,
+    group_of,
     known,
     merged_groups,
     write_whole,
@@ -109,10 +110,7 @@ def read_record(text: str | bytes) -> RankRecord:
             world_size=int(body["world_size"]),
             backend=str(body["backend"]),
             detail=str(body.get("detail", "full")),
-            groups=tuple(
-                GroupInfo(str(g["name"]), str(g["description"]), tuple(map(int, g["ranks"])))
-                for g in body.get("groups", ())
-            ),
+            groups=tuple(map(group_of, body.get("groups", ()))),
             versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
             machine=known(HostInfo, body.get("machine")),
             first_step=int(body.get("first_step", 0)),

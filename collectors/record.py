@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +19,7 @@ from stepsplit.collectors.nccl import (
     installed_version,
     log_environment,
 )
+from stepsplit.collectors.paths import fresh
 from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
 
 SITE = Path(__file__).parent / "site"
@@ -78,8 +78,7 @@ def default_out(given: Mapping[str, str]) -> Path:
     """runs/record, the next one that is free; the same for all ranks where each runs `record`."""
     if is_rank(given):
         return Path("runs").absolute() / f"job-{given.get('SLURM_JOB_ID', 'record')}"
-    names = ("record" if number == 1 else f"record-{number}" for number in count(1))
-    return next(path for name in names if not (path := Path("runs").absolute() / name).exists())
+    return fresh(Path("runs").absolute() / "record")
 
 
 @contextmanager

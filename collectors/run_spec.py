@@ -187,10 +187,10 @@ def from_json(text: str | bytes) -> RunSpec:
             mesh=None if mesh is None else Mesh.of({m["axis"]: int(m["size"]) for m in mesh}),
             model=known(ModelSpec, body.get("model")),
             training=known(Training, body.get("training")),
-            ranks=tuple(RankInfo(**_named(RankInfo, r)) for r in body.get("ranks", ())),
-            groups=tuple(_group(g) for g in body.get("groups", ())),
+            ranks=tuple(RankInfo(**named(RankInfo, r)) for r in body.get("ranks", ())),
+            groups=tuple(group_of(g) for g in body.get("groups", ())),
             versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
-            hosts=tuple(HostInfo(**_named(HostInfo, h)) for h in body.get("hosts", ())),
+            hosts=tuple(HostInfo(**named(HostInfo, h)) for h in body.get("hosts", ())),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is missing or odd: {error}") from error
@@ -233,15 +233,16 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
 
 
-def _group(body: Mapping[str, Any]) -> GroupInfo:
+def group_of(body: Mapping[str, Any]) -> GroupInfo:
+    """The group of its fields. Raises KeyError, TypeError or ValueError where one is odd."""
     return GroupInfo(str(body["name"]), str(body["description"]), tuple(map(int, body["ranks"])))
 
 
-def _named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
+def named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
     """Of a newer file's fields, those that this version knows."""
     return {field.name: body[field.name] for field in fields(kind) if field.name in body}
 
 
 def known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
     """The noun of the body's fields; a field that this version does not know is passed over."""
-    return None if body is None else kind(**_named(kind, body))
+    return None if body is None else kind(**named(kind, body))

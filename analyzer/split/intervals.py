@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Bool, Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,14 @@ def meet(left: Intervals, right: Intervals) -> Meetings:
     end = np.minimum(left.end_ns[i], right.end_ns[j])
     real = end > start
     return Meetings(i[real], j[real], start[real], end[real])
+
+
+def inside(spans: Intervals, when: Int64) -> Bool:
+    """Which instants lie in the sorted disjoint spans."""
+    last = np.searchsorted(spans.start_ns, when, side="right") - 1
+    found = last >= 0
+    found[found] = when[found] < spans.end_ns[last[found]]
+    return np.asarray(found)
 
 
 def overlap_ns(one: Intervals, other: Intervals) -> int:

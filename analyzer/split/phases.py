@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import Intervals, union
+from stepsplit.analyzer.split.intervals import Intervals, inside, union
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.split.pipeline.marks import marks_in
 from stepsplit.analyzer.split.steps import StepWindow
@@ -22,11 +22,11 @@ def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: Layout) -
     calls, events = trace.calls, trace.events
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
     marks = _Marks(
-        optimizer=_inside(_spans(events, events.named("Optimizer.step#")), when),
-        backward=_inside(
+        optimizer=inside(_spans(events, events.named("Optimizer.step#")), when),
+        backward=inside(
             _spans(events, events.named("autograd::engine") | _boxes(events, "backward")), when
         ),
-        forward=_inside(_spans(events, _boxes(events, "forward")), when),
+        forward=inside(_spans(events, _boxes(events, "forward")), when),
         early=_before_backward(events, windows, when),
     )
     ahead = _stages_ahead(trace, layout)
@@ -95,13 +95,6 @@ def _boxes(events: Events, phase: str) -> Bool:
 def _spans(events: Events, mask: Bool) -> Intervals:
     mask = mask & events.of(Category.OP, Category.ANNOTATION)
     return union(events.start_ns[mask], events.end_ns[mask])
-
-
-def _inside(spans: Intervals, when: Int64) -> Bool:
-    last = np.searchsorted(spans.start_ns, when, side="right") - 1
-    inside = last >= 0
-    inside[inside] = when[inside] < spans.end_ns[last[inside]]
-    return np.asarray(inside)
 
 
 def _before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:

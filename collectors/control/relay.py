@@ -22,7 +22,7 @@ def several_hosts() -> bool:
 
 
 def hand_on(asked: Plan) -> None:
-    """Leaves the plan for the other hosts; every rank here leaves the same."""
+    """Leaves the plan for the other hosts, from one rank of this one."""
     if several_hosts() and identity().local_rank == 0:
         with guarded(identity().rank, "the other hosts: they do not hear of the attach"):
             from stepsplit.collectors import presence

@@ -7,12 +7,13 @@ import os
 import socket
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.plan import Plan, plan_of
+from stepsplit.collectors.run_spec import named
 
 _MOST_BYTES = 1 << 16
 
@@ -78,7 +79,7 @@ def agents() -> list[int]:
 def ask_status(pid: int) -> Status | None:
     """How the rank in the process is doing; None where no agent answers there."""
     body = _ask(pid, {"do": "status"}, 2.0)
-    return None if body is None else Status(**_known(Status, body))
+    return None if body is None else Status(**named(Status, body))
 
 
 def ask_record(pid: int, plan: Plan, relayed: bool = False) -> Answer | None:
@@ -87,7 +88,7 @@ def ask_record(pid: int, plan: Plan, relayed: bool = False) -> Answer | None:
     relayed: the other hosts of the job have heard of it.
     """
     body = _ask(pid, {"do": "record", "plan": asdict(plan), "relayed": relayed}, 2.0)
-    return None if body is None else Answer(**_known(Answer, body))
+    return None if body is None else Answer(**named(Answer, body))
 
 
 def answer_line(status: Status | Answer) -> bytes:
@@ -129,7 +130,3 @@ def _ask(pid: int, question: Mapping[str, Any], timeout_s: float) -> dict[str, A
         except (OSError, ValueError):
             return None
     return body if isinstance(body, dict) else None
-
-
-def _known(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: body[field.name] for field in fields(kind) if field.name in body}

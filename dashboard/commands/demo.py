@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ from rich.console import Console
 from stepsplit.analyzer import Analysis, StepsplitError, UsageError, examine, units
 from stepsplit.analyzer.report.files import save
 from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
+from stepsplit.collectors.paths import fresh
 from stepsplit.collectors.recipe import Recipe, check, parallel_text, parse_parallel
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.dashboard.commands.extras import need
@@ -48,7 +48,7 @@ def command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     need("torch", "collect")
     if not no_serve:
         need("dash", "dashboard")
-    folder = out or _fresh(Path("runs/demo"))
+    folder = out or fresh(Path("runs/demo"))
     _train(_mesh(parallel), folder)
     analysis = examine([folder])
     save(folder, analysis.report, analysis.tables)
@@ -95,11 +95,6 @@ def _serve(analysis: Analysis, port: int) -> None:
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)
     at = f"/run/{run_id}   (Ctrl-C ends it)"
     serve(store, port=port or free_port(), ready=lambda url: click.echo(f"\ndashboard: {url}{at}"))
-
-
-def _fresh(folder: Path) -> Path:
-    names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in count(1))
-    return next(name for name in names if not name.exists())
 
 
 def _available_bytes() -> int | None:

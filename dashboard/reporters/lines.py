@@ -87,8 +87,7 @@ def profiling(run: Run) -> str:
     """What the profiler cost; nothing where too few steps beside it were timed."""
     if run.profiling_slowdown is None:
         return ""
-    sign = "+" if run.profiling_slowdown >= 0 else "-"
-    return f"profiled {sign}{units.percent(abs(run.profiling_slowdown))}"
+    return f"profiled {units.signed_percent(run.profiling_slowdown)}"
 
 
 _HELD = ("weights", "gradients", "optimizer", "activations")

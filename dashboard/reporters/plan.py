@@ -15,7 +15,6 @@ from stepsplit.dashboard.reporters.plan_words import (
     axes_words,
     lost_words,
     settings_words,
-    signed_percent,
 )
 
 _DIM = "bright_black"
@@ -61,7 +60,7 @@ def _ranking(job: Job, plan: Plan) -> Table:
             str(rank),
             Text(axes_words(one.choice), style="bold" if rank == 1 else ""),
             units.milliseconds(one.step_ns),
-            signed_percent(behind) if rank > 1 else "",
+            units.signed_percent(behind) if rank > 1 else "",
             "" if one.mfu is None else units.percent(one.mfu),
             f"{units.gibibytes(one.peak_bytes)}",
             one.confidence,

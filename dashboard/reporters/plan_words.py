@@ -60,13 +60,8 @@ def _memory(more_bytes: int) -> str:
 
 
 def _reason(best: Candidate, other: Candidate, reason: Reason) -> str:
-    share = signed_percent(reason.delta_ns / best.step_ns)
+    share = units.signed_percent(reason.delta_ns / best.step_ns)
     return f"{_what(best, other, reason)} {share}{_why(other, reason)}"
-
-
-def signed_percent(ratio: float) -> str:
-    """0.031 -> "+3.1 %"."""
-    return f"{'+' if ratio >= 0 else '-'}{units.percent(abs(ratio))}"
 
 
 def _what(best: Candidate, other: Candidate, reason: Reason) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.intervals import union
+from stepsplit.analyzer.split.intervals import inside, union
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
 SCALAR_BYTES = 1024
@@ -95,10 +95,7 @@ def _marked_gathers(trace: RankTrace) -> Bool:
     marks = events.named(_GATHERS) & events.of(Category.OP, Category.ANNOTATION)
     spans = union(events.start_ns[marks], events.end_ns[marks])
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
-    at = np.searchsorted(spans.start_ns, when, side="right") - 1
-    if not len(spans.start_ns):
-        return np.zeros(len(when), dtype=np.bool_)
-    return (at >= 0) & (when < spans.end_ns[at])
+    return inside(spans, when)
 
 
 def _counts(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:

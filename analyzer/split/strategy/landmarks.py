@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import Intervals, union
+from stepsplit.analyzer.split.intervals import Intervals, inside, union
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
 PRODUCT, ATTENTION, EMBEDDING, ROUTING = "LAEK"
@@ -64,14 +64,6 @@ def spans_of(events: Events, *prefixes: str) -> Intervals:
     named = events.name_mask(tuple(name.startswith(prefixes) for name in events.names))
     mask = named & events.of(Category.OP, Category.ANNOTATION)
     return union(events.start_ns[mask], events.end_ns[mask])
-
-
-def inside(spans: Intervals, when: Int64) -> Bool:
-    """Which instants lie in the sorted disjoint spans."""
-    last = np.searchsorted(spans.start_ns, when, side="right") - 1
-    found = last >= 0
-    found[found] = when[found] < spans.end_ns[last[found]]
-    return np.asarray(found)
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stepsplit.analyzer.split.intervals import inside
 from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.split.steps import Steps
@@ -18,7 +19,6 @@ from stepsplit.analyzer.split.strategy.issued import (
 )
 from stepsplit.analyzer.split.strategy.landmarks import (
     Landmarks,
-    inside,
     landmarks_of,
     spans_of,
 )

@@ -63,7 +63,7 @@ def test_one_rank_rests_on_no_message() -> None:
             Layout(tp=8, sequence_parallel=True),
             {"comm.tensor", "comm.sequence", "comm.loss", "comm.norm"},
         ),
-        (Layout(cp=8), {"comm.context_ring", "comm.send", "comm.ddp"}),
+        (Layout(cp=8), {"comm.context_ring", "comm.send", "comm.ddp", "step.ring_pieces"}),
         (
             Layout(cp=8, context_kind="ulysses"),
             {"comm.context_ulysses", "comm.all_to_all", "comm.ddp"},

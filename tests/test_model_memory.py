@@ -252,3 +252,28 @@ def of_zero_bubble(row: dict[str, str]) -> Job:
         dropout=True, flash_attention=False, fused_loss=False,
     )  # fmt: skip
     return Job(replace(gpt(layers, hidden, heads, 51200, 1024), tied=False), layout, recipe, DEVICE)
+
+
+DEEP = llama(16, 64, 8, 8, 256, 512)
+SHARED = (
+    job(DEEP, Layout(tp=2, pp=8, dp_replicate=2), global_batch=32),
+    job(DEEP, Layout(pp=4, schedule="interleaved", chunks=2), global_batch=8),
+    job(
+        DEEP, Layout(pp=4, schedule="zb-v", dp_shard=2, zero=3), global_batch=16, framework="fsdp2"
+    ),
+    job(DEEP, Layout(pp=4), global_batch=8, offload=frozenset({"activations"})),
+)
+
+
+@pytest.mark.parametrize("one", SHARED, ids=lambda one: one.layout.schedule)
+def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: Job) -> None:
+    layers, both = layers_of(one), zip(stages_of(one), stage_parameters(one), strict=True)
+    worst = [
+        max(moments_of(one, stage, held, layers), key=lambda moment: moment.total_bytes)
+        for stage, held in both
+    ]
+    found = memory_of(one)
+    assert [each.stage for each in found] == list(range(one.layout.pp))
+    assert [(each.activations_bytes, each.transient_bytes) for each in found] == [
+        (moment.activations_bytes, moment.transient_bytes) for moment in worst
+    ]

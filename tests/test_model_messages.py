@@ -300,6 +300,7 @@ def test_keys_and_values_can_be_gathered_instead() -> None:
     stored = {"recompute": "selective", "flash_attention": False}
     assert of(job(TWO_KV, gathered, seq_len=64, **stored), "cp") == (
         M("cp", "all_gather", "cp", 0, "forward", 1, 1024, 256, 768),
+        M("cp", "all_gather", "cp", 0, "backward", 1, 1024, 256, 768),
         M("cp", "reduce_scatter", "cp", 0, "backward", 1, 1024, 1024, 768),
         M("cp", "all_gather", "cp", 0, "recompute", 1, 1024, 256, 768),
     )

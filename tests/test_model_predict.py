@@ -13,7 +13,8 @@ from work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model.predict import predict, stage_times, timed_messages
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.model.spec import presets
@@ -25,8 +26,10 @@ from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS, Recipe
 from stepsplit.analyzer.model.spec.stages import stages_of
 from stepsplit.analyzer.model.step.layer import Pass
 from stepsplit.analyzer.model.step.pipeline import pipelined
-from stepsplit.analyzer.model.step.stage_time import StageTime
+from stepsplit.analyzer.model.step.speed import speed_of
+from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
 from stepsplit.analyzer.model.wire import from_json, to_json
+from stepsplit.analyzer.model.work.parameters import stage_parameters
 
 FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)
 """A FLOP and a byte each take a ns."""
@@ -439,3 +442,16 @@ def test_recomputing_never_makes_a_step_shorter(one: Job) -> None:
         for recompute in ("none", "full")
     )
     assert full.split.step_ns >= plain.split.step_ns - ROUNDING_NS
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "dualpipe"])
+def test_stages_that_hold_the_same_take_as_long_as_alone(schedule: Schedule) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
+    one = llama(layout, global_batch=32)
+    held, timed = stage_parameters(one), timed_messages(one, Rates())
+    alone = tuple(
+        stage_time(one, speed_of(one), stage, held[stage.index], timed[stage.index])
+        for stage in stages_of(one)
+    )
+    assert stage_times(one, held, timed) == alone

@@ -115,8 +115,14 @@ def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> N
     ring = job(layout=Layout(cp=2))
     forward = timed("cp", "cp", "forward", 10, 50.0, "send")
     backward = timed("cp", "cp", "backward", 10, 150.0, "send")
-    assert left(ring, forward, backward) == [500 - 400, 1500 - 400 * 2.5 / 0.8]
-    assert left(ring, timed("cp", "cp", "forward", 10, 40.0, "send")) == [0]
+    piece = 400 / 2
+    assert left(ring, forward, backward) == [500 - piece, 1500 - piece * 2.5 / 0.8]
+    assert left(ring, timed("cp", "cp", "forward", 10, 20.0, "send")) == [0]
+
+
+def test_the_last_gradients_of_a_ring_come_home_with_nothing_beside_them() -> None:
+    ring = job(layout=Layout(cp=4))
+    assert left(ring, timed("cp", "cp", "backward", 6, 60.0, "send")) == [60]
 
 
 def test_other_context_parallelism_comes_before_the_core() -> None:

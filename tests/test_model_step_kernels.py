@@ -31,6 +31,7 @@ from stepsplit.analyzer.model.step.products import (
     head_product,
     mlp_products,
 )
+from stepsplit.analyzer.model.step.ring import pieces_ns
 from stepsplit.analyzer.model.step.speed import Speed, speed_of
 from stepsplit.analyzer.model.step.traffic import Traffic, traffic_of
 from stepsplit.analyzer.model.work.flops import chunk_flops
@@ -258,6 +259,19 @@ def chunk(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any
 
 def test_a_chunk_is_its_layers() -> None:
     assert chunk() == Pass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE)
+
+
+def test_a_ring_adds_attention_up_piece_by_piece() -> None:
+    """8 tokens of 4 heads of 2: each further piece moves 10 bytes a number of the output forward,
+    of the gradients of queries, keys and values backward, with two and three launches more."""
+    slow = replace(UNIT, launch_ns=1.0)
+    two, four = (job(layout=Layout(cp=cp), seq_len=8 * cp) for cp in (2, 4))
+    output = 10 * 8 * 4 * 2
+    pairs = 10 * 8 * TINY.kv_heads * (2 + 2)
+    assert pieces_ns(two, slow) == (output + 2, output + pairs + 3)
+    assert pieces_ns(four, slow) == (3 * (output + 2), 3 * (output + pairs + 3))
+    gathered = Layout(cp=2, context_kind="all-gather")
+    assert pieces_ns(job(layout=gathered), slow) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])

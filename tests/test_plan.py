@@ -123,6 +123,17 @@ def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
     assert sixteen.best.step_ns == steps[0]
 
 
+@pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
+def test_what_is_shown_is_what_timing_everything_shows(
+    one: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan(one, 16, top=6)
+    monkeypatch.setattr(Floor, "step_ns", lambda _floor, _job: 0.0)
+    every = plan(one, 16, top=6)
+    assert every.searched.timed == every.searched.fit > found.searched.timed
+    assert replace(found, searched=every.searched) == every
+
+
 @pytest.mark.parametrize(
     ("one", "gpus"),
     [
@@ -207,7 +218,16 @@ def test_uneven_stages_leave_the_ends_lighter() -> None:
     assert even_layers(126, 16) == (7, *(8,) * 14, 7)
     assert even_layers(9, 4) == (2, 3, 2, 2)
     assert even_layers(8, 4) is None
-    assert even_layers(3, 4) is None
+
+
+def test_the_ends_of_a_pipeline_may_hold_embedding_and_head_alone() -> None:
+    """Llama 3's 126 layers in 16 stages of 8 chunks (arXiv:2407.21783, section 3.3.2)."""
+    assert even_layers(126, 128) == (0, *(1,) * 126, 0)
+    assert even_layers(125, 128) is None
+    llama = job("llama-3.1-405b", 8192, 2048)
+    kept = replace(llama, layout=Layout(tp=8, pp=16))
+    found = families(kept, 8192, frozenset({"tp", "pp", "cp"}))
+    assert 8 in {each.layout.chunks for family in found for each in family}
 
 
 def test_no_gpus_hold_nothing() -> None:

@@ -21,9 +21,9 @@ def rows(table: str, gpus: int) -> list[Record]:
     return [row for row in Published().records(table) if row.count("gpus") == gpus]
 
 
-def behind(job: Job, gpus: int, keep: frozenset[str]) -> float:
+def behind(job: Job, gpus: int, keep: frozenset[str], own_keep: frozenset[str] = AXES) -> float:
     """The best layout with the job's own tp, pp and cp, over the best of all but what is kept."""
-    own = plan(job, gpus, AXES, top=1).best
+    own = plan(job, gpus, own_keep, top=1).best
     assert own.choice.axes[:3] == (job.layout.tp, job.layout.pp, job.layout.cp)
     return own.step_ns / plan(job, gpus, keep, top=1).best.step_ns
 
@@ -32,20 +32,22 @@ def behind(job: Job, gpus: int, keep: frozenset[str]) -> float:
 def test_gpt3_on_1024_a100_with_megatron() -> None:
     """Jiang et al., MegaScale, table 2, Megatron-LM's row of 1,024: tp 8, pp 8, dp 16.
 
-    With its own 6 chunks and microbatches of 1 it is 10.8 % behind; with the best of the same
-    split of the GPUs 5.8 %.
+    With the best settings of the same split of the GPUs it is 5.8 % behind; with its own 6 chunks
+    and microbatches of 1 6.7 %, what is recomputed left free: the paper does not say.
     """
     (case,) = (case for row in rows("megascale_table2", 1024) for case in megascale(row))
     assert (case.job.layout.tp, case.job.layout.pp, case.job.layout.dp) == (8, 8, 16)
     assert behind(case.job, 1024, frozenset()) < NEAR
+    assert behind(case.job, 1024, frozenset(), AXES | {"chunks", "micro_batch"}) < NEAR
 
 
 @pytest.mark.slow
-def test_llama_3_405b_on_8192_h100_without_context_parallelism() -> None:
+@pytest.mark.parametrize("keep", [frozenset(), frozenset({"cp"})], ids=["free", "cp 1"])
+def test_llama_3_405b_on_8192_h100(keep: frozenset[str]) -> None:
     """Grattafiori et al., table 4, first row: tp 8, cp 1, pp 16, dp 64.
 
-    Sharded data parallelism, keys and values gathered over cp; cp stays 1, as for all of Llama's
-    training at 8,192 tokens. The batch is 16M tokens in 2,048 sequences.
+    Sharded data parallelism, keys and values gathered over cp. The batch is 16M tokens in 2,048
+    sequences.
     """
     (row,) = rows("llama3_405b_table4", 8192)
     layout = Layout(
@@ -58,4 +60,4 @@ def test_llama_3_405b_on_8192_h100_without_context_parallelism() -> None:
     )  # fmt: skip
     job = Job(transformer("llama-3.1-405b"), layout, recipe, hardware("h100-sxm"))
     assert (layout.tp, layout.pp, layout.world_size) == (8, 16, 8192)
-    assert behind(job, 8192, frozenset({"cp"})) < NEAR
+    assert behind(job, 8192, keep) < NEAR

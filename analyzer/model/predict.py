@@ -11,7 +11,7 @@ from stepsplit.analyzer.model.prediction import Band, Communication, Message, Pr
 from stepsplit.analyzer.model.spec.checks import check
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.span import span_of
-from stepsplit.analyzer.model.spec.stages import stages_of
+from stepsplit.analyzer.model.spec.stages import first_alike, stages_of
 from stepsplit.analyzer.model.step.confidence import band_of, confidence_of, doubts
 from stepsplit.analyzer.model.step.exposed import Timed
 from stepsplit.analyzer.model.step.pipeline import between_stages, pipelined
@@ -29,6 +29,8 @@ from stepsplit.analyzer.model.work.parameters import (
 )
 
 CONVENTION: Convention = "C1"
+_Alike = tuple[int, tuple[object, ...]]
+"""The first stage that holds the same, and what is sent how often at which cost."""
 
 
 def predict(job: Job, rates: Rates | None = None) -> Prediction:
@@ -81,13 +83,14 @@ def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     for message in messages_of(job):
         kind = (message.strategy, message.op, message.axis, message.message_bytes)
         if kind not in known:
-            known[kind] = _each(job, message, rates)
+            known[kind] = call_ns(job, message, rates)
         found[message.stage].append(Timed(message, known[kind]))
     return {stage: tuple(timed) for stage, timed in found.items()}
 
 
-def _each(job: Job, message: Message, rates: Rates) -> Band:
-    """One call. A ring's message costs its time where it is sent: sending and receiving overlap."""
+def call_ns(job: Job, message: Message, rates: Rates) -> Band:
+    """What one call takes. A ring's message costs its time where it is sent: sending and receiving
+    overlap."""
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
     span = span_of(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
@@ -98,11 +101,15 @@ def stage_times(
     job: Job, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> tuple[StageTime, ...]:
     """What each stage computes, and what its compute cannot hide."""
-    speed = speed_of(job)
-    return tuple(
-        stage_time(job, speed, stage, parameters, timed[stage.index])
-        for stage, parameters in zip(stages_of(job), held, strict=True)
-    )
+    speed, found = speed_of(job), list[StageTime]()
+    known: dict[_Alike, StageTime] = {}
+    for stage, first in zip(stages_of(job), first_alike(job), strict=True):
+        own = timed[stage.index]
+        alike = first, tuple((e.message.phase, e.message.count, id(e.each)) for e in own)
+        if alike not in known:
+            known[alike] = stage_time(job, speed, stage, held[stage.index], own)
+        found.append(known[alike].on(stage))
+    return tuple(found)
 
 
 def _communication(

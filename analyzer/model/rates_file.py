@@ -1,28 +1,62 @@
-"""What a RUN.toml says was measured on its cluster: nccl-tests sweeps and NCCL logs -> Rates."""
+"""What was measured on a RUN.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model.comm.sweep import Sweep
 from stepsplit.analyzer.model.spec.hardware import Hardware
-from stepsplit.analyzer.model.spec.table import read_table
+from stepsplit.analyzer.model.spec.hardware_file import hardware_file
+from stepsplit.analyzer.model.spec.table import Table, read_table
 
 _MEND = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_SUBSYS=TUNING"
+_TRANSFER = ("op", "ranks", "ranks_per_node", "sizes_bytes", "times_ns")
 
 
 def read_rates(path: str | Path, hardware: Hardware) -> Rates:
-    """The measurements that [hardware] measured of the file names, none where it names none.
+    """The measurements that [hardware] of the file names, as rates_of. Raises DataError."""
+    return rates_of(read_table(path), hardware)
 
-    Paths are relative to the file. A sweep of more ranks than the hardware has in a node ran on
-    full nodes. Raises DataError for a file that holds no measurement.
+
+def rates_of(run: Table, hardware: Hardware) -> Rates:
+    """The measurements that [hardware] measured, transfers and file of a RUN.toml name.
+
+    Paths are relative to the RUN.toml. A sweep of more ranks than the hardware has in a node ran on
+    full nodes. Of one op and ranks, measured counts before the file. Raises DataError for a file
+    that holds no measurement.
     """
-    table = read_table(path).table("hardware", None)
-    names = () if table is None else table.texts("measured", ())
-    if not names:
+    table = run.table("hardware", None)
+    if table is None:
         return Rates()
-    return _measured([Path(path).parent / name for name in names], hardware.gpus_per_node)
+    names = table.texts("measured", ())
+    places = [Path(table.where).parent / name for name in names]
+    found = _measured(places, hardware.gpus_per_node) if places else Rates()
+    file = hardware_file(table)
+    own = (*_transfers(table), *(() if file is None else _transfers(file)))
+    return Rates((*found.sweeps, *own), found.tables)
+
+
+def _transfers(table: Table) -> tuple[Sweep, ...]:
+    """The sweeps that a calibration took from recorded runs."""
+    return tuple(_transfer(each) for each in table.tables("transfers"))
+
+
+def _transfer(table: Table) -> Sweep:
+    table.knows(*_TRANSFER)
+    table.needs(*_TRANSFER)
+    try:
+        return Sweep(
+            op=table.text("op", ""),
+            ranks=table.count("ranks", 1),
+            ranks_per_node=table.count("ranks_per_node", 1),
+            sizes_bytes=table.counts("sizes_bytes", ()),
+            times_ns=table.counts("times_ns", ()),
+            swept=False,
+        )
+    except UsageError as error:
+        raise table.error("times_ns", str(error), "calibrate again") from None
 
 
 def _measured(places: list[Path], ranks_per_node: int) -> Rates:

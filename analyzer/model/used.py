@@ -37,7 +37,7 @@ from stepsplit.analyzer.model.schedule.in_flight import IN_FLIGHT
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import TWO_STAGES
 from stepsplit.analyzer.model.spec.span import span_of
-from stepsplit.analyzer.model.step import exposed, host, optimizer, speed, split, traffic
+from stepsplit.analyzer.model.step import exposed, host, optimizer, ring, speed, split, traffic
 from stepsplit.analyzer.model.work import flops, layers, mfu, parameters
 from stepsplit.analyzer.model.work.conventions import CONVENTIONS, Convention
 
@@ -188,6 +188,8 @@ def _of_step(job: Job) -> Iterator[Formula]:
         yield traffic.UNIT_COPIES
     if job.layout.world_size > 1:
         yield exposed.EXPOSED
+    if ring.comes_in_pieces(job):
+        yield ring.PIECES
     if job.layout.pp > 1:
         yield from (steady.FRACTION, steady.OVERHEAD)
     yield from (optimizer.UPDATE, host.HOST)

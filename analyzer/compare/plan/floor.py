@@ -3,49 +3,88 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+from stepsplit.analyzer.model.comm.context import context_messages
+from stepsplit.analyzer.model.comm.experts import expert_messages
 from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.predict import stage_times, timed_messages
+from stepsplit.analyzer.model.comm.tensor import tensor_messages
+from stepsplit.analyzer.model.predict import call_ns
 from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.stages import Chunk, Stage, stages_of
+from stepsplit.analyzer.model.spec.transformer import Experts
+from stepsplit.analyzer.model.step.chunk import chunk_passes
 from stepsplit.analyzer.model.step.host import launches
+from stepsplit.analyzer.model.step.speed import speed_of
 from stepsplit.analyzer.model.step.split import straggling
 from stepsplit.analyzer.model.work.parameters import stage_parameters
 
-_INSIDE = frozenset({"tp", "ep"})
-"""Axes that hide behind nothing unless overlap names them; a ring of cp hides behind attention."""
 _IN_LAYERS = ("forward", "backward", "recompute")
 SLACK = 1e-9
 """Sums in another order differ by less."""
+_Alike = tuple[object, ...]
+"""What of a layout a layer's time hangs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What one layer takes for certain, of each kind, in ns; expert_ns is 0 without experts."""
+
+    dense_ns: float
+    expert_ns: float
+
+    def of(self, chunk: Chunk) -> float:
+        return chunk.dense_layers * self.dense_ns + chunk.expert_layers * self.expert_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Remembers what a layer takes, which all layouts with the same tp, cp and experts share."""
+    """Of the layouts of one job; remembers what a layer takes, which all with the same tp, cp and
+    experts share."""
 
     rates: Rates
-    known: dict[Job, float] = field(default_factory=dict)
+    known: dict[_Alike, float] = field(default_factory=dict)
 
     def step_ns(self, job: Job) -> float:
         """No more than the model says that the job's step takes.
 
-        Every layer as the cheapest does, without embedding, head, messages between stages, sums of
-        gradients and optimizer: m microbatches on the rank with most layers, or on all ranks as if
-        each held as few as the one with fewest, which the pipeline has to fill and drain.
+        Without embedding, head, messages between stages, sums of gradients and optimizer: for each
+        rank its microbatches, and the first chunks of the ranks before it, which have to be filled
+        and drained.
         """
-        layout, m = job.layout, job.microbatches
-        each_ns, layers = self._layer_ns(job), job.model.layers
-        most = m * -(-layers // layout.pp)
-        if layout.pp > 1 and layout.schedule in ("1f1b", "interleaved"):
-            fewest = layers // (layout.pp * layout.chunks)
-            most = max(most, fewest * (m * layout.chunks + layout.pp - 1))
-        return most * each_ns * (1 + straggling(job)) * (1 - SLACK)
+        layers, m = self._layers(job), job.microbatches
+        held = [[layers.of(chunk) for chunk in stage.chunks] for stage in stages_of(job)]
+        if job.layout.schedule == "dualpipe":
+            most = m / 2 * max(map(sum, held))
+        elif job.layout.schedule in ("1f1b", "interleaved"):
+            before = accumulate((chunks[0] for chunks in held), initial=0.0)
+            most = max(m * sum(chunks) + ns for chunks, ns in zip(held, before, strict=False))
+        else:
+            most = m * max(map(sum, held))
+        return most * (1 + straggling(job)) * (1 - SLACK)
 
-    def _layer_ns(self, job: Job) -> float:
-        one = _one_layer(job)
-        if one not in self.known:
-            self.known[one] = min(_middle_ns(each, self.rates) for each in _kinds(one))
-        return self.known[one]
+    def _layers(self, job: Job) -> Layers:
+        experts, layout, recipe = job.model.experts, job.layout, job.recipe
+        alike = (
+            layout.tp, layout.cp, layout.sequence_parallel, recipe.micro_batch, recipe.recompute,
+            recipe.recompute_every, recipe.activation_dtype,
+        )  # fmt: skip
+        if experts is None:
+            return Layers(self._once(alike, lambda: _one_layer(job)), 0.0)
+        spread = (*alike, layout.ep, layout.expert_tp)
+        return Layers(
+            self._once(alike, lambda: _without_experts(_one_layer(job)))
+            if experts.dense_layers
+            else 0.0,
+            self._once(spread, lambda: _all_with_experts(_one_layer(job), experts)),
+        )
+
+    def _once(self, alike: _Alike, one: Callable[[], Job]) -> float:
+        if alike not in self.known:
+            self.known[alike] = _middle_ns(one(), self.rates)
+        return self.known[alike]
 
 
 def _one_layer(job: Job) -> Job:
@@ -63,16 +102,13 @@ def _one_layer(job: Job) -> Job:
     return replace(job, layout=layout, recipe=recipe, model=replace(job.model, layers=3))
 
 
-def _kinds(one: Job) -> list[Job]:
-    """A layer with experts, and where some layers have none, one without."""
-    experts = one.model.experts
-    if experts is None:
-        return [one]
-    found = [replace(one, model=replace(one.model, experts=replace(experts, dense_layers=0)))]
-    if experts.dense_layers:
-        layout = replace(one.layout, ep=1, expert_tp=1)
-        found.append(replace(one, layout=layout, model=replace(one.model, experts=None)))
-    return found
+def _without_experts(one: Job) -> Job:
+    layout = replace(one.layout, ep=1, expert_tp=1)
+    return replace(one, layout=layout, model=replace(one.model, experts=None))
+
+
+def _all_with_experts(one: Job, experts: Experts) -> Job:
+    return replace(one, model=replace(one.model, experts=replace(experts, dense_layers=0)))
 
 
 def _middle_ns(one: Job, rates: Rates) -> float:
@@ -81,13 +117,25 @@ def _middle_ns(one: Job, rates: Rates) -> float:
 
     What compute may hide, it hides the better the more microbatches there are.
     """
-    stage = stage_times(one, stage_parameters(one), timed_messages(one, rates))[1]
-    sent = sum(
-        each.exposed_ns
-        for each in stage.communication
-        if each.message.phase in _IN_LAYERS and each.message.axis in _INSIDE - one.layout.overlap
-    )
-    host, device = launches(one, 1), stage.passes[0]
+    stage = stages_of(one)[1]
+    (device,) = chunk_passes(one, speed_of(one), stage.chunks)
     backward_ns = device.input_ns + device.weight_ns
+    host = launches(one, 1)
     launched = max(device.forward_ns, host.forward_ns) + max(backward_ns, host.input_ns)
-    return max(stage.compute_ns + sent, launched)
+    return max(device.forward_ns + backward_ns + _sent_ns(one, stage, rates), launched)
+
+
+def _sent_ns(one: Job, stage: Stage, rates: Rates) -> float:
+    """The messages inside the layer that nothing hides; a ring of cp hides behind attention."""
+    ring = {"cp"} if one.layout.context_kind == "ring" else set()
+    shown = {"tp", "ep", "cp"} - one.layout.overlap - ring
+    messages = (
+        *tensor_messages(one, stage, stage_parameters(one)[stage.index]),
+        *context_messages(one, stage),
+        *expert_messages(one, stage),
+    )
+    return sum(
+        message.count * call_ns(one, message, rates).ns
+        for message in messages
+        if message.phase in _IN_LAYERS and message.axis in shown and message.input_bytes
+    )

@@ -121,14 +121,16 @@ def _chunks(job: Job, pp: int, schedule: Schedule) -> tuple[int, ...]:
     if schedule != "interleaved":
         return (1,)
     layers = job.model.layers
-    return tuple(v for v in range(2, layers // pp + 1) if -layers % (pp * v) <= SHORT)
+    most = (layers + SHORT) // pp
+    return tuple(v for v in range(2, most + 1) if -layers % (pp * v) <= SHORT)
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
     """Layers of each stage where they don't divide: the middle ones take the rest, since embedding
-    and head weigh on the ends. None where they divide, or are fewer than the stages."""
+    and head weigh on the ends, which may hold nothing else. None where they divide, or are too few
+    for the stages between."""
     each, rest = divmod(layers, stages)
-    if rest == 0 or each == 0:
+    if rest == 0 or layers < stages - SHORT:
         return None
     inner = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
     return tuple(each + (i in inner[:rest]) for i in range(stages))

@@ -26,8 +26,10 @@ RING = Formula(
 )
 GATHER = Formula(
     "comm.context_all_gather",
-    "all_gather of keys and values forward, reduce_scatter of their gradients backward",
-    "Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.3.2",
+    "all_gather of keys and values forward and again backward, for only the own are kept, and"
+    " reduce_scatter of their gradients",
+    "Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.3.2; NVIDIA/TransformerEngine,"
+    " context_parallel.py; PyTorch 2.13, _context_parallel/_attention.py, _AllGatherRotater",
 )
 ULYSSES = Formula(
     "comm.context_ulysses",
@@ -63,9 +65,10 @@ def _ring(job: Job, place: Place, count: int) -> tuple[Message, ...]:
 
 def _gather(job: Job, place: Place, count: int) -> tuple[Message, ...]:
     size, cp = _pair_bytes(job), job.layout.cp
-    if place.phase == "backward":
-        return (reduce_scatter(place, count, size * cp, cp),)
-    return (all_gather(place, count, size, cp),)
+    gathered = all_gather(place, count, size, cp)
+    if place.phase != "backward":
+        return (gathered,)
+    return gathered, reduce_scatter(place, count, size * cp, cp)
 
 
 def _ulysses(job: Job, place: Place, count: int) -> tuple[Message, ...]:

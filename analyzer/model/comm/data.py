@@ -129,7 +129,8 @@ def _capacity(job: Job, ranks: int) -> tuple[int, int]:
     match job.recipe.framework:
         case "ddp" | "huggingface" | "fsdp2":
             size = job.recipe.gradient_bytes
-            return DDP_FIRST_BYTES // size, DDP_BYTES // size
+            stated = job.layout.bucket_bytes
+            return (stated or DDP_FIRST_BYTES) // size, (stated or DDP_BYTES) // size
         case "deepspeed":
             return 0, DEEPSPEED_BUCKET
         case "megatron" if "dp" in job.layout.overlap:

@@ -72,12 +72,21 @@ def _distance(sweep: Sweep, span: Span) -> tuple[float, float]:
 def _of_sweep(
     sweep: Sweep, op: str, message_bytes: float, closed: Band, span: Span, hardware: Hardware
 ) -> Band:
-    ns = sweep.time_of(message_bytes)
     there = Span(sweep.ranks, sweep.ranks_per_node)
+    ns = _within(sweep, op, message_bytes, there, hardware)
     if there == span:
         return _band(ns, INTERPOLATED)
     scale = closed.ns / time_of(op, message_bytes, there, hardware).ns
     return _band(ns * scale, BORROWED)
+
+
+def _within(sweep: Sweep, op: str, message_bytes: float, there: Span, hardware: Hardware) -> float:
+    """The sweep's time; beyond the sizes of recorded runs the closed form, scaled to the edge."""
+    edge = min(max(message_bytes, sweep.sizes_bytes[0]), sweep.sizes_bytes[-1])
+    if sweep.swept or edge == message_bytes:
+        return sweep.time_of(message_bytes)
+    at_edge = time_of(op, edge, there, hardware).ns
+    return sweep.time_of(edge) * time_of(op, message_bytes, there, hardware).ns / at_edge
 
 
 def _band(ns: float, spread: tuple[float, float]) -> Band:

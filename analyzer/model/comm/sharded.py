@@ -53,7 +53,7 @@ def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
     if layout.zero != 3:
         return ()
     together = layout.ep == 1 and layout.expert_tp == layout.tp
-    dense, experts = units(held, together)
+    dense, experts = units(held, together, layout.root_unit)
     if job.recipe.framework == "deepspeed":
         dense = _ends_apart(job, dense)
     return (
@@ -62,8 +62,11 @@ def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
     )
 
 
-def units(held: StageParameters, together: bool) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """The units of dense parameters and those of experts; together: a layer holds its experts.
+def units(
+    held: StageParameters, together: bool, root: bool = False
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """The units of dense parameters and those of experts; together: a layer holds its experts,
+    root: all that is in no layer is one unit.
 
     A tied embedding is the head as well, and so the last unit.
     """
@@ -71,7 +74,9 @@ def units(held: StageParameters, together: bool) -> tuple[tuple[Unit, ...], tupl
     mixture = routed.total if together else routed.dense
     ends = [Unit(1, held.embedding), Unit(1, held.head + held.final_norm, last=True)]
     if held.embedding and held.final_norm and not held.head:
-        ends = [Unit(1, held.embedding + held.final_norm, last=True)]
+        root = True
+    if root:
+        ends = [Unit(1, held.embedding + held.head + held.final_norm, last=True)]
     layers = [Unit(held.dense_layers, held.dense_layer.dense), Unit(held.expert_layers, mixture)]
     experts = () if together else (Unit(held.expert_layers, routed.experts),)
     return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
@@ -151,7 +156,7 @@ def times_of(job: Job, unit: Unit) -> Times:
     if job.layout.pp > 1:
         return Times(1, 0, 1) if stays_gathered(job) else Times(m, 1, 1)
     freed = policy == "always" or (policy == "default" and not unit.last)
-    return Times(m, m if freed else 0, m)
+    return Times(m, m if freed else 0, 1 if job.layout.sum_once else m)
 
 
 def stays_gathered(job: Job) -> bool:

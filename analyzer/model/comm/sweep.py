@@ -28,7 +28,9 @@ _OPS = {"send_recv": "send"}
 class Sweep:
     """One op on one set of ranks: its time in ns at each size, sizes rising.
 
-    Raises UsageError where sizes and times are no sweep.
+    swept: sizes were swept from the least to the largest; else they are those of recorded runs,
+    beyond which the closed form goes on from the nearest. Raises UsageError where sizes and times
+    are no sweep.
     """
 
     op: str
@@ -36,6 +38,7 @@ class Sweep:
     ranks_per_node: int
     sizes_bytes: tuple[int, ...]
     times_ns: tuple[float, ...]
+    swept: bool = True
 
     def __post_init__(self) -> None:
         sizes, times = self.sizes_bytes, self.times_ns

@@ -51,8 +51,8 @@ def _whole(job: Job, stage: Stage) -> tuple[Message, ...]:
     """Every pair of products sums its result forward and the gradient of its input backward."""
     pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.layout.tp
     counts = {
-        "forward": pairs + stage.embedding,
-        "backward": pairs + stage.head,
+        "forward": pairs + (stage.embedding and job.layout.split_vocab),
+        "backward": pairs + (stage.head and job.layout.split_vocab),
         "recompute": _again(job, pairs),
     }
     return tuple(
@@ -104,7 +104,7 @@ def _again(job: Job, pairs: int) -> int:
 
 
 def _loss(job: Job, stage: Stage) -> tuple[Message, ...]:
-    if not stage.head:
+    if not (stage.head and job.layout.split_vocab):
         return ()
     place = Place("loss", "tp", stage.index, "forward")
     return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.layout.tp),)

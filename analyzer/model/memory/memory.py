@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.model.memory.activations import Layers, layers_of
+from stepsplit.analyzer.model.memory.activations import layers_of
 from stepsplit.analyzer.model.memory.band import CONTEXT_BYTES, reserved_bytes
-from stepsplit.analyzer.model.memory.calibrate import NONE, Calibration
+from stepsplit.analyzer.model.memory.calibrate import Calibration
 from stepsplit.analyzer.model.memory.frameworks import coefficients
+from stepsplit.analyzer.model.memory.in_flight import chunks_in_flight
 from stepsplit.analyzer.model.memory.offload import offload
-from stepsplit.analyzer.model.memory.peak import peak_of
-from stepsplit.analyzer.model.memory.states import states_of
+from stepsplit.analyzer.model.memory.peak import Moment, Needs, needs_of
+from stepsplit.analyzer.model.memory.states import States, states_of
 from stepsplit.analyzer.model.prediction import StageMemory
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.stages import Stage, stages_of
-from stepsplit.analyzer.model.work.parameters import StageParameters, stage_parameters
+from stepsplit.analyzer.model.spec.stages import first_alike, stages_of
+from stepsplit.analyzer.model.work.parameters import stage_parameters
 
 
 def memory_of(job: Job, calibration: Calibration | None = None) -> tuple[StageMemory, ...]:
     """Peak bytes allocated on one rank of every pp coordinate.
 
-    activations and transient are those of the stage's worst moment (peak.moments_of); other holds
+    activations and transient are those of the stage's worst moment (peak.Needs); other holds
     workspaces, and what the calibration adds.
     """
-    used, layers = calibration or NONE, layers_of(job)
-    both = zip(stages_of(job), stage_parameters(job), strict=True)
-    return tuple(_stage_memory(job, stage, held, layers, used) for stage, held in both)
+    learned = job.hardware.learned
+    own = Calibration("", learned.activations, learned.constant_bytes)
+    used, needs = calibration or own, _needs(job)
+    return tuple(
+        _stage_memory(states, each.peak(chunks_in_flight(job, rank)), rank, job, used)
+        for rank, (states, each) in enumerate(needs)
+    )
 
 
 def fits(job: Job, memory: tuple[StageMemory, ...]) -> bool:
@@ -32,14 +37,27 @@ def fits(job: Job, memory: tuple[StageMemory, ...]) -> bool:
     return most + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
+def _needs(job: Job) -> tuple[tuple[States, Needs], ...]:
+    """Of each stage; those that hold the same are weighed once, but for the first."""
+    layers, held = layers_of(job), stage_parameters(job)
+    known: dict[tuple[int, bool], tuple[States, Needs]] = {}
+    found = []
+    for stage, first in zip(stages_of(job), first_alike(job), strict=True):
+        alike = first, stage.index > 0
+        if alike not in known:
+            own = held[stage.index]
+            states = offload(states_of(job, own), job.recipe).states
+            known[alike] = states, needs_of(job, stage, own, layers)
+        found.append(known[alike])
+    return tuple(found)
+
+
 def _stage_memory(
-    job: Job, stage: Stage, parameters: StageParameters, layers: Layers, used: Calibration
+    states: States, moment: Moment, rank: int, job: Job, used: Calibration
 ) -> StageMemory:
-    states = offload(states_of(job, parameters), job.recipe).states
-    moment = peak_of(job, stage, parameters, layers)
     workspace = coefficients(job.recipe.framework).workspace_bytes
     return StageMemory(
-        stage=stage.index,
+        stage=rank,
         weights_bytes=states.weights_bytes,
         gradients_bytes=states.gradients_bytes,
         optimizer_bytes=states.optimizer_bytes,

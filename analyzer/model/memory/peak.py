@@ -37,34 +37,63 @@ class Moment:
         return self.activations_bytes + self.transient_bytes
 
 
-def peak_of(job: Job, stage: Stage, parameters: StageParameters, layers: Layers) -> Moment:
-    """The worst moment of one rank of a stage."""
-    return max(moments_of(job, stage, parameters, layers), key=lambda moment: moment.total_bytes)
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What every rank that holds the same needs: each_bytes of one chunk of one microbatch in
+    flight, of all of them at most_bytes where they are offloaded.
+
+    moments hold as activations what comes to those in flight; idle is when none are.
+    """
+
+    each_bytes: int
+    most_bytes: int | None
+    moments: tuple[Moment, ...]
+    idle: Moment
+
+    def at(self, in_flight: int) -> tuple[Moment, ...]:
+        """Every moment that can be the peak, in the order of the step."""
+        return (*(self._with(moment, in_flight) for moment in self.moments), self.idle)
+
+    def peak(self, in_flight: int) -> Moment:
+        """The worst moment; however many are in flight, the same one is the worst of the passes."""
+        busy = self._with(max(self.moments, key=_total_bytes), in_flight)
+        return max(busy, self.idle, key=_total_bytes)
+
+    def _with(self, moment: Moment, in_flight: int) -> Moment:
+        held = in_flight * self.each_bytes
+        held = held if self.most_bytes is None else min(held, self.most_bytes)
+        return Moment(moment.name, held + moment.activations_bytes, moment.transient_bytes)
+
+
+def _total_bytes(moment: Moment) -> int:
+    return moment.total_bytes
+
+
+def needs_of(job: Job, stage: Stage, parameters: StageParameters, layers: Layers) -> Needs:
+    """The same for all ranks that hold the same, but for the first, which hands nothing back."""
+    chunk = stage_activations(job, stage, layers)
+    each, standing = _held_each(job, stage, chunk), transient.standing_bytes(job, parameters)
+    found = [_backward(job, stage, chunk, standing)]
+    if stage.head:
+        found.insert(0, _loss(job, stage, standing))
+    if stage.embedding:
+        found.append(Moment("embedding", -each, standing + transient.embedding_bytes(job)))
+    idle = Moment("optimizer", 0, transient.optimizer_bytes(job, parameters))
+    return Needs(each, _most(job, stage, chunk), tuple(found), idle)
 
 
 def moments_of(
     job: Job, stage: Stage, parameters: StageParameters, layers: Layers
 ) -> tuple[Moment, ...]:
-    """Every moment that can be the peak, in the order of the step."""
-    chunk = stage_activations(job, stage, layers)
-    held = _held(job, stage, chunk)
-    standing = transient.standing_bytes(job, parameters)
-    found = [_backward(job, stage, chunk, held, standing)]
-    if stage.head:
-        found.insert(0, _loss(job, stage, held, standing))
-    if stage.embedding:
-        last = held - _held_each(job, stage, chunk)
-        found.append(Moment("embedding", last, standing + transient.embedding_bytes(job)))
-    found.append(Moment("optimizer", 0, transient.optimizer_bytes(job, parameters)))
-    return tuple(found)
+    """Every moment of one rank that can be the peak, in the order of the step."""
+    return needs_of(job, stage, parameters, layers).at(chunks_in_flight(job, stage.index))
 
 
-def _held(job: Job, stage: Stage, chunk: StageActivations) -> int:
-    """Everything in flight when the first backward pass begins."""
-    held = chunks_in_flight(job, stage.index) * _held_each(job, stage, chunk)
+def _most(job: Job, stage: Stage, chunk: StageActivations) -> int | None:
+    """Of offloaded activations those of two layers stay."""
     if "activations" not in job.recipe.offload:
-        return held
-    return min(held, 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers))
+        return None
+    return 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers)
 
 
 def _held_each(job: Job, stage: Stage, chunk: StageActivations) -> int:
@@ -78,15 +107,15 @@ def _held_each(job: Job, stage: Stage, chunk: StageActivations) -> int:
     return chunk.held_bytes + round(beside)
 
 
-def _loss(job: Job, stage: Stage, held: int, standing: int) -> Moment:
+def _loss(job: Job, stage: Stage, standing: int) -> Moment:
     """The head's backward pass: final norm in and out, logits, and what transient adds."""
     saved, working = transient.logits_bytes(job)
     around = transient.head_bytes(job) + transient.handed_on_bytes(job, stage.index)
-    return Moment("loss", held + saved + 2 * input_bytes(job), standing + working + around)
+    return Moment("loss", saved + 2 * input_bytes(job), standing + working + around)
 
 
-def _backward(job: Job, stage: Stage, chunk: StageActivations, held: int, standing: int) -> Moment:
+def _backward(job: Job, stage: Stage, chunk: StageActivations, standing: int) -> Moment:
     """The last layer's backward pass, after it has run forward again where that is asked."""
     needs = transient.layer_backward_bytes(job, stage) + chunk.rerun_bytes
     needs += transient.handed_on_bytes(job, stage.index)
-    return Moment("backward", held, standing + needs)
+    return Moment("backward", 0, standing + needs)

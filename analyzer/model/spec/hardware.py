@@ -25,10 +25,10 @@ class Efficiency:
 
     gemm, attention (fused, forward) and unfused_attention are shares of the dense peak, memory is
     the share of the memory's bandwidth, launch_ns what each kernel costs beside its work, jitter by
-    what ratio a node's step times vary. error
-    is how far off step times of 9 of 10 runs were that were not fitted on, a ratio. rows name the
-    published runs of the fit, frameworks, devices and dtypes
-    what those ran on.
+    what ratio a node's step times vary. host_ns is what the host needs to launch a layer's forward,
+    0 for the framework's guess. error is how far off step times of 9 of 10 runs were that were not
+    fitted on, a ratio. rows name the runs of the fit ("run:..." a user's own, else published),
+    frameworks, devices and dtypes what those ran on.
     """
 
     gemm: float
@@ -38,6 +38,7 @@ class Efficiency:
     launch_ns: float
     tile: int = 0
     jitter: float = 0.02
+    host_ns: float = 0.0
     error: float = 0.3
     frameworks: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -46,12 +47,22 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What runs of one's own taught about memory: a factor on the activations of every stage, and
+    bytes that every rank needs beside what is predicted."""
+
+    activations: float = 1.0
+    constant_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """One kind of accelerator in one kind of cluster.
 
     peaks_flops_per_s are dense, by dtype. gpus_per_node counts the GPUs that the intra link joins
     (72 on GB200 NVL72). nvls is the busbw of an all-reduce that the switch sums over the link's
-    bytes_per_s, 0 where there is none. host is the link to host memory.
+    bytes_per_s, 0 where there is none. host is the link to host memory. learned corrects the memory
+    of frameworks that own runs were measured with.
     """
 
     name: str
@@ -66,6 +77,7 @@ class Hardware:
     efficiency: Efficiency
     nvls: float = 0.0
     multiprocessors: int = 0
+    learned: Learned = Learned()
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """The dense peak at a dtype, None where the device has none or none is published."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
+from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Learned, Link
 from stepsplit.analyzer.model.spec.links import (
-    CONSTANTS,
+    FITTED,
     efficiency,
     efficiency_of,
     families,
     link,
     link_names,
 )
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.spec.table import MOST, Table
 
 PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 HARDWARE_KEYS = (
     "name", "family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra",
     "nodes_link", "host", "nvls", "multiprocessors", "efficiency",
-    "measured",
+    "learned", "measured", "transfers", "file",
 )  # fmt: skip
 _NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
 
@@ -48,6 +48,7 @@ def hardware_of(table: Table, base: Hardware | None) -> Hardware:
         efficiency=_efficiency(
             table, known.efficiency if family == known.family else efficiency(family)
         ),
+        learned=_learned(table, known.learned),
     )
 
 
@@ -104,5 +105,16 @@ def _efficiency(table: Table, default: Efficiency) -> Efficiency:
     inner = table.table("efficiency", None)
     if inner is None:
         return default
-    inner.knows(*CONSTANTS)
+    inner.knows(*FITTED)
     return efficiency_of(inner, default)
+
+
+def _learned(table: Table, default: Learned) -> Learned:
+    inner = table.table("learned", None)
+    if inner is None:
+        return default
+    inner.knows("activations", "constant_bytes")
+    return Learned(
+        inner.number("activations", default.activations),
+        inner.count("constant_bytes", default.constant_bytes, least=-MOST),
+    )

@@ -31,6 +31,9 @@ class Layout:
     cut over tensor parallelism and put together by the receiver's node. reshard_after_forward is
     what FSDP does with gathered weights: always frees them, never keeps them until the backward
     pass, default is torchtitan's: keeps the last unit, and all of them in a pipeline.
+    split_vocab: tensor parallelism cuts embedding and head too. root_unit: FSDP gathers what is in
+    no layer as one unit. sum_once: FSDP sums gradients behind the last microbatch alone.
+    bucket_bytes is what DDP sums in one call, 0 its default.
     """
 
     tp: int = 1
@@ -50,6 +53,10 @@ class Layout:
     context_kind: ContextKind = "ring"
     reshard_after_forward: Reshard = "default"
     scatter_gather: bool = False
+    split_vocab: bool = True
+    root_unit: bool = False
+    sum_once: bool = False
+    bucket_bytes: int = 0
 
     @property
     def dp(self) -> int:
@@ -86,6 +93,11 @@ class Layout:
     def sequence_split(self) -> int:
         """By how much sequence parallelism divides what tensor parallelism leaves whole."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def vocab_split(self) -> int:
+        """By how much tensor parallelism divides embedding and head."""
+        return self.tp if self.split_vocab else 1
 
     @property
     def stages_per_rank(self) -> int:

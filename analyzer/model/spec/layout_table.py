@@ -17,7 +17,8 @@ CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-gather", "ulysses")
 _KEYS = (
     "tp", "pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "rank_order",
     "layers_per_stage", "overlap", "sequence_parallel", "zero", "schedule", "chunks", "context",
-    "reshard_after_forward", "scatter_gather", "world_size", "gpus",
+    "reshard_after_forward", "scatter_gather", "split_vocab", "root_unit", "sum_once",
+    "bucket_bytes", "world_size", "gpus",
 )  # fmt: skip
 _SAME = {
     "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
@@ -58,6 +59,10 @@ def layout_of(table: Table, framework: Framework | None, experts: bool = False) 
         overlap=_overlap(table, framework),
         context_kind=table.one_of("context", CONTEXTS, CONTEXTS[0]),
         scatter_gather=table.flag("scatter_gather", False),
+        split_vocab=table.flag("split_vocab", True),
+        root_unit=table.flag("root_unit", False),
+        sum_once=table.flag("sum_once", False),
+        bucket_bytes=table.count("bucket_bytes", 0),
         reshard_after_forward=table.one_of("reshard_after_forward", RESHARDS, RESHARDS[0]),
     )
     _check_world_size(table, layout)

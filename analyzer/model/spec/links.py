@@ -11,8 +11,11 @@ from stepsplit.analyzer.model.spec.hardware import Efficiency, Link
 from stepsplit.analyzer.model.spec.table import Table, either, near, read_table
 
 PRESETS = Path(__file__).parent.parent / "presets"
-_BESIDE = ("tile", "jitter", "error", "frameworks", "devices", "dtypes", "rows")
+_WORDS = ("frameworks", "devices", "dtypes", "rows")
+_BESIDE = ("tile", "jitter", "host_ns", "error", *_WORDS)
 CONSTANTS = tuple(field.name for field in fields(Efficiency) if field.name not in _BESIDE)
+FITTED = (*CONSTANTS, *_BESIDE)
+"""What a calibration states beside them."""
 _NOTHING = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -40,18 +43,7 @@ def efficiency(family: str) -> Efficiency:
     if table is None:
         raise UsageError(f"no GPU family {family!r}; write {either(near(family, families()))}")
     table.needs(*CONSTANTS)
-    return replace(
-        efficiency_of(table, _NOTHING),
-        frameworks=_texts(table, "frameworks"),
-        devices=_texts(table, "devices"),
-        dtypes=_texts(table, "dtypes"),
-        rows=_texts(table, "rows"),
-    )
-
-
-def _texts(table: Table, key: str) -> tuple[str, ...]:
-    values = table.values.get(key)
-    return tuple(map(str, values)) if isinstance(values, list) else ()
+    return efficiency_of(table, _NOTHING)
 
 
 def efficiency_of(table: Table, base: Efficiency) -> Efficiency:
@@ -65,7 +57,12 @@ def efficiency_of(table: Table, base: Efficiency) -> Efficiency:
         launch_ns=table.number("launch_ns", base.launch_ns),
         tile=int(table.number("tile", base.tile)),
         jitter=table.number("jitter", base.jitter),
+        host_ns=table.number("host_ns", base.host_ns),
         error=table.number("error", base.error),
+        frameworks=table.texts("frameworks", base.frameworks),
+        devices=table.texts("devices", base.devices),
+        dtypes=table.texts("dtypes", base.dtypes),
+        rows=table.texts("rows", base.rows),
     )
 
 

@@ -8,6 +8,7 @@ from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.spec import presets
 from stepsplit.analyzer.model.spec.checks import first_fault
 from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.spec.hardware_file import hardware_file
 from stepsplit.analyzer.model.spec.hardware_table import HARDWARE_KEYS, hardware_of
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout_table import framework_of, layout_of
@@ -67,6 +68,16 @@ def _model(table: Table, seq_len: int) -> Transformer:
 
 
 def _hardware(table: Table) -> Hardware:
+    file = hardware_file(table)
+    if file is None:
+        return _of_preset(table)
+    table.knows(*HARDWARE_KEYS)
+    if "file" in file.values:
+        raise file.error("file", "names another in turn", "name that one in the RUN.toml")
+    return hardware_of(table, _of_preset(file))
+
+
+def _of_preset(table: Table) -> Hardware:
     table.knows("preset", *HARDWARE_KEYS)
     preset = table.text("preset", None)
     try:

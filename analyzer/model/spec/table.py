@@ -14,7 +14,7 @@ from stepsplit.analyzer.errors import DataError
 _D = TypeVar("_D")
 _N = TypeVar("_N", bound=str)
 _MOST_BYTES = 1 << 20
-_MOST = 10**18
+MOST = 10**18
 _FEW = 4
 
 
@@ -47,7 +47,7 @@ class Table:
         if value is None:
             return default
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not isinstance(value, int) or not whole or not least <= value <= _MOST:
+        if not isinstance(value, int) or not whole or not least <= value <= MOST:
             raise self.error(key, f"{value!r} is no count", f"write a whole number from {least} up")
         return value
 
@@ -56,7 +56,7 @@ class Table:
         value = self.values.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
             raise self.error(key, f"{value!r} is no amount", "write a number above 0")
         return float(value)
 
@@ -125,6 +125,15 @@ class Table:
         if not isinstance(value, dict):
             raise self.error(key, f"{value!r} is no table", f"write [{self._path(key)}]")
         return Table(self.where, self._path(key), value)
+
+    def tables(self, key: str) -> tuple[Table, ...]:
+        """The tables of a list of them, none where the key is missing."""
+        values = self.values.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
+            mend = f"write [[{self._path(key)}]]"
+            raise self.error(key, f"{values!r} is no list of tables", mend)
+        path = self._path(key)
+        return tuple(Table(self.where, f"{path}[{i}]", each) for i, each in enumerate(values))
 
     def error(self, key: str, problem: str, mend: str) -> DataError:
         return DataError(self.where, f"{self._path(key)}: {problem}", mend)

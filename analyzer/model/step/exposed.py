@@ -104,30 +104,42 @@ def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[F
         found[key] = 1.0
         if total_ns and _overlaps(job, key[0]):
             pool, whole_ns = beside.pool(key[1])
-            room_ns = _room_ns(key, beside, whole_ns - used[pool])
+            room_ns = _room_ns(job, key, beside, whole_ns - used[pool])
             found[key] = min(1.0, max(_least(job, key, group, total_ns), 1 - room_ns / total_ns))
             used[pool] += total_ns * (1 - found[key])
     return found
 
 
 def _overlaps(job: Job, axis: str) -> bool:
+    """On a CPU FSDP has no stream beside the one that computes: it waits for each of its calls."""
+    if job.hardware.family == "cpu" and job.layout.zero == 3 and axis == "dp":
+        return False
     if axis == "cp":
-        return job.layout.context_kind == "ring" or "cp" in job.layout.overlap
+        return _turns(job) or "cp" in job.layout.overlap
     return axis in job.layout.overlap
 
 
-def _room_ns(key: Family, beside: Beside, free_ns: float) -> float:
-    """Context parallelism hides behind attention's core alone."""
+def _room_ns(job: Job, key: Family, beside: Beside, free_ns: float) -> float:
+    """Context parallelism hides behind attention's core alone, a ring not behind the last of its
+    pieces, when all has come round."""
     if key[0] == "cp":
-        free_ns = min(free_ns, beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0))
+        core_ns = beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0)
+        free_ns = min(free_ns, core_ns * (1 - 1 / job.layout.cp if _turns(job) else 1.0))
     return max(0.0, free_ns)
 
 
+def _turns(job: Job) -> bool:
+    return job.layout.context_kind == "ring"
+
+
 def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
-    """The share of the calls that nothing runs beside: the first or last of a phase."""
+    """The share of the calls that nothing runs beside: the first or last of a phase; in a ring
+    the gradients of keys and values as they come home, one of its 2 (c-1) turns backward."""
     axis, phase = key
     if axis == "tp":
         return TENSOR_LEFT
+    if axis == "cp" and phase == "backward" and _turns(job):
+        return 1 / (2 * (job.layout.cp - 1))
     if axis != "dp":
         return 0.0
     largest_ns = max(each.each.ns for each in group if each.message.count)

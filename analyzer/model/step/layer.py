@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.step.products import (
     mlp_products,
     routed_tokens,
 )
+from stepsplit.analyzer.model.step.ring import pieces_ns
 from stepsplit.analyzer.model.step.speed import BACKWARD_ATTENTION, Speed
 from stepsplit.analyzer.model.step.traffic import Traffic, traffic_of
 from stepsplit.analyzer.model.work.weights import share
@@ -92,7 +93,8 @@ def _core(job: Job, speed: Speed, traffic: Traffic) -> Pass:
     if job.recipe.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
-        return Pass(forward, backward, 0.0, forward)
+        merged, merged_back = pieces_ns(job, speed)
+        return Pass(forward + merged, backward + merged_back, 0.0, forward)
     size = job.recipe.activation_bytes
     softmax = traffic.elementwise * ((5 if job.recipe.dropout else 4) * size + job.recipe.dropout)
     forward = work / speed.attention_flops_per_ns + speed.moved_ns(scores * softmax, 5)

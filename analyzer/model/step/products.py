@@ -97,4 +97,4 @@ def routed_tokens(job: Job, experts: Experts) -> float:
 
 def head_product(job: Job) -> Product:
     """The output layer of a tensor-parallel rank."""
-    return Product(job.tokens, share(job.padded_vocab, job.layout.tp), job.model.hidden)
+    return Product(job.tokens, share(job.padded_vocab, job.layout.vocab_split), job.model.hidden)

@@ -49,8 +49,13 @@ def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> t
 
 
 def straggling(job: Job) -> float:
-    """What waiting for the slowest node adds to a step, a ratio of it."""
+    """What waiting for the slowest node adds to a step, a ratio of it.
+
+    CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
+    """
     nodes = max(1.0, job.layout.world_size / job.hardware.gpus_per_node)
+    if job.hardware.family == "cpu":
+        nodes = job.layout.world_size / job.layout.pp
     return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.comm.calls import rounds
 from stepsplit.analyzer.model.comm.sharded import stays_gathered
@@ -41,6 +41,16 @@ class StageTime:
     optimizer_ns: float
     offload_ns: float
 
+    def on(self, stage: Stage) -> StageTime:
+        """The same on a stage that holds and sends the same."""
+        if stage == self.stage:
+            return self
+        moved = tuple(
+            replace(each, message=replace(each.message, stage=stage.index))
+            for each in self.communication
+        )
+        return replace(self, stage=stage, communication=moved)
+
     @property
     def compute_ns(self) -> float:
         """Compute of one microbatch on the whole rank."""
@@ -65,6 +75,7 @@ def stage_time(
         for one, chunk in zip(chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True)
     )
     host = tuple(launches(job, chunk.layers) for chunk in stage.chunks)
+    alone = job.hardware.family == "cpu"
     inside = tuple(each for each in timed if each.message.strategy != "pp")
     found = exposed(job, inside, _beside(job, passes))
     comm = _spread(job, stage, found)
@@ -72,7 +83,7 @@ def stage_time(
         stage=stage,
         passes=passes,
         comm=comm,
-        idle=tuple(waits(a + b, c) for a, b, c in zip(passes, comm, host, strict=True)),
+        idle=tuple(waits(a + b, c, alone) for a, b, c in zip(passes, comm, host, strict=True)),
         communication=found,
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),

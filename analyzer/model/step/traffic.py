@@ -16,7 +16,7 @@ ACCUMULATE = Formula(
 UNIT_COPIES = Formula(
     "step.fsdp_copies",
     "16 bytes a parameter and microbatch: gathered weights are copied out twice (2 x 4),"
-    " gradients copied in and cast to fp32 (8)",
+    " gradients copied in and cast to fp32 (8), where they are summed",
     "arithmetic; Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2",
 )
 
@@ -51,6 +51,9 @@ def traffic_of(job: Job) -> Traffic:
             return Traffic(1.0, 0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
             return Traffic(1.0, 14.0 * later, 0.0, 400e3)
+        case "fsdp2" if job.layout.sum_once:
+            added = 3.0 * job.recipe.gradient_bytes * later
+            return Traffic(EAGER, added, 8.0 + 8.0 / job.microbatches, 400e3)
         case "fsdp2":
             return Traffic(EAGER, 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":

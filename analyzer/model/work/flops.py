@@ -145,7 +145,8 @@ def chunk_flops(job: Job, chunk: Chunk) -> ChunkFlops:
         routed = attention_weights(model, tp) + routed_weights(model, tp)
         linear += chunk.expert_layers * _products(job, routed)
     attention = tokens * chunk.layers * core_flops(model, job.recipe.seq_len, tp)
-    head = 2 * tokens * model.hidden * share(job.padded_vocab, tp) if chunk.head else 0
+    words = share(job.padded_vocab, job.layout.vocab_split) if chunk.head else 0
+    head = 2 * tokens * model.hidden * words
     return ChunkFlops(linear, attention, head)
 
 

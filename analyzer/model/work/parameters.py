@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.stages import Stage, stages_of
+from stepsplit.analyzer.model.spec.stages import Stage, each_once
 from stepsplit.analyzer.model.spec.transformer import Transformer
 from stepsplit.analyzer.model.work.layers import (
     LayerParameters,
@@ -90,7 +90,10 @@ def stage_parameters(job: Job) -> tuple[StageParameters, ...]:
     layout, model = job.layout, job.model
     dense = dense_layer(model, layout.tp)
     experts = expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
-    return tuple(_stage(job, stage, dense, experts) for stage in stages_of(job))
+    held = each_once(job, lambda stage: _stage(job, stage, dense, experts))
+    return tuple(
+        each if each.stage == rank else replace(each, stage=rank) for rank, each in enumerate(held)
+    )
 
 
 def _stage(
@@ -117,7 +120,7 @@ def _stage(
 
 def vocabulary_share(job: Job) -> int:
     """The embedding, or the head, of one tensor-parallel rank: V'h/t."""
-    return share(job.padded_vocab, job.layout.tp) * job.model.hidden
+    return share(job.padded_vocab, job.layout.vocab_split) * job.model.hidden
 
 
 def _embedding(job: Job, stage: Stage) -> int:

@@ -84,5 +84,8 @@ def model_spec(recipe: Recipe) -> ModelSpec:
         gated=False,
         vocab=VOCAB,
         tied=False,
+        learned_positions=recipe.seq_len,
+        norm="rms",
+        biases=False,
         parameters=sum(parameter.numel() for parameter in whole.parameters()),
     )

@@ -23,7 +23,7 @@ from stepsplit.collectors.recipe import Recipe
 from stepsplit.collectors.run_spec import Mesh
 
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-_BUCKET_MIB = 4
+BUCKET_MIB = 4
 
 
 def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
@@ -35,7 +35,7 @@ def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     if "dp_replicate" in mesh.axes and mesh.size("tp") == 1:
         group = device_mesh["dp_replicate"].get_group()
         return nn.parallel.DistributedDataParallel(
-            stage, process_group=group, bucket_cap_mb=_BUCKET_MIB, gradient_as_bucket_view=True
+            stage, process_group=group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
         )
     return stage
 

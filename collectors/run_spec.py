@@ -68,7 +68,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a decoder transformer; None where it is not known."""
+    """The shape of a decoder transformer; None where it is not known.
+
+    The words are those of RUN.toml: learned_positions is how many (0: rotary or none), norm "rms"
+    has a scale alone and "layer" a shift beside it, whatever it divides by.
+    """
 
     layers: int | None = None
     hidden: int | None = None
@@ -79,6 +83,11 @@ class ModelSpec:
     vocab: int | None = None
     tied: bool | None = None
     parameters: int | None = None
+    learned_positions: int | None = None
+    norm: str | None = None
+    biases: bool | None = None
+    experts: int | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,9 @@ class Training:
     """How a step is made: micro_batch in sequences a microbatch, global_batch a step.
 
     The words are those of RUN.toml: dtype "bf16", zero 0 to 3, recompute "full", offload what of
-    the states lives in host memory, such as "optimizer".
+    the states lives in host memory, such as "optimizer" or "optimizer, parameters". split_vocab:
+    tensor parallelism cuts embedding and head too; root_unit: FSDP gathers what is in no layer as
+    one unit; bucket_bytes is DDP's.
     """
 
     seq_len: int | None = None
@@ -100,6 +111,9 @@ class Training:
     zero: int | None = None
     recompute: str | None = None
     offload: str | None = None
+    split_vocab: bool | None = None
+    root_unit: bool | None = None
+    bucket_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from stepsplit.collectors.corpus import batch, characters
 from stepsplit.collectors.gpt import Stage, model_spec, stage_loss
 from stepsplit.collectors.launch import FOLLOW_STDIN
-from stepsplit.collectors.parallelize import optimizer, pipeline, spread, sync_gradients
+from stepsplit.collectors.parallelize import (
+    BUCKET_MIB,
+    optimizer,
+    pipeline,
+    spread,
+    sync_gradients,
+)
 from stepsplit.collectors.profiler import profile_run
 from stepsplit.collectors.recipe import Command, Recipe, parse_command
 from stepsplit.collectors.run_spec import Mesh, Training
@@ -138,6 +144,9 @@ def training(recipe: Recipe, mesh: Mesh) -> Training:
         optimizer="adamw",
         schedule=recipe.schedule if mesh.size("pp") > 1 else None,
         framework="fsdp2" if mesh.size("dp_shard") > 1 else "torch",
+        split_vocab=False if mesh.size("tp") > 1 else None,
+        root_unit=True if mesh.size("dp_shard") > 1 else None,
+        bucket_bytes=BUCKET_MIB << 20 if mesh.size("dp_replicate") > 1 else None,
     )
 
 

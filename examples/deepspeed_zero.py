@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from dataclasses import replace
 
 import torch
 from job import LEARNING_RATE, MICRO_BATCH, batch, command_line, each_rank_has_gpu, join, mesh_of
@@ -72,7 +73,9 @@ def main() -> None:
             engine.step()
         return loss
 
-    train(options, mesh, train_step, training_of(mesh, "deepspeed", options.accumulate))
+    training = training_of(mesh, "deepspeed", options.accumulate)
+    offload = "optimizer" if options.offload else None
+    train(options, mesh, train_step, replace(training, zero=options.zero, offload=offload))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ torchrun --standalone --nproc-per-node 4 examples/fsdp.py --replicas 2
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from job import LEARNING_RATE, batch, command_line, join, mesh_of
 from loop import train, training_of
@@ -50,7 +52,8 @@ def main() -> None:
         optimizer.zero_grad()
         return loss
 
-    train(options, mesh, train_step, training_of(mesh, "fsdp2"))
+    offload = "optimizer, parameters" if options.offload else None
+    train(options, mesh, train_step, replace(training_of(mesh, "fsdp2"), offload=offload))
 
 
 if __name__ == "__main__":

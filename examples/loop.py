@@ -80,6 +80,9 @@ def _model() -> ModelSpec:
         gated=False,
         vocab=SHAPE.vocab,
         tied=False,
+        learned_positions=SHAPE.seq_len,
+        norm="layer",
+        biases=False,
         parameters=sum(each.numel() for each in GPT().parameters()),
     )
 

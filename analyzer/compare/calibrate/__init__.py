@@ -1,0 +1,1 @@
+"""The model's constants as one's own recorded runs tell them."""

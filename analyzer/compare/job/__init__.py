@@ -1,0 +1,1 @@
+"""The job of a recorded run, as a RUN.toml would state it."""

@@ -1,0 +1,59 @@
+"""stepsplit calibrate: recorded runs -> the constants of the machine they ran on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stepsplit.analyzer.written import write
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.compare.calibrate.calibrate import Calibration
+
+
+@click.command()
+@click.argument("places", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+    help='Write the constants here; a RUN.toml names the file as [hardware] file = "FILE".',
+)  # fmt: skip
+@click.option(
+    "--run", "run_file", metavar="FILE", type=click.Path(path_type=Path),
+    help="A RUN.toml, whole or a part, for what the recordings do not tell of their job.",
+)  # fmt: skip
+@click.option(
+    "--json", "json_file", metavar="FILE",
+    help="Write all that was found here; - for standard output, and nothing else there.",
+)  # fmt: skip
+def command(
+    places: tuple[str, ...], out: Path | None, run_file: Path | None, json_file: str | None
+) -> None:
+    """Fit the model's constants to recorded runs of your own.
+
+    RUN is the folder of a recording; several may differ in layout, not in hardware. Predictions
+    with these constants hold for other layouts of the same machine.
+    """
+    # What the fit needs is loaded here, so that the list of commands stays quick.
+    from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
+    from stepsplit.analyzer.compare.calibrate.hardware_file import hardware_text
+    from stepsplit.analyzer.compare.calibrate.wire import to_json
+
+    found = calibrate(*places, run=run_file)
+    if out is not None:
+        write(out, hardware_text(found).encode())
+    if json_file == "-":
+        click.echo(to_json(found), nl=False)
+        return
+    if json_file is not None:
+        write(Path(json_file), to_json(found).encode())
+    _show(found, out)
+
+
+def _show(found: Calibration, out: Path | None) -> None:
+    from rich.console import Console
+
+    from stepsplit.dashboard.reporters.calibration import screen
+
+    Console(highlight=False).print(screen(found, out), soft_wrap=False)

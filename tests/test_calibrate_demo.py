@@ -1,0 +1,97 @@
+"""What one recorded run tells foretells the others: trained for real, two processes each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.compare.calibrate.calibrate import (
+    Calibration,
+    calibration_of,
+)
+from stepsplit.analyzer.compare.calibrate.seen import RunSeen, run_seen
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.collectors.launch import launch_workload
+from stepsplit.collectors.recipe import Recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+STEP_OFF = 0.2
+"""How far off a predicted step may be, a ratio of the measured one."""
+BUCKET_OFF = 0.1
+"""How far off a bucket may be, a ratio of the measured step."""
+TIMES, MOST_TURNS = 3, 8
+UNDISTURBED = 0.15
+"""By how much a run may be longer than the shortest of its layout: other programs slow it down."""
+RECIPE = Recipe(steps=6, active=4, layers=2, hidden=512, microbatches=4, micro_batch=8, seq_len=128)
+KNOWN, OTHERS = "tp=2", ("dp=2", "pp=2", "fsdp=2")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One stage over several runs: the medians of its step and of its buckets, in ns."""
+
+    step_ns: float
+    buckets_ns: tuple[float, ...]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunSeen]]:
+    """At least three undisturbed runs of each layout; skips where other programs leave no such."""
+    folder = tmp_path_factory.mktemp("runs")
+    found: dict[str, list[RunSeen]] = {layout: [] for layout in (KNOWN, *OTHERS)}
+    for turn in range(MOST_TURNS):
+        for layout, seen in found.items():
+            out = folder / f"{layout}-{turn}"
+            launch_workload(layout, out, RECIPE, timeout_s=300)
+            seen.append(run_seen(str(out), None))
+        kept = {layout: undisturbed(seen) for layout, seen in found.items()}
+        if all(len(seen) >= TIMES for seen in kept.values()):
+            return kept
+    pytest.skip("other programs disturb the training: runs of one layout differ too much")
+
+
+def undisturbed(runs: Sequence[RunSeen]) -> list[RunSeen]:
+    """The runs that took about as long as the shortest, the shortest first."""
+    by_length = sorted(runs, key=length_ns)
+    return [
+        one for one in by_length if length_ns(one) <= (1 + UNDISTURBED) * length_ns(by_length[0])
+    ]
+
+
+def length_ns(run: RunSeen) -> int:
+    """The median step of the slowest stage."""
+    return max(stage.step_ns for stage in run.stages)
+
+
+@pytest.fixture(scope="module")
+def learned(runs: dict[str, list[RunSeen]]) -> Calibration:
+    """What the run that others disturbed least tells, alone."""
+    return calibration_of([runs[KNOWN][0]])
+
+
+def measured(runs: Sequence[RunSeen], stage: int) -> Measured:
+    seen = [run.stages[stage] for run in runs]
+    buckets = zip(*(one.split.buckets_ns for one in seen), strict=True)
+    return Measured(median(one.step_ns for one in seen), tuple(map(median, buckets)))
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_a_run_of_one_layout_foretells_another(
+    layout: str, runs: dict[str, list[RunSeen]], learned: Calibration
+) -> None:
+    job = replace(runs[layout][0].job, hardware=learned.hardware)
+    made = predict(job, learned.rates)
+    assert made.confidence == "calibrated"
+    for stage, split in enumerate(made.splits):
+        true = measured(runs[layout], stage)
+        pairs = zip(BUCKETS, split.buckets_ns, true.buckets_ns, strict=True)
+        off = {bucket: (mine - seen) / true.step_ns for bucket, mine, seen in pairs}
+        assert abs(split.step_ns / true.step_ns - 1) <= STEP_OFF, (split, true)
+        assert all(abs(share) <= BUCKET_OFF for share in off.values()), off

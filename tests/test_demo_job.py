@@ -1,0 +1,44 @@
+"""What the demo training tells of itself is what it does."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stepsplit.collectors.gpt import model_spec
+from stepsplit.collectors.recipe import Recipe, parse_parallel
+from stepsplit.collectors.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
+from stepsplit.collectors.workload import training
+
+RECIPE = Recipe(layers=2, hidden=64, heads=4, seq_len=32)
+
+
+def test_the_model_has_learned_positions_and_no_biases() -> None:
+    spec = model_spec(RECIPE)
+    assert (spec.learned_positions, spec.norm, spec.biases) == (32, "rms", False)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "split_vocab", "root_unit", "bucket_bytes"),
+    [
+        ("tp=2", False, None, None),
+        ("dp=2", None, None, 4 << 20),
+        ("fsdp=2", None, True, None),
+        ("pp=2", None, None, None),
+    ],
+)
+def test_each_layout_tells_how_its_axes_work(
+    parallel: str, split_vocab: bool | None, root_unit: bool | None, bucket_bytes: int | None
+) -> None:
+    told = training(RECIPE, parse_parallel(parallel))
+    assert (told.split_vocab, told.root_unit, told.bucket_bytes) == (
+        split_vocab, root_unit, bucket_bytes,
+    )  # fmt: skip
+
+
+def test_run_json_keeps_all_of_it() -> None:
+    model = ModelSpec(experts=8, top_k=2, norm="rms", biases=False, learned_positions=0)
+    told = Training(split_vocab=False, root_unit=True, bucket_bytes=1024)
+    spec = RunSpec("run", 1, "gloo", model=model, training=told)
+    assert from_json(to_json(spec)) == spec

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis, analyze, examine
+    from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
+    from stepsplit.analyzer.compare.runs.comparison import RunComparison
+    from stepsplit.analyzer.compare.what_if.what_if import WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.hang.find import find_hang
     from stepsplit.analyzer.hang.hang import Hang
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.readers.rules import Rules
     from stepsplit.analyzer.readers.rules_file import read_rules
     from stepsplit.analyzer.report.report import Report
+    from stepsplit.analyzer.two_runs import compare_runs
 
 __all__ = [
     "Analysis",
@@ -34,9 +38,13 @@ __all__ = [
     "Prediction",
     "Report",
     "Rules",
+    "RunComparison",
     "StepsplitError",
     "UsageError",
+    "WhatIfs",
     "analyze",
+    "calibrate",
+    "compare_runs",
     "examine",
     "find_hang",
     "predict",
@@ -45,6 +53,7 @@ __all__ = [
     "read_rates",
     "read_rules",
     "validate",
+    "what_if",
 ]
 
 _HOME = {
@@ -56,9 +65,13 @@ _HOME = {
     "Prediction": "model.prediction",
     "Report": "report.report",
     "Rules": "readers.rules",
+    "RunComparison": "compare.runs.comparison",
     "StepsplitError": "errors",
     "UsageError": "errors",
+    "WhatIfs": "compare.what_if.what_if",
     "analyze": "analysis",
+    "calibrate": "compare.calibrate.calibrate",
+    "compare_runs": "two_runs",
     "examine": "analysis",
     "find_hang": "hang.find",
     "predict": "model.predict",
@@ -67,6 +80,7 @@ _HOME = {
     "read_rates": "model.rates_file",
     "read_rules": "readers.rules_file",
     "validate": "model.validate.validation",
+    "what_if": "compare.what_if.what_if",
 }
 
 

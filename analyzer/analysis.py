@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stepsplit.analyzer.compare.causes.find import find_causes
+from stepsplit.analyzer.compare.gap.hold import held_against, read_run
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.processes import Progress, no_progress
 from stepsplit.analyzer.readers.recording import read_recording
@@ -30,12 +32,10 @@ class Analysis:
     tables: Tables
 
 
-def analyze(*places: str | Path) -> Report:
-    """The report of the recording in the files, folders, archives and URLs.
-
-    Raises errors.DataError.
-    """
-    return examine(places).report
+def analyze(*places: str | Path, run: str | Path | None = None) -> Report:
+    """The report of the recording in the files, folders, archives and URLs; run, and what is
+    raised, as in examine."""
+    return examine(places, run=run).report
 
 
 def examine(
@@ -43,14 +43,22 @@ def examine(
     workers: int = 1,
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
+    run: str | Path | None = None,
 ) -> Analysis:
     """The report of the recording with its tables, read by up to that many processes.
 
-    rules tell which kernels communicate and which compute. Raises errors.DataError.
+    rules tell which kernels communicate and which compute. With run, a RUN.toml (whole, or what the
+    recording does not tell) or "auto", the report is held against the model. Raises
+    errors.DataError, and UsageError where the model needs to know more.
     """
+    stated = None if run is None else read_run(run)
     recording = read_recording(places, workers, progress, rules)
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction, rules)
-    return Analysis(build_report(recording, found), _tables(found))
+    causes = find_causes(found, origin_ns(found), recording.records)
+    report = build_report(recording, found, causes.findings, causes.notes)
+    if stated is not None:
+        report = held_against(report, recording, found, stated)
+    return Analysis(report, _tables(found))
 
 
 def _tables(found: RunSplit) -> Tables:

@@ -11,6 +11,11 @@ def milliseconds(ns: int | float) -> str:
     return f"{ms:,.{_decimals(ms)}f} ms"
 
 
+def signed_milliseconds(ns: int | float) -> str:
+    """-1_234_567 ns -> "-1.23 ms"; zero has no sign."""
+    return f"{'-' if ns < 0 else '+' if ns > 0 else ''}{milliseconds(abs(ns))}"
+
+
 def milliseconds_between(low_ns: int | float, high_ns: int | float) -> str:
     """A band: 11e6 and 14e6 ns -> "11.0-14.0 ms", both with the figures of the larger."""
     low, high = low_ns / 1e6, high_ns / 1e6

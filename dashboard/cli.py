@@ -16,6 +16,8 @@ from stepsplit.analyzer.errors import StepsplitError
 VERBS = (
     "analyze",
     "attach",
+    "calibrate",
+    "compare",
     "dashboard",
     "demo",
     "export",
@@ -24,6 +26,7 @@ VERBS = (
     "plan",
     "record",
     "validate",
+    "what-if",
 )
 BAD_INPUT, INTERNAL = 2, 4
 
@@ -37,7 +40,9 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"stepsplit.dashboard.commands.{cmd_name}")
+        module = importlib.import_module(
+            f"stepsplit.dashboard.commands.{cmd_name.replace('-', '_')}"
+        )
         command: click.Command = module.command
         return command
 

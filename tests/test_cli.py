@@ -116,7 +116,11 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 
 HELP = {
     (): [*cli.VERBS, "--version", "--help"],
-    ("analyze",): ["--json FILE", "--out DIR", "--workers N", "--rules FILE", "--help"],
+    ("analyze",): [
+        "--json FILE", "--out DIR", "--workers N", "--run FILE", "--rules FILE", "--help",
+    ],
+    ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--help"],
+    ("compare",): ["--json FILE", "--rules FILE", "--help"],
     ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
     ("attach",): [
@@ -131,6 +135,7 @@ HELP = {
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
         "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
     ],
+    ("what-if",): ["--change CHANGE", "--json FILE", "--help"],
     ("validate",): ["--json FILE", "--rows", "--help"],
 }  # fmt: skip
 

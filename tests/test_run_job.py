@@ -158,7 +158,9 @@ def test_the_file_that_lacks_them_is_named(found: RunSplit) -> None:
 
 
 def test_a_trace_alone_needs_a_run_file(found: RunSplit) -> None:
-    with pytest.raises(UsageError, match=r"\[model\] layers, hidden, heads, vocab"):
+    """Two ranks whose mesh nobody tells may be cut in any way."""
+    words = r"\[model\] layers, hidden, heads, vocab, \[parallel\] tp, pp, dp, \[training\]"
+    with pytest.raises(UsageError, match=words):
         job_of_run(None, found)
 
 

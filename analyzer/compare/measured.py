@@ -49,8 +49,7 @@ def measured_messages(found: RunSplit) -> tuple[MeasuredMessages, ...]:
 def _of_rank(rank: RankSplit, leads: Bool, found: RunSplit) -> list[MeasuredMessages]:
     trace, steps = rank.trace, host_steps(rank.trace, rank.windows)
     calls, step = trace.calls, issued_in(trace, steps, leads)
-    rows = np.flatnonzero(step >= 0)
-    axes = [*(axis_in_words(found, group) for group in trace.groups), UNKNOWN_GROUP]
+    rows, axes = np.flatnonzero(step >= 0), axes_in_words(found, rank)
     columns = (step[rows], calls.group_id[rows], calls.op[rows], calls.message_bytes[rows])
     kinds = Counter(
         (steps.number[at], axes[group], OPS[op], size)
@@ -58,6 +57,11 @@ def _of_rank(rank: RankSplit, leads: Bool, found: RunSplit) -> list[MeasuredMess
     )
     stage = found.layout.stage(trace.rank)
     return [MeasuredMessages(trace.rank, stage, *kind, kinds[kind]) for kind in sorted(kinds)]
+
+
+def axes_in_words(found: RunSplit, rank: RankSplit) -> tuple[str, ...]:
+    """The axes of each group of the rank; behind them, at -1, the word for a group unknown."""
+    return (*(axis_in_words(found, group) for group in rank.trace.groups), UNKNOWN_GROUP)
 
 
 def axis_in_words(found: RunSplit, group: Group) -> str:

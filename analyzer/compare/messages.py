@@ -70,13 +70,19 @@ def compare_messages(
     """
     stages = {one.stage for one in measured}
     predicted = [c.message for c in prediction.communication if c.message.stage in stages]
-    words = _words({(one.axis, one.op) for one in measured}, {one.axis for one in predicted})
-    there, here = _predicted(predicted), _measured(measured, words)
+    there, here = _predicted(predicted), _measured(measured, axis_words(measured, prediction))
     rows = [(kind, _row(kind, here, there)) for kind in sorted({*here, *there})]
     return MessageComparison(
         rows=tuple(row for (*_, scalar), row in rows if not scalar),
         scalars=tuple(row for (*_, scalar), row in rows if scalar),
     )
+
+
+def axis_words(measured: Sequence[MeasuredMessages], prediction: Prediction) -> Mapping[Call, str]:
+    """The prediction's word for the axis of each measured axis and op."""
+    stages = {one.stage for one in measured}
+    predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
+    return _words({(one.axis, one.op) for one in measured}, predicted)
 
 
 def _row(

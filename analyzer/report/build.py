@@ -18,13 +18,13 @@ from stepsplit.analyzer.report.build_detail import (
     step_times,
 )
 from stepsplit.analyzer.report.build_records import memory_rows, profiling_slowdown
-from stepsplit.analyzer.report.findings import findings_of
 from stepsplit.analyzer.report.report import (
     AxisSize,
     BlameRow,
     ClockRow,
     CollectiveRow,
     ExposedRow,
+    Finding,
     GroupRow,
     Host,
     Pipeline,
@@ -40,12 +40,21 @@ from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.split.pipeline.grid import StageHoles
 from stepsplit.analyzer.split.rank_split import RankSplit
 from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.trace import Note
 
 UNKNOWN_HOST = "unknown"
 
 
-def build_report(recording: Recording, found: RunSplit) -> Report:
-    """The report of a split recording; times count from the start of its earliest step."""
+def build_report(
+    recording: Recording,
+    found: RunSplit,
+    findings: Sequence[Finding] = (),
+    notes: Sequence[Note] = (),
+) -> Report:
+    """The report of a split recording; times count from the start of its earliest step.
+
+    findings are what holds it up, notes what was not looked for.
+    """
     origin = origin_ns(found)
     steps = tuple(_step(step, origin) for rank in found.ranks for step in rank.steps)
     blamed = _blame(found.blame)
@@ -56,7 +65,7 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
     return Report(
         run=_run(recording, found, origin),
         warnings=tuple(
-            WarningRow(n.code, n.message, n.rank) for n in (*recording.notes, *found.notes)
+            WarningRow(n.code, n.message, n.rank) for n in (*recording.notes, *found.notes, *notes)
         ),
         groups=_groups(found),
         steps=steps,
@@ -77,7 +86,7 @@ def build_report(recording: Recording, found: RunSplit) -> Report:
         slow_steps=detail.variation.slow,
         coverage=detail.coverage,
         memory=memory_rows(recording.records),
-        findings=findings_of(steps, blamed, pipeline, idle, detail.slow_kernels),
+        findings=tuple(findings),
     )
 
 

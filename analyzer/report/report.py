@@ -7,9 +7,12 @@ people.
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.report.gap import Gap
 from stepsplit.analyzer.split.compute.kernels import KernelFamily
 from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
 from stepsplit.analyzer.split.coverage import Coverage
@@ -235,7 +238,8 @@ class Finding(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One analyzed run."""
+    """One analyzed run. prediction is the model's JSON, of the schema stepsplit.prediction/1;
+    predicted.prediction_of reads it."""
 
     schema: str = SCHEMA
     run: Run
@@ -259,7 +263,8 @@ class Report(Struct, frozen=True, kw_only=True):
     slow_steps: tuple[SlowStep, ...] = ()
     coverage: tuple[Coverage, ...] = ()
     memory: tuple[MemoryRow, ...] | None = None
-    prediction: None = None
+    prediction: dict[str, Any] | None = None
+    gap: Gap | None = None
     findings: tuple[Finding, ...] = ()
     mfu: float | None = None
     hfu: float | None = None

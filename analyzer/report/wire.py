@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,8 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import SCHEMA, Report
 
 REPORT_NAME = "report.json"
+_HEAD = re.compile(rb'\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
+_HEAD_BYTES = 256
 
 
 def to_json(report: Report) -> bytes:
@@ -28,6 +31,15 @@ def from_json(text: bytes, source: object = REPORT_NAME) -> Report:
     if report.schema != SCHEMA:
         raise DataError(source, f"of schema {report.schema}, not {SCHEMA}", "analyze the run again")
     return report
+
+
+def is_report(path: Path) -> bool:
+    """Whether the file says that it is a report, of whatever schema."""
+    try:
+        with path.open("rb") as file:
+            return _HEAD.match(file.read(_HEAD_BYTES)) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def read_report(path: Path) -> Report:

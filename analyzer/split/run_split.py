@@ -11,7 +11,7 @@ from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.split.blame.blame import Blame, blame
 from stepsplit.analyzer.split.blame.levels import RankTime, rank_time
 from stepsplit.analyzer.split.blame.workload import Workload, workloads
-from stepsplit.analyzer.split.calls.arrivals import arrivals_of
+from stepsplit.analyzer.split.calls.arrivals import Arrivals, arrivals_of
 from stepsplit.analyzer.split.calls.bandwidth import CollectiveStat, collective_stats
 from stepsplit.analyzer.split.calls.match import Matched, match
 from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
@@ -43,11 +43,17 @@ _NO_GRID = Note(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The pipeline schedule as run: microbatches a step, chunks a rank, and its ideal bubble."""
+    """The pipeline schedule as run: microbatches a step, chunks a rank, and its ideal bubble.
+
+    times_ns is what one microbatch takes on a stage: forward, input and weight gradient; None where
+    the backward is not split.
+    """
 
     name: str
     microbatches: int
     ideal_bubble_fraction: float | None
+    chunks: int = 1
+    times_ns: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class RunSplit:
     layout: Layout
     alignment: Alignment
     matched: Matched
+    arrivals: Arrivals
     collectives: tuple[CollectiveStat, ...]
     schedule: Schedule | None
     holes: tuple[StageHoles, ...]
@@ -97,6 +104,7 @@ def split_run(
         layout=layout,
         alignment=alignment,
         matched=matched,
+        arrivals=together.arrivals,
         collectives=collective_stats(traces, matched, together.arrivals),
         schedule=schedule,
         holes=holes,
@@ -132,7 +140,7 @@ def _schedule(
     stated = spec.training.schedule if spec and spec.training else None
     name = schedule_named(stated) if stated else seen.name or _UNKNOWN
     ideal = ideal_bubble(name, len(line), seen.microbatches, seen.chunks, seen.times_ns)
-    return Schedule(name, seen.microbatches, ideal)
+    return Schedule(name, seen.microbatches, ideal, seen.chunks, seen.times_ns)
 
 
 def _named(schedule: Schedule | None) -> str | None:

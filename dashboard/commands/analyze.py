@@ -31,6 +31,9 @@ from stepsplit.dashboard.reporters.terminal import screen
               help="Write report.json and tables/ into this folder.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; one a core by default.")  # fmt: skip
+@click.option("--run", metavar="FILE",
+              help="Hold it against the model of this RUN.toml, which may state only what the "
+                   "recording does not tell; auto for none.")  # fmt: skip
 @click.option("--rules", "rules_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Take kernels for what the rules in this TOML file say.")  # fmt: skip
 def command(
@@ -38,6 +41,7 @@ def command(
     json_file: str | None,
     out: Path | None,
     workers: int | None,
+    run: str | None,
     rules_file: Path | None,
 ) -> None:
     """Split every step of a recording.
@@ -49,7 +53,7 @@ def command(
     rules = BUILT_IN if rules_file is None else read_rules(rules_file)
     try:
         with reading_bar() as progress:
-            analysis = examine(places, workers or cores(), progress, rules)
+            analysis = examine(places, workers or cores(), progress, rules, run)
     except DataError:
         if not only_dumps(places):
             raise

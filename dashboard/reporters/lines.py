@@ -10,7 +10,6 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.report.medians import full_steps
 from stepsplit.analyzer.report.report import MemoryRow, Report, Run
-from stepsplit.analyzer.split.strategy.strategy import Strategy
 
 _MOST_PARTS, _MOST_STEPS = 4, 3
 _COMMUNICATION = ("collective", "p2p", "skew", "bubble")
@@ -60,13 +59,6 @@ def slow_steps(report: Report) -> list[Text]:
         )
         for row in worst
     ]
-
-
-def strategy(one: Strategy) -> str:
-    """A strategy in words: its name, over how many ranks of which axis, and what else is seen."""
-    size = f" {one.size}" if one.size is not None else ""
-    axis = f" on {one.axis}" if one.axis not in (None, "tp", one.name) else ""
-    return one.name + size + axis + (f" ({one.detail})" if one.detail else "")
 
 
 def coverage(report: Report) -> list[Text]:

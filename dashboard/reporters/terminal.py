@@ -20,6 +20,7 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.dashboard.reporters import lines
+from stepsplit.dashboard.reporters.gap import gap_section
 from stepsplit.dashboard.reporters.terminal_tables import (
     axes_of,
     collectives_table,
@@ -39,6 +40,8 @@ def screen(report: Report) -> RenderableType:
         parts += [Text(), stages_table(report.pipeline)]
     if report.collectives:
         parts += [Text(), collectives_table(report)]
+    if report.gap is not None:
+        parts += [Text(), *gap_section(report.gap)]
     if report.findings:
         parts += [Text(), *_causes(report.findings)]
     parts += lines.slow_steps(report)
@@ -59,7 +62,7 @@ def _heading(run: Run) -> Text:
 
 def _strategies(run: Run) -> list[Text]:
     """One line of what the steps show of how the job was parallel; none where they show nothing."""
-    known = ", ".join(lines.strategy(one) for one in run.strategies)
+    known = ", ".join(one.in_words for one in run.strategies)
     return [Text(f"seen in the steps: {known}", style="bold")] if known else []
 
 
@@ -121,8 +124,9 @@ def _memo(report: Report) -> Text:
 
 
 def _causes(findings: Sequence[Finding]) -> list[Text]:
-    heading = Text("WHY, and what each is worth a step of the average rank", style="bold")
-    return [heading] + [
+    words = "WHY, and by how much a step would be shorter without it"
+    more = "" if len(findings) < 2 else " (each alone: they do not add up)"
+    return [Text(words + more, style="bold")] + [
         Text(f"{i} {units.milliseconds(f.gain_ns):>9}  {f.message}")
         for i, f in enumerate(findings, 1)
     ]

@@ -24,7 +24,7 @@ def findings(report: Report) -> list[html.Section]:
         [Cell(found.message), Cell(found.bucket), time_cell(found.gain_ns)]
         for found in report.findings[:ROWS]
     ]
-    note = "estimated gain a step, largest first"
+    note = "by how much the mean step would be shorter without it, each alone: they do not add up"
     return [section("Why", note, table(("finding", "bucket", "gain a step"), rows))]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dash import html
 
-from stepsplit.analyzer.report.findings import IDLE_MEANING
+from stepsplit.analyzer.report.idle_words import IDLE_MEANING
 from stepsplit.analyzer.report.report import IdleRow, Report
 from stepsplit.dashboard.web.averages import summed_steps
 from stepsplit.dashboard.web.parts import (

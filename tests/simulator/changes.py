@@ -16,6 +16,7 @@ from simulator.program import (
     Host,
     Instruction,
     Job,
+    Messages,
     Record,
     StepBegin,
     Synchronize,
@@ -103,6 +104,59 @@ def _places(
             yield kernels[int(len(kernels) * share)]
 
 
+def slow_group(job: Job, group: str, factor: float) -> Job:
+    """The data of a group's collectives take so many times as long."""
+
+    def change(done: Instruction) -> tuple[Instruction, ...]:
+        if isinstance(done, Collective) and done.group == group:
+            return (replace(done, transfer_ns=round(done.transfer_ns * factor)),)
+        return (done,)
+
+    return _all(job, lambda _: change)
+
+
+def slow_pair(job: Job, ends: Collection[int], factor: float) -> Job:
+    """Messages between two ranks take so many times as long, either way."""
+
+    def between(rank: int) -> Change:
+        def change(done: Instruction) -> tuple[Instruction, ...]:
+            if not isinstance(done, Messages) or rank not in ends:
+                return (done,)
+            slow = tuple(
+                replace(one, transfer_ns=round(one.transfer_ns * factor))
+                if one.peer in ends
+                else one
+                for one in done.messages
+            )
+            return (replace(done, messages=slow),)
+
+        return change
+
+    return _all(job, between)
+
+
+def gathering(job: Job, axis_group: Callable[[int], str], named: str, again: Collective) -> Job:
+    """Behind each kernel of that name the rank's group gathers something that nobody needs, and
+    computing waits for it."""
+
+    def behind(rank: int) -> Change:
+        met = count()
+
+        def change(done: Instruction) -> tuple[Instruction, ...]:
+            if not isinstance(done, Compute) or done.name != named:
+                return (done,)
+            ready, over = (f"{word} {next(met)}" for word in ("needless", "gathered"))
+            call = replace(again, group=axis_group(rank))
+            return (
+                done, Record(ready), WaitFor(ready, call.stream), call,
+                Record(over, call.stream), WaitFor(over),
+            )  # fmt: skip
+
+        return change
+
+    return _all(job, behind)
+
+
 def graphed(job: Job, at_least: int = 8) -> Job:
     """Runs of so many instructions that a graph can hold are captured and replayed."""
 
@@ -119,5 +173,14 @@ def graphed(job: Job, at_least: int = 8) -> Job:
 
 
 def _each(job: Job, rank: int, change: Change) -> Job:
-    program = tuple(new for done in job.programs[rank] for new in change(done))
+    program = _changed(job.programs[rank], change)
     return replace(job, programs=(*job.programs[:rank], program, *job.programs[rank + 1 :]))
+
+
+def _all(job: Job, change_of: Callable[[int], Change]) -> Job:
+    programs = (_changed(own, change_of(rank)) for rank, own in enumerate(job.programs))
+    return replace(job, programs=tuple(programs))
+
+
+def _changed(program: tuple[Instruction, ...], change: Change) -> tuple[Instruction, ...]:
+    return tuple(new for done in program for new in change(done))

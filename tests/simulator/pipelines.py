@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from simulator.layers import Work, job, layer, optimizer
 from simulator.meshes import Fleet
 from simulator.plans import Pipeline, Plan, plans_of
@@ -10,16 +13,19 @@ from simulator.schedules import Action
 from simulator.writer import Leg, Writer
 
 
-def pipeline(fleet: Fleet, work: Work, seed: int, how: Pipeline) -> Job:
+def pipeline(fleet: Fleet, each: Work, seed: int, how: Pipeline, layers: Sequence[int] = ()) -> Job:
     """A job over an axis pp, and tp and dp_replicate where the mesh has them.
 
-    work.layers are those of one stage.
+    each.layers are those of one stage, unless layers tells those of every stage.
     """
     stages = len(fleet.line(0, "pp"))
     plans = plans_of(how, stages)
+    layers = layers or (each.layers,) * stages
 
     def body(writer: Writer) -> None:
-        _play(writer, work, how, plans[fleet.coordinate(writer.rank, "pp")])
+        stage = fleet.coordinate(writer.rank, "pp")
+        work = replace(each, layers=layers[stage])
+        _play(writer, work, how, plans[stage])
         if "dp_replicate" in fleet.axes:
             for _ in range(4):
                 writer.block("dp_replicate", "all_reduce", work.layers * work.weight_bytes // 4)
@@ -28,7 +34,7 @@ def pipeline(fleet: Fleet, work: Work, seed: int, how: Pipeline) -> Job:
         optimizer(writer, work)
 
     name = "_".join(axis for axis, _ in fleet.mesh)
-    return job(f"{name}_{how.schedule}", fleet, work, seed, body, how.schedule, how.microbatches)
+    return job(f"{name}_{how.schedule}", fleet, each, seed, body, how.schedule, how.microbatches)
 
 
 def _play(writer: Writer, work: Work, how: Pipeline, plan: Plan) -> None:

@@ -25,16 +25,22 @@ def tensor_parallel(fleet: Fleet, work: Work, seed: int) -> Job:
     return job("tp_sp" if work.sequence_parallel else "tp", fleet, work, seed, body)
 
 
-def ddp(fleet: Fleet, work: Work, seed: int, *, zero: bool = False) -> Job:
+def ddp(fleet: Fleet, work: Work, seed: int, *, zero: bool = False, overlap: bool = True) -> Job:
     """Gradients of two layers are summed while the backward goes on; the optimizer waits for all.
 
-    zero: each rank updates its share and broadcasts it, as ZeroRedundancyOptimizer does.
+    zero: each rank updates its share and broadcasts it, as ZeroRedundancyOptimizer does. Without
+    overlap gradients are summed when the backward is over.
     """
 
     def body(writer: Writer) -> None:
         for _ in range(work.layers):
             layer(writer, work, "F")
-        summed = [_bucket(writer, work) for _ in range(work.layers // 2)]
+        summed = []
+        for _ in range(work.layers // 2):
+            _two_backward(writer, work)
+            summed += [_sum(writer, work)] if overlap else []
+        if not overlap:
+            summed = [_sum(writer, work) for _ in range(work.layers // 2)]
         for event in summed:
             writer.wait(event)
         optimizer(writer, work)
@@ -45,9 +51,12 @@ def ddp(fleet: Fleet, work: Work, seed: int, *, zero: bool = False) -> Job:
     return job("zero1" if zero else "ddp", fleet, work, seed, body)
 
 
-def _bucket(writer: Writer, work: Work) -> str:
+def _two_backward(writer: Writer, work: Work) -> None:
     for _ in range(2):
         layer(writer, work, "B")
+
+
+def _sum(writer: Writer, work: Work) -> str:
     return writer.launch("dp_replicate", "all_reduce", 2 * work.weight_bytes)
 
 

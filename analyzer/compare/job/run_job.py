@@ -28,6 +28,8 @@ _INSTEAD = {
     "microbatches": ("global_batch",),
 }
 """Keys that say the same in other words: a stated one replaces those that were seen."""
+_AXES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
+"""Keys of which one at least says over how many ranks a job runs."""
 
 
 def job_of_run(spec: RunSpec | None, found: RunSplit, stated: Table | None = None) -> Job:
@@ -100,6 +102,8 @@ def _needed(name: str, table: Mapping[str, object], found: RunSplit) -> tuple[st
                 *(("ffn",) if table.get("gated") else ()),
                 *(("experts", "top_k") if experts else ()),
             )  # fmt: skip
+        case "parallel":
+            return () if any(key in table for key in _AXES) else ("tp", "pp", "dp")
         case "training":
             batch = () if "microbatches" in table else ("global_batch",)
             return ("seq_len", "micro_batch", *batch)

@@ -11,6 +11,7 @@ from stepsplit.analyzer.model.spec.hardware import Hardware
 from stepsplit.analyzer.model.spec.hardware_file import hardware_file
 from stepsplit.analyzer.model.spec.hardware_table import HARDWARE_KEYS, hardware_of
 from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.model.spec.layout_table import framework_of, layout_of
 from stepsplit.analyzer.model.spec.model_table import MODEL_KEYS, transformer_of
 from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS
@@ -55,6 +56,15 @@ def job_in(table: Table) -> Job:
     if fault is not None:
         raise DataError(table.where, fault.problem, fault.mend)
     return job
+
+
+def layout_in(table: Table) -> Layout:
+    """The layout that the tables state, whatever else they do. Raises DataError."""
+    nothing = Table(table.where, "parallel", {})
+    training = table.table("training", nothing).same(SAME_FRAMEWORKS)
+    return layout_of(
+        table.table("parallel", nothing), training.one_of("framework", FRAMEWORKS, None)
+    )
 
 
 def _model(table: Table, seq_len: int) -> Transformer:

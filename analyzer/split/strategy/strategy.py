@@ -45,6 +45,13 @@ class Strategy:
     size: int | None = None
     detail: str = ""
 
+    @property
+    def in_words(self) -> str:
+        """Its name, over how many ranks of which axis, and what else is seen."""
+        size = f" {self.size}" if self.size is not None else ""
+        axis = f" on {self.axis}" if self.axis not in (None, "tp", self.name) else ""
+        return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
+
 
 def axis_named(axes: Collection[str], unknown: str) -> str:
     """The axes of a group as one word, in the usual order of a mesh; unknown for no axis."""

@@ -1,0 +1,136 @@
+"""Gradients that are summed while nothing computes, though they could be during the backward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.compare.causes.scene import Scene
+from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
+from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.split.intervals import inside, union
+from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.trace import OP_CODE, Category, Int64
+
+_SUMS = ("all_reduce", "reduce_scatter")
+_HIDDEN = 0.1
+"""Where compute hides as much of the sums as this, they overlap already."""
+_FORWARD = 1 / 3
+"""Of forward and backward, where nothing marks them: a backward takes twice a forward."""
+_SCALAR_BYTES = 1024
+
+
+def lost_overlap(scene: Scene) -> list[Finding]:
+    """As if each bucket of gradients were summed as soon as the backward has made it, in the order
+    in which they are summed now, and only what follows waited."""
+    if _hidden_share(scene) >= _HIDDEN:
+        return []
+    moves = moves_of(scene)
+    if not moves:
+        return []
+    kernels = np.concatenate([move.kernels for move in moves])
+    rows = np.isin(scene.graph.steps.rank, scene.graph.kernels.rank[kernels])
+    spent = _exposed_ns(scene, kernels) // max(1, int(rows.sum()))
+    return [
+        Finding(
+            code="no_overlap",
+            bucket="collective",
+            gain_ns=scene.gain_ns(earlier(scene.graph, moves)),
+            measured_ns=spent,
+            predicted_ns=None,
+            ranks=(),
+            steps=scene.steps_of(rows),
+            events=scene.calls(kernels),
+            message=(
+                f"gradients are summed while nothing computes, for {units.milliseconds(spent)} a "
+                "step; bucket by bucket during the backward, most of that would be hidden"
+            ),
+        )
+    ]
+
+
+def moves_of(scene: Scene) -> list[Earlier]:
+    """The sums of gradients that held ranks up, and when each bucket of them was there."""
+    return [move for index in range(len(scene.found.ranks)) for move in _moves(scene, index)]
+
+
+def _hidden_share(scene: Scene) -> float:
+    rows = [
+        row
+        for row in scene.found.detail.overlaps
+        if row.op in _SUMS and row.axis in ("dp_replicate", "dp_shard", "cp")
+    ]
+    moved = sum(row.moved_ns for row in rows)
+    return sum(row.hidden_ns for row in rows) / moved if moved else 1.0
+
+
+def _moves(scene: Scene, index: int) -> list[Earlier]:
+    """What one rank would sum earlier, step by step."""
+    rank, kernels = scene.found.ranks[index], scene.graph.kernels
+    exposed = rank.attribution.exposed
+    syncs = {
+        call for call, phase in zip(exposed.call.tolist(), rank.phase, strict=True)
+        if phase == "grad_sync"
+    }  # fmt: skip
+    sums = np.isin(rank.trace.calls.op, [OP_CODE[op] for op in _SUMS])
+    large = rank.trace.calls.message_bytes > _SCALAR_BYTES
+    mine = np.flatnonzero(kernels.rank == index)
+    call = kernels.call[mine]
+    mine = mine[np.isin(call, list(syncs)) & sums[call] & large[call]]
+    found = []
+    first = int(np.flatnonzero(scene.graph.steps.rank == index)[0])
+    for step in np.unique(kernels.step[mine]).tolist():
+        here = mine[kernels.step[mine] == step]
+        if (kernels.resume[here] >= 0).any():
+            found.append(_of_step(rank, step - first, here, kernels.call))
+    return found
+
+
+def _of_step(rank: RankSplit, window: int, mine: Int64, call: Int64) -> Earlier:
+    calls = rank.trace.calls
+    starts = rank.clock.common_ns(rank.trace.events.start_ns[calls.event[call[mine]]])
+    begin, end = _backward_ns(rank, window, int(starts.min()))
+    size = calls.message_bytes[call[mine]].astype(np.float64)
+    ready = begin + np.rint((end - begin) * np.cumsum(size) / size.sum()).astype(np.int64)
+    return Earlier(mine, ready)
+
+
+def _backward_ns(rank: RankSplit, window: int, until: int) -> tuple[int, int]:
+    """The last backward of a step before an instant, on the common clock: as its pipeline's boxes
+    or autograd mark it, else the latter part of what came before."""
+    boxes = [b for b in rank.grids[window].boxes if b.phase != "forward" and b.end_ns <= until]
+    if boxes:
+        last = max(boxes, key=lambda box: box.end_ns)
+        return last.start_ns, last.end_ns
+    edge = rank.windows.windows[window]
+    start = rank.clock.common_at(edge.start_ns)
+    marked = rank.clock.common_ns(_autograd_ns(rank, edge.start_ns))
+    marked = marked[(marked >= start) & (marked < until)]
+    if len(marked):
+        return int(marked.min()), until
+    return start + round((until - start) * _FORWARD), until
+
+
+def _autograd_ns(rank: RankSplit, since: int) -> Int64:
+    """When each kernel (on a CPU: each op) that autograd launched since then began."""
+    events = rank.trace.events
+    spans = events.of(Category.OP) & events.named("autograd::engine")
+    marked = union(events.start_ns[spans], events.end_ns[spans])
+    launched = events.launch_ns() if rank.trace.on_device else events.start_ns
+    works = events.of(Category.KERNEL) if rank.trace.on_device else spans
+    rows = np.flatnonzero(works & (events.start_ns >= since))
+    return (
+        events.start_ns[rows[inside(marked, launched[rows])]]
+        if len(marked)
+        else events.start_ns[:0]
+    )
+
+
+def _exposed_ns(scene: Scene, kernels: Int64) -> int:
+    total = 0
+    table = scene.graph.kernels
+    for index, rank in enumerate(scene.found.ranks):
+        exposed = rank.attribution.exposed
+        chosen = np.isin(exposed.call, table.call[kernels[table.rank[kernels] == index]])
+        total += int((exposed.end_ns - exposed.start_ns)[chosen].sum())
+    return total

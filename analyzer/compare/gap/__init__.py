@@ -1,0 +1,1 @@
+"""Measured minus predicted, and what explains it."""

@@ -1,0 +1,61 @@
+"""A report with its run's prediction, and what lies between the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from stepsplit.analyzer.compare.gap.doubts import disagreements
+from stepsplit.analyzer.compare.gap.findings import gap_findings
+from stepsplit.analyzer.compare.gap.gap import gap_of
+from stepsplit.analyzer.compare.gap.price import price_of
+from stepsplit.analyzer.compare.job.run_job import run_table
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.rates_file import rates_of
+from stepsplit.analyzer.model.spec.run_file import job_in, layout_in
+from stepsplit.analyzer.model.spec.table import Table, read_table
+from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.gap import Gap
+from stepsplit.analyzer.report.medians import step_median_ns
+from stepsplit.analyzer.report.predicted import body_of
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.split.run_split import RunSplit
+
+AUTO = "auto"
+"""In place of a RUN.toml: the recording tells all."""
+
+
+def read_run(run: str | Path) -> Table:
+    """What a RUN.toml states, whole or a part; nothing by AUTO. Raises DataError."""
+    return Table("run.json", "", {}) if str(run) == AUTO else read_table(run)
+
+
+def held_against(report: Report, recording: Recording, found: RunSplit, run: Table) -> Report:
+    """The report with prediction, gap, MFU and what only the model tells.
+
+    Raises UsageError, which lists what neither run nor recording tells, or says that they are of
+    different ranks; DataError for a run that is odd.
+    """
+    table = run_table(recording.spec, found, run if run.values else None)
+    notes = disagreements(layout_in(table), recording.spec, found, table.where)
+    job = job_in(table)
+    rates = rates_of(table, job.hardware)
+    prediction = predict(job, rates)
+    gap = gap_of(found, prediction, price_of(job, rates), report, notes)
+    return _with(report, prediction, gap)
+
+
+def _with(report: Report, prediction: Prediction, gap: Gap) -> Report:
+    step_ns = step_median_ns(report.steps)
+    times = prediction.split.step_ns / step_ns if step_ns else 0.0
+    findings = (*report.findings, *gap_findings(gap, report.findings))
+    return replace(
+        report,
+        prediction=body_of(prediction),
+        gap=gap,
+        findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
+        mfu=None if prediction.mfu is None else prediction.mfu * times,
+        hfu=None if prediction.hfu is None else prediction.hfu * times,
+    )

@@ -1,0 +1,1 @@
+"""The measured steps replayed with something changed on purpose."""

@@ -1,0 +1,120 @@
+"""Runs of a step or two, a prediction for them by hand, and what lies between; times in us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from builders import GpuTrace
+from msgspec.structs import replace as with_fields
+from prediction_builders import prediction
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.compare.gap.gap import gap_of
+from stepsplit.analyzer.compare.gap.price import Price
+from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.report.build import build_report
+from stepsplit.analyzer.report.gap import Gap
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.collectors.run_spec import Mesh, RunSpec
+
+US = 1_000
+SIZE = 4_000
+"""Bytes of GpuTrace's calls."""
+Spans = Sequence[tuple[float, float]]
+Expected = tuple[str, str, int, int, int]
+"""(op, axis, calls, us of all of them, us of that exposed)"""
+Row = tuple[str, str, str | None, float]
+"""(cause, bucket, axis, us)"""
+
+
+def price(like: Communication, message_bytes: int) -> float:
+    """2 us of latency, and 8 us for SIZE bytes."""
+    return 2 * US + 8 * US * message_bytes / SIZE
+
+
+def latency(like: Communication, message_bytes: int) -> float:
+    """9 us of latency, and 1 us for SIZE bytes."""
+    return 9 * US + US * message_bytes / SIZE
+
+
+def ranks(
+    folder: Path,
+    calls: Spans = (),
+    compute: Spans = ((0, 60), (80, 100)),
+    *,
+    mesh: Mesh | None = None,
+    count: int = 2,
+    nelems: int = 1000,
+) -> RunSplit:
+    """Ranks that do the same in one step: GEMMs, and all_reduces over the whole mesh."""
+    mesh = mesh or Mesh.of({"tp": count})
+    world = mesh.world_size
+    for rank in range(count):
+        trace = GpuTrace(rank, world, groups=[("0", "all", list(range(world)))])
+        trace.step(1, 0, max(end for _, end in compute))
+        for start, end in compute:
+            trace.kernel("gemm", start, end)
+        for start, end in calls:
+            trace.all_reduce(start, end, launched=1, nelems=nelems)
+        trace.write(folder)
+    return found_in(folder, mesh)
+
+
+def found_in(folder: Path, mesh: Mesh | None) -> RunSplit:
+    """The split of the folder's traces as they lie on the mesh."""
+    recording = read_recording([folder])
+    spec = None if mesh is None else RunSpec("run", mesh.world_size, "nccl", mesh)
+    return split_run(recording.traces, spec, ideal_bubble_fraction)
+
+
+def report_of(folder: Path, found: RunSplit) -> Report:
+    return build_report(read_recording([folder]), found)
+
+
+def split(**us: float) -> Split:
+    """A Split of these buckets."""
+    return Split(**{f"{bucket}_ns": round(took * US) for bucket, took in us.items()})
+
+
+def model(each: Split, *calls: Expected, stages: int = 1) -> Prediction:
+    """A prediction of that split and these calls of SIZE bytes on every stage, free of doubt."""
+    found = (
+        Communication(
+            Message("any", op, axis, stage, "forward", count, SIZE, SIZE, SIZE),
+            Band(took * US, took * US, took * US),
+            held * US,
+        )
+        for stage in range(stages)
+        for op, axis, count, took, held in calls
+    )
+    return replace(
+        prediction(), splits=(each,) * stages, split=each, communication=tuple(found),
+        low_ns=each.step_ns, high_ns=each.step_ns, notes=(),
+    )  # fmt: skip
+
+
+def gap(
+    folder: Path, found: RunSplit, expected: Prediction, of: Price = price, **known: object
+) -> Gap:
+    """The run of the folder held against it; known replaces fields of its report."""
+    return gap_of(found, expected, of, with_fields(report_of(folder, found), **known))
+
+
+def rows(found: Gap) -> list[Row]:
+    """The waterfall, checked against its buckets."""
+    adds_up(found)
+    return [(row.cause, row.bucket, row.axis, row.ns / US) for row in found.rows]
+
+
+def adds_up(found: Gap) -> None:
+    """The rows of each bucket are its measured less its predicted time, and none is zero."""
+    difference = found.shown.measured - found.shown.predicted
+    for bucket, whole in zip(BUCKETS, difference.buckets_ns, strict=True):
+        assert sum(row.ns for row in found.rows if row.bucket == bucket) == whole
+    assert sum(row.ns for row in found.rows) == difference.step_ns
+    assert all(row.ns for row in found.rows)

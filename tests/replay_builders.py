@@ -1,0 +1,30 @@
+"""Recordings laid down by hand, split and as graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from builders import GpuTrace
+
+from stepsplit.analyzer.compare.causes.scene import Scene, scene_of
+from stepsplit.analyzer.compare.replay.graph import Graph
+from stepsplit.analyzer.compare.replay.play import play
+from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.run_split import RunSplit, split_run
+
+
+def split_of(*places: Path | str) -> RunSplit:
+    """The split of a recording."""
+    recording = read_recording([str(place) for place in places])
+    return split_run(recording.traces, recording.spec, ideal_bubble_fraction)
+
+
+def scene(folder: Path, *traces: GpuTrace) -> Scene:
+    """The scene of traces built by hand."""
+    return scene_of(split_of(*(trace.write(folder) for trace in traces)), 0)
+
+
+def steps_us(graph: Graph) -> list[float]:
+    """The steps of all ranks, in microseconds."""
+    return [ns / 1000 for ns in play(graph).step_ns.tolist()]

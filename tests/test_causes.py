@@ -1,0 +1,132 @@
+"""What holds a run up: the right cause first, its size true, nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from builders import GpuTrace
+from ground_truth import SEED
+from planted_causes import told
+from replay_builders import scene
+from simulator.planted import PLANTED
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.compare.causes.devices import said_of
+from stepsplit.analyzer.compare.causes.hosts import late_hosts
+from stepsplit.analyzer.compare.causes.links import slow_links
+from stepsplit.analyzer.compare.causes.needless import needless_calls
+from stepsplit.analyzer.compare.causes.overlap import lost_overlap
+from stepsplit.analyzer.compare.causes.shares import uneven_shares
+from stepsplit.collectors.rank_record import GpuState, RankRecord
+from stepsplit.collectors.run_spec import RankInfo
+
+QUICK = (
+    "slow_link tp_dp",
+    "slow_rank fsdp",
+    "no_overlap ddp",
+    "needless_calls tp",
+    "nothing tp_dp",
+)
+PAIR = [("0", "mesh_tp", [0, 1])]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED]
+)
+def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_path: Path) -> None:
+    found = told(name, SEED, tmp_path)
+    assert found.first, (SEED, found.ranks, [(f.code, f.ranks, f.gain_ns) for f in found.findings])
+    if found.findings:
+        assert abs(found.off) <= 0.1, (SEED, found.off)
+        assert found.findings[0].steps == (1, 2, 3, 4)
+        assert found.findings[0].message
+
+
+def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
+    """Rank 1 runs a kernel more, 90 of compute where rank 0 has 50. At 70 each they meet at 62 and
+    end 14 and 8 behind the sum."""
+    traces = []
+    for rank, busy in ((0, 40), (1, 80)):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
+        trace.kernel("gemm", 0, 40)
+        if busy > 40:
+            trace.kernel("more", 40, 80)
+        traces.append(trace.all_reduce(busy, 90).kernel("adam", 90, 100))
+    (found,) = uneven_shares(scene(tmp_path, *traces))
+    assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 16_889)
+    assert "28.6 % more" in found.message
+
+
+def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
+    """Rank 0 runs nothing from 20 to 60, rank 1 is there at 30."""
+    late = GpuTrace(0, 2, groups=PAIR).step(1, 0, 90)
+    late.kernel("a", 0, 20).kernel("b", 60, 70, launched=60).all_reduce(70, 80)
+    late.kernel("adam", 80, 90)
+    early = GpuTrace(1, 2, groups=PAIR).step(1, 0, 90)
+    early.kernel("a", 0, 20).kernel("b", 20, 30).all_reduce(30, 80).kernel("adam", 80, 90)
+    stall, bound = late_hosts(scene(tmp_path, late, early))
+    assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (0,), 40_000)
+    assert (bound.code, bound.gain_ns) == ("host_bound", 0)
+
+
+def test_a_link_is_slow_beside_others_that_carry_the_same(tmp_path: Path) -> None:
+    """Four calls each: 10 between ranks 0 and 1, 20 between 2 and 3; all wait for nobody."""
+    traces = []
+    for rank in range(4):
+        first = rank // 2 * 2
+        groups = [("0", "mesh_tp", [0, 1]), ("1", "mesh_tp", [2, 3])]
+        trace = GpuTrace(rank, 4, groups=groups).step(1, 0, 200)
+        took = 10 if first == 0 else 20
+        for call in range(4):
+            at = call * (took + 10)
+            trace.kernel("gemm", at, at + 10)
+            trace.all_reduce(at + 10, at + 10 + took, group=str(first // 2))
+        traces.append(trace.kernel("adam", 4 * (took + 10), 4 * (took + 10) + 10))
+    (found,) = slow_links(scene(tmp_path, *traces))
+    assert (found.code, found.ranks) == ("slow_link", (2, 3))
+    assert found.gain_ns == 20_000, "of 40 on two of four ranks"
+    assert "2.0 times as slowly between ranks 2, 3" in found.message
+
+
+def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 110)
+        trace.kernel("a", 0, 40).all_reduce(40, 60).kernel("b", 40, 80).all_reduce(80, 100)
+        traces.append(trace.kernel("adam", 100, 110))
+    assert lost_overlap(scene(tmp_path, *traces)) == []
+
+
+def test_gathers_of_fully_sharded_weights_are_needed_twice(tmp_path: Path) -> None:
+    """Forward and backward each gather what the backward scatters: no finding."""
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_shard", [0, 1])]).step(1, 0, 100)
+        trace.collective("AllGather", "all_gather_into_tensor", 0, 10).kernel("f", 10, 30)
+        trace.collective("AllGather", "all_gather_into_tensor", 30, 40).kernel("b", 40, 70)
+        trace.collective("ReduceScatter", "reduce_scatter_tensor", 70, 80)
+        traces.append(trace.kernel("adam", 80, 100))
+    assert needless_calls(scene(tmp_path, *traces)) == []
+
+
+def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 10)
+    assert analyze(trace.write(tmp_path)).findings == ()
+
+
+def test_a_slow_device_says_why_where_its_clock_was_read() -> None:
+    """Rank 1 ran at 1,200 MHz, hot; the others at 1,980."""
+    records = [
+        RankRecord(
+            "job", RankInfo(rank, rank, "node0", 1, "cuda"), 3, "nccl",
+            gpu=(GpuState(0, sm_clock_mhz=1200 if rank == 1 else 1980,
+                          throttle_reasons=0x40 if rank == 1 else 0x1),),
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    assert said_of(records, 1) == (
+        "its SM clock is 1,200 MHz, the median rank's 1,980; throttled: too hot, by hardware"
+    )
+    assert said_of(records, 0) == ""
+    assert said_of([], 1) == ""

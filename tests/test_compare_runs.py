@@ -1,0 +1,245 @@
+"""Two small reports by hand, and what differs between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.compare.runs.compare import compare_reports
+from stepsplit.analyzer.compare.runs.comparison import (
+    BucketChange,
+    Calls,
+    CallsChange,
+    ExposedChange,
+    FamilyChange,
+    Setting,
+    Side,
+)
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.report import (
+    AxisSize,
+    CollectiveRow,
+    ExposedRow,
+    GroupRow,
+    Host,
+    MemoryRow,
+    Pipeline,
+    Report,
+    Run,
+    StepRow,
+)
+from stepsplit.analyzer.split.compute.kernels import KernelFamily
+from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.strategy.strategy import Strategy
+
+RUN = Run("base", 2, (0, 1), (Host("a", (0, 1)),), "nccl", "H100", (AxisSize("tp", 2),), "run.json",
+          "2.13.0", "2.30", "0", None, (Strategy("tp", "tp", 2),))  # fmt: skip
+TP = GroupRow(0, "tp", "mesh_tp", (0, 1))
+
+
+def step(rank: int, number: int, kind: str = "full", **buckets_ns: int) -> StepRow:
+    parts = {f"{bucket}_ns": buckets_ns.get(bucket, 0) for bucket in BUCKETS}
+    memos = {"overlapped_ns": 0, "bubble_covered_ns": 0, "fused_ns": 0}
+    total = sum(parts.values())
+    return StepRow(rank, number, kind, 0, total, **parts, **memos, estimated=False)
+
+
+def baseline() -> Report:
+    """Two ranks, two full steps of 100 and 110 ns; rank 1 waits for nobody."""
+    return Report(
+        run=RUN,
+        groups=(TP,),
+        steps=(
+            step(0, 0, "partial", compute=900),
+            step(0, 1, compute=70, collective=20, skew=10),
+            step(0, 2, compute=80, collective=20, skew=10),
+            step(1, 0, "partial", compute=900),
+            step(1, 1, compute=80, collective=20),
+            step(1, 2, compute=90, collective=20),
+        ),
+        exposed=(
+            ExposedRow(0, 0, "tp", "forward", 500, 0, 0, 0),
+            ExposedRow(0, 1, "tp", "forward", 15, 0, 10, 0),
+            ExposedRow(0, 1, "tp", "backward", 5, 0, 0, 0),
+            ExposedRow(0, 2, "tp", "forward", 20, 0, 10, 0),
+            ExposedRow(1, 1, "tp", "forward", 20, 0, 0, 0),
+            ExposedRow(1, 2, "tp", "forward", 20, 0, 0, 0),
+        ),
+        collectives=(CollectiveRow(0, "all_reduce", "bfloat16", 4096, 6, 10, 2, 8e9, 8e9),),
+        kernels=(
+            KernelFamily(0, "gemm", 20, 150, 1.0), KernelFamily(1, "gemm", 20, 170, 1.0),
+        ),
+        memory=(MemoryRow(0, 500, *[None] * 7), MemoryRow(1, 700, *[None] * 7)),
+        mfu=0.4,
+    )  # fmt: skip
+
+
+def slower() -> Report:
+    """The same, on a newer NCCL, where rank 1 is late by 40 ns and what it sends is smaller."""
+    return msgspec.structs.replace(
+        baseline(),
+        run=msgspec.structs.replace(RUN, name="new", nccl="2.31"),
+        steps=(
+            step(0, 1, compute=70, collective=20, skew=50),
+            step(0, 2, compute=80, collective=20, skew=51),
+            step(1, 1, compute=120, collective=20),
+            step(1, 2, compute=131, collective=20),
+        ),
+        exposed=(ExposedRow(0, 1, "tp", "forward", 40, 0, 101, 0),
+                 ExposedRow(1, 1, "tp", "forward", 40, 0, 0, 0)),
+        collectives=(
+            CollectiveRow(0, "all_reduce", "bfloat16", 4096, 2, 10, 2, 8e9, 8e9),
+            CollectiveRow(0, "all_reduce", "bfloat16", 2048, 2, 30, 40, 6e9, 6e9),
+        ),
+        kernels=(
+            KernelFamily(0, "gemm", 20, 150, 0.9), KernelFamily(0, "reduce", 2, 0, 0.0),
+            KernelFamily(1, "gemm", 20, 200, 0.8), KernelFamily(1, "reduce", 2, 51, 0.2),
+        ),
+        memory=(MemoryRow(0, 800, *[None] * 7),),
+        mfu=None,
+    )  # fmt: skip
+
+
+def test_what_differs_between_two_runs() -> None:
+    found = compare_reports(baseline(), slower())
+    assert found.baseline == Side(
+        "base", 2, 105, 100, 110, Split(compute_ns=80, collective_ns=20, skew_ns=5), None, 700, 0.4
+    )
+    assert found.candidate == Side(
+        "new", 2, 145, 140, 151, Split(compute_ns=100, collective_ns=20, skew_ns=25), None, 800,
+        None,
+    )  # fmt: skip
+    assert (found.difference_ns, found.ratio, found.within_noise) == (40, 145 / 105, False)
+    assert found.settings == (Setting("NCCL", "2.30", "2.31"),)
+    assert found.buckets == (
+        BucketChange(80, 100, "compute"),
+        BucketChange(5, 25, "skew"),
+        BucketChange(20, 20, "collective"),
+        *(BucketChange(0, 0, bucket) for bucket in ("p2p", "bubble", "copy", "idle")),
+    )
+    assert found.exposed == (
+        ExposedChange(5, 25, "skew", "tp"), ExposedChange(20, 20, "collective", "tp")
+    )  # fmt: skip
+    assert found.collectives == (
+        CallsChange("tp", "all_reduce", "bfloat16", 2048, None, Calls(1.0, 30, 40, 6e9)),
+        CallsChange(
+            "tp", "all_reduce", "bfloat16", 4096, Calls(2.0, 10, 2, 8e9), Calls(1.0, 10, 2, 8e9)
+        ),
+    )
+    assert found.kernels == (
+        FamilyChange(0, 12, "reduce", 0.0, 1.0),
+        FamilyChange(80, 87, "gemm", 10.0, 10.0),
+    )
+
+
+def test_a_run_against_itself_differs_in_nothing() -> None:
+    found = compare_reports(baseline(), baseline())
+    assert found.same
+    assert (found.difference_ns, found.ratio, found.within_noise) == (0, 1.0, True)
+    other_name = replace(found, candidate=replace(found.candidate, name="again"))
+    assert other_name.same
+    assert not compare_reports(baseline(), slower()).same
+
+
+def test_another_layout_is_compared_and_said() -> None:
+    piped = msgspec.structs.replace(
+        baseline(),
+        run=msgspec.structs.replace(
+            RUN, mesh=(AxisSize("pp", 2),), strategies=(Strategy("pp", "pp", 2, "1f1b"),)
+        ),
+        pipeline=Pipeline((), 4, "1f1b", 0.25, 0.2, 1 / 3),
+    )
+    found = compare_reports(baseline(), piped)
+    assert found.settings == (
+        Setting("mesh", "tp 2", "pp 2"),
+        Setting("schedule", "none seen", "1f1b"),
+        Setting("microbatches", "none seen", "4"),
+        Setting("strategies", "tp 2", "pp 2 (1f1b)"),
+    )
+    assert (found.baseline.bubble_fraction, found.candidate.bubble_fraction) == (None, 0.25)
+
+
+def test_a_setting_that_one_side_does_not_know_is_unknown() -> None:
+    unknown = msgspec.structs.replace(RUN, mesh=None, torch=None)
+    found = compare_reports(baseline(), msgspec.structs.replace(baseline(), run=unknown))
+    assert found.settings == (Setting("mesh", "tp 2", None), Setting("torch", "2.13.0", None))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "within"),
+    [
+        ((100, 110, 120), (108, 112, 116), True),
+        ((100, 110, 120), (111, 112, 116), False),
+        ((100, 101, 900), (110, 111, 112), False),
+        ((100, 110, 120), (110,), None),
+    ],
+    ids=["each reaches the other", "no candidate so quick", "an odd step excuses none", "one step"],
+)
+def test_noise_is_what_the_steps_of_both_reach(
+    one: tuple[int, ...], other: tuple[int, ...], within: bool | None
+) -> None:
+    first, second = (
+        Report(run=RUN, steps=tuple(step(0, n, compute=ns) for n, ns in enumerate(times)))
+        for times in (one, other)
+    )
+    assert compare_reports(first, second).within_noise is within
+
+
+def test_messages_and_calls_that_nobody_matched_count_by_the_rank_that_made_them() -> None:
+    alone = msgspec.structs.replace(
+        baseline(),
+        collectives=(
+            CollectiveRow(0, "send", "bfloat16", 64, 6, 10, 0, None, None),
+            CollectiveRow(0, "all_reduce", "bfloat16", 4096, 12, 10, 2, None, None),
+        ),
+        coverage=(Coverage("tp", 1, 0, 1, 18, 18),),
+    )
+    counts = {
+        row.op: row.baseline and row.baseline.count
+        for row in compare_reports(alone, alone).collectives
+    }
+    assert counts == {"send": 1.0, "all_reduce": 2.0}
+
+
+def test_kernels_that_a_side_does_not_tell_are_not_compared() -> None:
+    silent = msgspec.structs.replace(baseline(), kernels=())
+    assert compare_reports(baseline(), silent).kernels == ()
+
+
+def test_a_run_without_a_step_is_refused() -> None:
+    with pytest.raises(UsageError, match="base: no step to compare; record at least one"):
+        compare_reports(Report(run=RUN), baseline())
+
+
+TIMES = st.lists(
+    st.lists(st.integers(0, 10**12), min_size=7, max_size=7), min_size=1, max_size=6
+)  # fmt: skip
+
+
+def run_of(times: list[list[int]]) -> Report:
+    rows = (
+        step(i % 2, i // 2, **dict(zip(BUCKETS, parts, strict=True)))
+        for i, parts in enumerate(times)
+    )
+    return Report(run=RUN, steps=tuple(rows))
+
+
+@given(TIMES, TIMES)
+def test_differences_add_up_to_the_difference_of_the_mean_step(
+    one: list[list[int]], other: list[list[int]]
+) -> None:
+    found = compare_reports(run_of(one), run_of(other))
+    means_ns = [sum(map(sum, times)) // len(times) for times in (one, other)]
+    assert sum(row.difference_ns for row in found.buckets) == means_ns[1] - means_ns[0]
+    for row in found.buckets:
+        column = BUCKETS.index(row.bucket)
+        assert abs(row.baseline_ns - sum(parts[column] for parts in one) / len(one)) <= 1
+    backwards = compare_reports(run_of(other), run_of(one))
+    assert {row.bucket: -row.difference_ns for row in backwards.buckets} == {
+        row.bucket: row.difference_ns for row in found.buckets
+    }

@@ -33,6 +33,7 @@ from stepsplit.analyzer.compare.gap.doubts import disagreements
 from stepsplit.analyzer.compare.gap.findings import gap_findings
 from stepsplit.analyzer.compare.gap.gap import gap_of
 from stepsplit.analyzer.compare.gap.price import Price, price_of
+from stepsplit.analyzer.compare.gap.wires import Wire
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm.measured import Rates
 from stepsplit.analyzer.model.predict import predict
@@ -508,4 +509,30 @@ def test_the_screen_names_calls_that_differ_and_memory(tmp_path: Path) -> None:
         "calls that differ: stage 0 all_reduce on tp 2 of 1 predicted (8.00 kB of 4.00",
         "kB)",
         "peak memory: stage 0 3.0 GiB of 2.0 GiB predicted",
+    ]
+
+
+def test_bandwidths_stand_beside_the_links_peak(tmp_path: Path) -> None:
+    """Two calls of 4,000 bytes over two ranks in 20 us: all_reduce sends each byte once."""
+    found = gap_of(
+        ranks(tmp_path, TWICE), model(USUAL, SUMS), price,
+        report_of(tmp_path, ranks(tmp_path, TWICE)), wires=lambda axis: Wire(2, 1e9),
+    )  # fmt: skip
+    (row,) = found.calls
+    assert (row.bytes, row.time_ns) == (8_000, 20_000)
+    assert row.busbw_bytes_per_s == 8_000 / 20e-6
+    assert row.link_bytes_per_s == 1e9
+
+
+def test_memory_is_compared_by_category(tmp_path: Path) -> None:
+    held = (MemoryRow(0, None, None, GIB, 2 * GIB, None, None, None, None),)
+    expected = replace(model(USUAL, SUMS), memory=(StageMemory(0, GIB, GIB, 0, 0, 0, 0),))
+    found = gap(tmp_path, ranks(tmp_path, TWICE), expected, memory=held)
+    assert found.memory == (
+        ComparedMemory(0, 0, GIB, GIB, "weights"),
+        ComparedMemory(0, 0, 2 * GIB, GIB, "gradients"),
+    )
+    assert screen(found)[-2:] == [
+        "weights: stage 0 1.07 GB of 1.07 GB predicted",
+        "gradients: stage 0 2.15 GB of 1.07 GB predicted",
     ]

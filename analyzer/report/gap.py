@@ -24,7 +24,8 @@ class ComparedCalls(Struct, frozen=True):
 
     Counts and bytes are of tensors, bytes None where unknown; time_ns is how long data moved in a
     step, scalars too, exposed_ns how much of that held the rank up. equal: counts and bytes are as
-    predicted on all ranks and steps.
+    predicted on all ranks and steps. busbw is the measured and the predicted one, by nccl-tests,
+    link the peak of the slowest link between the ranks; None where unknown.
     """
 
     stage: int
@@ -39,15 +40,19 @@ class ComparedCalls(Struct, frozen=True):
     exposed_ns: int
     predicted_exposed_ns: int
     equal: bool
+    busbw_bytes_per_s: float | None = None
+    predicted_busbw_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
 
 
 class ComparedMemory(Struct, frozen=True):
-    """The peak of a stage's fullest rank beside its prediction."""
+    """What a stage's fullest rank held beside its prediction: at its peak, or of one category."""
 
     stage: int
     rank: int
     measured_bytes: int
     predicted_bytes: int
+    category: str = "peak"
 
 
 class GapRow(Struct, frozen=True):

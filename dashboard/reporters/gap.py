@@ -19,7 +19,7 @@ def gap_section(gap: Gap) -> list[RenderableType]:
     """The heading, the buckets of the stage that the model takes for the slowest side by side, the
     parts of the gap, calls and memory."""
     parts: list[RenderableType] = [_heading(gap), _buckets(gap), *_explained(gap)]
-    parts += [*_calls(gap), *_memory(gap)]
+    parts += [*_speeds(gap), *_calls(gap), *_memory(gap)]
     return parts + [Text(f"doubt: {note}", style="yellow") for note in gap.notes]
 
 
@@ -80,10 +80,42 @@ def _call(one: ComparedCalls) -> str:
     return f"{where} {one.count} of {one.predicted_count} predicted{size}"
 
 
+def _speeds(gap: Gap) -> list[RenderableType]:
+    """How fast the shown stage's calls moved data, beside the model and the link's peak."""
+    rows = [one for one in gap.calls if one.stage == gap.stage and one.busbw_bytes_per_s]
+    if not rows:
+        return []
+    table = bare_table("axis", "op", "a step", "predicted", "busbw", "predicted", "of the link")
+    for one in rows:
+        table.add_row(
+            one.axis, one.op, units.milliseconds(one.time_ns),
+            units.milliseconds(one.predicted_time_ns), _rate(one.busbw_bytes_per_s),
+            _rate(one.predicted_busbw_bytes_per_s), _share(one),
+        )  # fmt: skip
+    return [table]
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else units.gigabytes_per_second(bytes_per_s)
+
+
+def _share(one: ComparedCalls) -> str:
+    if one.busbw_bytes_per_s is None or not one.link_bytes_per_s:
+        return ""
+    return units.percent(one.busbw_bytes_per_s / one.link_bytes_per_s)
+
+
 def _memory(gap: Gap) -> list[Text]:
+    """A line for the peak, and one for each category that some rank measured."""
+    categories = dict.fromkeys(one.category for one in gap.memory)
+    return [Text(_held(gap, category)) for category in categories]
+
+
+def _held(gap: Gap, category: str) -> str:
+    size = units.gibibytes if category == "peak" else units.size
     parts = [
-        f"stage {one.stage} {units.gibibytes(one.measured_bytes)} of "
-        f"{units.gibibytes(one.predicted_bytes)} predicted"
+        f"stage {one.stage} {size(one.measured_bytes)} of {size(one.predicted_bytes)} predicted"
         for one in gap.memory
+        if one.category == category
     ]
-    return [Text(f"peak memory: {', '.join(parts)}")] if parts else []
+    return f"{'peak memory' if category == 'peak' else category}: {', '.join(parts)}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.compare.gap.seen import Seen
+from stepsplit.analyzer.compare.gap.wires import Wire, Wires, no_wires
 from stepsplit.analyzer.compare.messages import MessageRow, compare_messages
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.gap import ComparedCalls
@@ -14,14 +16,16 @@ _Kind = tuple[int, str, str]
 _Times = dict[_Kind, tuple[int, int]]
 
 
-def compared_calls(seen: Seen, prediction: Prediction) -> tuple[ComparedCalls, ...]:
+def compared_calls(
+    seen: Seen, prediction: Prediction, wires: Wires = no_wires
+) -> tuple[ComparedCalls, ...]:
     """A row for each stage, axis and op of tensors, by the prediction's words for the axes."""
     rows = compare_messages(seen.messages, prediction).rows
     measured, predicted = _measured(seen), _predicted(prediction)
-    return tuple(_row(row, measured, predicted) for row in rows)
+    return tuple(_row(row, measured, predicted, wires(row.axis)) for row in rows)
 
 
-def _row(row: MessageRow, measured: _Times, predicted: _Times) -> ComparedCalls:
+def _row(row: MessageRow, measured: _Times, predicted: _Times, wire: Wire | None) -> ComparedCalls:
     kind = (row.stage, row.axis, row.op)
     (time_ns, exposed_ns), (expected_ns, left_ns) = (
         times.get(kind, (0, 0)) for times in (measured, predicted)
@@ -39,7 +43,17 @@ def _row(row: MessageRow, measured: _Times, predicted: _Times) -> ComparedCalls:
         exposed_ns=exposed_ns,
         predicted_exposed_ns=left_ns,
         equal=row.equal,
+        busbw_bytes_per_s=_busbw(row.op, row.measured.bytes, time_ns, wire),
+        predicted_busbw_bytes_per_s=_busbw(row.op, row.predicted.bytes, expected_ns, wire),
+        link_bytes_per_s=wire.bytes_per_s if wire else None,
     )
+
+
+def _busbw(op: str, total_bytes: int | None, time_ns: int, wire: Wire | None) -> float | None:
+    """Of all calls together; None where size, time or ranks are unknown."""
+    if not total_bytes or not time_ns or wire is None:
+        return None
+    return total_bytes / (time_ns / 1e9) * busbw_factor(op, wire.ranks)
 
 
 def _measured(seen: Seen) -> _Times:

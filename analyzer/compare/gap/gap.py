@@ -11,6 +11,7 @@ from stepsplit.analyzer.compare.gap.price import Price
 from stepsplit.analyzer.compare.gap.seen import Seen
 from stepsplit.analyzer.compare.gap.stages import compared_stages
 from stepsplit.analyzer.compare.gap.waterfall import Sides, waterfall
+from stepsplit.analyzer.compare.gap.wires import Wires, no_wires
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.gap import ComparedStage, Gap
@@ -24,8 +25,10 @@ def gap_of(
     price: Price,
     report: Report,
     notes: Sequence[str] = (),
+    wires: Wires = no_wires,
 ) -> Gap:
-    """The run, whose report is this, held against the prediction; notes say what else to doubt.
+    """The run, whose report is this, held against the prediction; notes say what else to doubt,
+    wires what joins the ranks.
 
     Raises UsageError where the recording has no step.
     """
@@ -37,7 +40,7 @@ def gap_of(
         stages=stages,
         stage=shown.stage,
         rows=waterfall(Sides(seen, prediction, price, report, shown)),
-        calls=compared_calls(seen, prediction) if shown.kind == "full" else (),
+        calls=compared_calls(seen, prediction, wires) if shown.kind == "full" else (),
         memory=compared_memory(report.memory or (), found.layout, prediction),
         low_ns=prediction.low_ns,
         high_ns=prediction.high_ns,

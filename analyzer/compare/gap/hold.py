@@ -10,6 +10,7 @@ from stepsplit.analyzer.compare.gap.doubts import disagreements
 from stepsplit.analyzer.compare.gap.findings import gap_findings
 from stepsplit.analyzer.compare.gap.gap import gap_of
 from stepsplit.analyzer.compare.gap.price import price_of
+from stepsplit.analyzer.compare.gap.wires import wires_of
 from stepsplit.analyzer.compare.job.run_job import run_table
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
@@ -43,7 +44,7 @@ def held_against(report: Report, recording: Recording, found: RunSplit, run: Tab
     job = job_in(table)
     rates = rates_of(table, job.hardware)
     prediction = predict(job, rates)
-    gap = gap_of(found, prediction, price_of(job, rates), report, notes)
+    gap = gap_of(found, prediction, price_of(job, rates), report, notes, wires_of(job))
     return _with(report, prediction, gap)
 
 

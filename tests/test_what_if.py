@@ -94,3 +94,12 @@ def test_json_on_standard_output_is_json_alone(capsys: pytest.CaptureFixture[str
 def test_a_schedule_needs_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["what-if", str(SAMPLES / "dp4"), "--change", "schedule=gpipe"]) == 2
     assert "shows no pipeline" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (SAMPLES.parent / "docs" / "causes.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("stepsplit what-if"))
+    words = command.replace("sample_traces", str(SAMPLES)).split()[1:]
+    assert cli.run(words) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert f"```\n{printed}\n```" in page

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis, analyze, examine
     from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
+    from stepsplit.analyzer.compare.plan.plan import Plan
+    from stepsplit.analyzer.compare.plan.search import plan
     from stepsplit.analyzer.compare.runs.comparison import RunComparison
     from stepsplit.analyzer.compare.what_if.what_if import WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
@@ -35,6 +37,7 @@ __all__ = [
     "FileRead",
     "Hang",
     "Job",
+    "Plan",
     "Prediction",
     "Report",
     "Rules",
@@ -47,6 +50,7 @@ __all__ = [
     "compare_runs",
     "examine",
     "find_hang",
+    "plan",
     "predict",
     "read_files",
     "read_job",
@@ -62,6 +66,7 @@ _HOME = {
     "FileRead": "readers.any_file",
     "Hang": "hang.hang",
     "Job": "model.spec.job",
+    "Plan": "compare.plan.plan",
     "Prediction": "model.prediction",
     "Report": "report.report",
     "Rules": "readers.rules",
@@ -74,6 +79,7 @@ _HOME = {
     "compare_runs": "two_runs",
     "examine": "analysis",
     "find_hang": "hang.find",
+    "plan": "compare.plan.search",
     "predict": "model.predict",
     "read_files": "readers.any_file",
     "read_job": "model.spec.run_file",

@@ -33,7 +33,7 @@ def screen(found: Calibration, out: Path | None) -> RenderableType:
 def _heading(found: Calibration) -> Text:
     runs = list(dict.fromkeys(one.run for one in found.stages))
     words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    text = Text(f"{found.hardware.name} as {words} tell: {', '.join(runs)}", style="bold")
+    text = Text(f"{found.hardware.name} as told by {words}: {', '.join(runs)}", style="bold")
     off = units.percent(found.hardware.efficiency.error)
     text.append(f"\nother layouts may be off by {off}", style="not bold")
     return text

@@ -56,15 +56,16 @@ def _usual(scene: Scene, values: Float) -> Float:
 def _beyond_others(scene: Scene, work: str) -> list[Finding]:
     spent, steps = scene.work_ns(work), scene.graph.steps
     usual = _usual(scene, spent.astype(np.float64))
-    beyond = np.maximum(spent - usual, 0)
-    mean = np.bincount(steps.rank, beyond) / np.bincount(steps.rank)
+    beyond = np.maximum(spent - usual, 0) * scene.counted
+    steps_of_rank = np.maximum(np.bincount(steps.rank, scene.counted), 1)
+    mean = np.bincount(steps.rank, beyond) / steps_of_rank
     late = np.flatnonzero(mean > _LEAST * scene.mean_ns).tolist()
     return [_of_rank(scene, work, index, usual) for index in late]
 
 
 def _of_rank(scene: Scene, work: str, index: int, usual: Float) -> Finding:
     spent = scene.work_ns(work)
-    mine = (scene.graph.steps.rank == index) & (spent > usual)
+    mine = (scene.graph.steps.rank == index) & (spent > usual) & scene.counted
     changed = capped(scene.graph, work, np.where(mine, usual, spent))
     code, words = _SAYS[work]
     rank, more = int(scene.ranks[index]), float((spent - usual)[mine].mean()) / scene.mean_ns
@@ -84,19 +85,20 @@ def _of_rank(scene: Scene, work: str, index: int, usual: Float) -> Finding:
 def _host_bound(scene: Scene, common: Float) -> Finding:
     """As if no rank had the idle time that all have."""
     idle = scene.work_ns("idle")
-    every = np.ones(len(idle), dtype=np.bool_)
+    share = float(common[scene.counted].mean()) / scene.mean_ns
+    who = "every rank" if len(scene.ranks) > 1 else "the rank"
     return Finding(
         code="host_bound",
         bucket="idle",
         gain_ns=scene.gain_ns(capped(scene.graph, "idle", np.maximum(idle - common, 0))),
-        measured_ns=int(idle.mean()),
+        measured_ns=int(idle[scene.counted].mean()),
         predicted_ns=None,
         ranks=(),
-        steps=scene.steps_of(every),
+        steps=scene.steps_of(scene.counted),
         events=(),
         message=(
-            f"all ranks run nothing for {units.percent(float(common.mean()) / scene.mean_ns)} of "
-            f"the step: {why_idle(_host_causes(scene))}"
+            f"{who} runs nothing for {units.percent(share)} of the step: "
+            f"{why_idle(_host_causes(scene))}"
         ),
     )
 

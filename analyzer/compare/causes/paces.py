@@ -33,7 +33,7 @@ def pace_of(scene: Scene) -> Float:
 def _usual_compute(scene: Scene) -> Float:
     """The mean compute of each row's rank in its full steps."""
     compute, steps = scene.bucket_ns("compute"), scene.graph.steps
-    counted = steps.full if steps.full.any() else np.ones_like(steps.full)
+    counted = scene.counted
     count = np.bincount(steps.rank[counted], minlength=len(scene.ranks))
     total = np.bincount(steps.rank[counted], compute[counted], minlength=len(scene.ranks))
     return np.maximum(total / np.maximum(count, 1), 1.0)[steps.rank]
@@ -55,8 +55,8 @@ def _finding(scene: Scene, rank: int, pace: Float) -> Finding:
         code="slow_rank",
         bucket="compute",
         gain_ns=scene.gain_ns(changed),
-        measured_ns=int(scene.bucket_ns("compute")[mine].mean()),
-        predicted_ns=int((scene.bucket_ns("compute") * pace)[mine].mean()),
+        measured_ns=int(scene.bucket_ns("compute")[mine & scene.counted].mean()),
+        predicted_ns=int((scene.bucket_ns("compute") * pace)[mine & scene.counted].mean()),
         ranks=(rank,),
         steps=scene.steps_of(mine),
         events=_slowest(scene, rank, rows[0]),

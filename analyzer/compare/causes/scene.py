@@ -15,7 +15,7 @@ from stepsplit.analyzer.compare.replay.play import play, times_of
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.intervals import inside, union
 from stepsplit.analyzer.split.run_split import RunSplit
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
 
 Float = npt.NDArray[np.float64]
@@ -38,6 +38,12 @@ class Scene:
     split_ns: Int64
     origin_ns: int
     records: tuple[RankRecord, ...] = ()
+
+    @property
+    def counted(self) -> Bool:
+        """Which rows the mean step is of: the full ones, all where none is full."""
+        full = self.graph.steps.full
+        return full if full.any() else np.ones_like(full)
 
     def bucket_ns(self, bucket: str) -> Int64:
         """One bucket of every row."""

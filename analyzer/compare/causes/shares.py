@@ -40,11 +40,11 @@ def _mean_of(values: Float, label: Int64) -> Float:
 
 
 def _uneven_stages(scene: Scene, of_stage: Float, mean: Float) -> Finding | None:
-    heaviest = _heaviest(scene.stage, of_stage / np.maximum(mean, 1))
+    heaviest = _heaviest(scene, scene.stage, of_stage / np.maximum(mean, 1))
     if heaviest is None:
         return None
     stage, ratio = heaviest
-    mine = scene.stage == stage
+    mine = (scene.stage == stage) & scene.counted
     times = mean / np.maximum(of_stage, 1)
     changed = _with_layers(scene, paced(scene.graph, "compute", times), times)
     return Finding(
@@ -76,11 +76,11 @@ def _with_layers(scene: Scene, graph: Graph, times: Float) -> Graph:
 
 def _uneven_ranks(scene: Scene, work: Float, of_stage: Float) -> Finding | None:
     rank = scene.ranks[scene.graph.steps.rank]
-    heaviest = _heaviest(rank, work / np.maximum(of_stage, 1))
+    heaviest = _heaviest(scene, rank, work / np.maximum(of_stage, 1))
     if heaviest is None:
         return None
     worst, ratio = heaviest
-    mine = rank == worst
+    mine = (rank == worst) & scene.counted
     changed = paced(scene.graph, "compute", of_stage / np.maximum(work, 1))
     return Finding(
         code="uneven_ranks",
@@ -98,9 +98,9 @@ def _uneven_ranks(scene: Scene, work: Float, of_stage: Float) -> Finding | None:
     )
 
 
-def _heaviest(who: Int64, ratio: Float) -> tuple[int, float] | None:
+def _heaviest(scene: Scene, who: Int64, ratio: Float) -> tuple[int, float] | None:
     """(who has the most work on average, how many times the mean); None where all is even."""
-    numbers, place = np.unique(who, return_inverse=True)
-    mean = np.bincount(place, ratio) / np.bincount(place)
+    numbers, place = np.unique(who[scene.counted], return_inverse=True)
+    mean = np.bincount(place, ratio[scene.counted]) / np.bincount(place)
     most = int(mean.argmax())
     return (int(numbers[most]), float(mean[most])) if mean[most] > _UNEVEN else None

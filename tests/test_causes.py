@@ -12,6 +12,7 @@ from replay_builders import scene
 from simulator.planted import PLANTED
 
 from stepsplit.analyzer import analyze
+from stepsplit.analyzer.compare.causes.backwards import Backwards
 from stepsplit.analyzer.compare.causes.devices import said_of
 from stepsplit.analyzer.compare.causes.hosts import late_hosts
 from stepsplit.analyzer.compare.causes.links import slow_links
@@ -130,3 +131,15 @@ def test_a_slow_device_says_why_where_its_clock_was_read() -> None:
     )
     assert said_of(records, 0) == ""
     assert said_of([], 1) == ""
+
+
+@pytest.mark.parametrize(("passes", "begin"), [(1, 30_000), (3, 70_000)])
+def test_gradients_are_whole_with_the_last_backward_of_a_step(
+    passes: int, begin: int, tmp_path: Path
+) -> None:
+    """Autograd launches kernels from 30 on; of three passes the last began at 70 of 90."""
+    trace = GpuTrace().step(1, 0, 100).kernel("forward", 0, 30)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 29, 90)
+    trace.kernel("backward", 30, 60).kernel("backward", 60, 90).kernel("adam", 90, 100)
+    rank = scene(tmp_path, trace).found.ranks[0]
+    assert Backwards.of(rank, passes).before(0, 90_000) == (begin, 90_000)

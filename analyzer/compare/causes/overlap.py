@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.compare.causes.backwards import Backwards
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.intervals import inside, union
 from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.trace import OP_CODE, Category, Int64
+from stepsplit.analyzer.trace import OP_CODE, Int64
 
 _SUMS = ("all_reduce", "reduce_scatter")
 _HIDDEN = 0.1
 """Where compute hides as much of the sums as this, they overlap already."""
-_FORWARD = 1 / 3
-"""Of forward and backward, where nothing marks them: a backward takes twice a forward."""
 _SCALAR_BYTES = 1024
 
 
@@ -77,53 +77,35 @@ def _moves(scene: Scene, index: int) -> list[Earlier]:
     mine = np.flatnonzero(kernels.rank == index)
     call = kernels.call[mine]
     mine = mine[np.isin(call, list(syncs)) & sums[call] & large[call]]
-    found = []
+    if not len(mine):
+        return []
+    backwards = Backwards.of(rank, _passes(scene))
     first = int(np.flatnonzero(scene.graph.steps.rank == index)[0])
-    for step in np.unique(kernels.step[mine]).tolist():
-        here = mine[kernels.step[mine] == step]
-        if (kernels.resume[here] >= 0).any():
-            found.append(_of_step(rank, step - first, here, kernels.call))
-    return found
+    steps = np.unique(kernels.step[mine]).tolist()
+    of_step = [(step - first, mine[kernels.step[mine] == step]) for step in steps]
+    return [
+        _of_step(rank, backwards, window, here, kernels.call)
+        for window, here in of_step
+        if (kernels.resume[here] >= 0).any()
+    ]
 
 
-def _of_step(rank: RankSplit, window: int, mine: Int64, call: Int64) -> Earlier:
+def _passes(scene: Scene) -> int:
+    """How many backwards a step has outside of a pipeline: gradients are whole with the last."""
+    told = [s.detail for s in scene.found.strategies if s.name == "gradient accumulation"]
+    counted = re.match(r"\d+", told[0]) if told else None
+    return int(counted.group()) if counted else 1
+
+
+def _of_step(
+    rank: RankSplit, backwards: Backwards, window: int, mine: Int64, call: Int64
+) -> Earlier:
     calls = rank.trace.calls
     starts = rank.clock.common_ns(rank.trace.events.start_ns[calls.event[call[mine]]])
-    begin, end = _backward_ns(rank, window, int(starts.min()))
+    begin, end = backwards.before(window, int(starts.min()))
     size = calls.message_bytes[call[mine]].astype(np.float64)
     ready = begin + np.rint((end - begin) * np.cumsum(size) / size.sum()).astype(np.int64)
     return Earlier(mine, ready)
-
-
-def _backward_ns(rank: RankSplit, window: int, until: int) -> tuple[int, int]:
-    """The last backward of a step before an instant, on the common clock: as its pipeline's boxes
-    or autograd mark it, else the latter part of what came before."""
-    boxes = [b for b in rank.grids[window].boxes if b.phase != "forward" and b.end_ns <= until]
-    if boxes:
-        last = max(boxes, key=lambda box: box.end_ns)
-        return last.start_ns, last.end_ns
-    edge = rank.windows.windows[window]
-    start = rank.clock.common_at(edge.start_ns)
-    marked = rank.clock.common_ns(_autograd_ns(rank, edge.start_ns))
-    marked = marked[(marked >= start) & (marked < until)]
-    if len(marked):
-        return int(marked.min()), until
-    return start + round((until - start) * _FORWARD), until
-
-
-def _autograd_ns(rank: RankSplit, since: int) -> Int64:
-    """When each kernel (on a CPU: each op) that autograd launched since then began."""
-    events = rank.trace.events
-    spans = events.of(Category.OP) & events.named("autograd::engine")
-    marked = union(events.start_ns[spans], events.end_ns[spans])
-    launched = events.launch_ns() if rank.trace.on_device else events.start_ns
-    works = events.of(Category.KERNEL) if rank.trace.on_device else spans
-    rows = np.flatnonzero(works & (events.start_ns >= since))
-    return (
-        events.start_ns[rows[inside(marked, launched[rows])]]
-        if len(marked)
-        else events.start_ns[:0]
-    )
 
 
 def _exposed_ns(scene: Scene, kernels: Int64) -> int:

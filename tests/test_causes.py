@@ -10,6 +10,7 @@ from ground_truth import SEED
 from planted_causes import told
 from replay_builders import scene
 from simulator.planted import PLANTED
+from turns import in_turn
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.compare.causes.backwards import Backwards
@@ -32,9 +33,13 @@ QUICK = (
 PAIR = [("0", "mesh_tp", [0, 1])]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED]
-)
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in in_turn(name for name in PLANTED if name not in QUICK)
+]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_path: Path) -> None:
     found = told(name, SEED, tmp_path)
     assert found.first, (SEED, found.ranks, [(f.code, f.ranks, f.gain_ns) for f in found.findings])

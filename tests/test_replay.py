@@ -16,6 +16,7 @@ from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
+from turns import in_turn
 
 from stepsplit.analyzer.compare.replay.build import graph_of
 from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
@@ -117,8 +118,8 @@ def test_simulated_jobs_replay_to_the_nanosecond(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in QUICK])
-def test_every_simulated_job_replays(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", in_turn(name for name in SCENARIOS if name not in QUICK))
+def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
     test_simulated_jobs_replay_to_the_nanosecond(name, tmp_path)
 
 

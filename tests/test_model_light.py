@@ -43,6 +43,9 @@ print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)
 sys.exit(status)
 """
 MOST_S, MOST_THOUSAND_S = 0.3, 2.0
+USUAL_S = 0.06
+"""What a million additions take on the machines that the limits are for; where others slow the
+machine down, the limits are as much longer."""
 
 
 @pytest.fixture
@@ -67,7 +70,18 @@ def test_a_prediction_loads_nothing_heavy(run_file: Path) -> None:
 
 
 def test_one_prediction_is_there_at_once(run_file: Path) -> None:
-    assert min(_seconds(run_file) for _ in range(5)) < MOST_S
+    assert min(_seconds(run_file) for _ in range(5)) < MOST_S * slowness()
+
+
+def slowness() -> float:
+    """How many times as slow the machine is right now as it usually is, 1 at least."""
+    return max(1.0, min(_adding_s() for _ in range(3)) / USUAL_S)
+
+
+def _adding_s() -> float:
+    start = time.perf_counter()
+    sum(number * number for number in range(1_000_000))
+    return time.perf_counter() - start
 
 
 def _seconds(run_file: Path) -> float:
@@ -102,7 +116,7 @@ def thousand_jobs(seq_len: int) -> list[Job]:
 
 
 def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
-    assert min(_thousand_seconds(1024), _thousand_seconds(2048)) < MOST_THOUSAND_S
+    assert min(_thousand_seconds(1024), _thousand_seconds(2048)) < MOST_THOUSAND_S * slowness()
 
 
 def _thousand_seconds(seq_len: int) -> float:

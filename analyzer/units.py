@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 UNKNOWN = "unknown"
 
 
@@ -73,6 +75,11 @@ def flops(work: int | float) -> str:
 def tokens_per_second(rate: float) -> str:
     """8904.3 -> "8,904 tokens/s"."""
     return f"{rate:,.{_decimals(rate)}f} tokens/s"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Some ranks: (0, 2, 4) -> "0, 2, 4"; of more than eight the first eight, then "..."."""
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _scaled(number: int | float, units: list[str]) -> str:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.compare.measured import MeasuredMessages
 from stepsplit.analyzer.model.prediction import Message, Prediction
+from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
 
-SCALAR_BYTES = 1024
-"""Up to so many bytes a call carries a loss, a norm or a flag, or it is a barrier."""
 _DATA = ("dp_replicate", "dp_shard")
 _SUMS_TOO = "dp_cp"
 """The prediction's word for all ranks that sum gradients, where those of cp are among them."""
@@ -50,7 +49,8 @@ class MessageRow:
 
 @dataclass(frozen=True, slots=True)
 class MessageComparison:
-    """rows hold the tensors; scalars what is of SCALAR_BYTES or less, sends and receives too."""
+    """rows hold the tensors; scalars what is of SCALAR_BYTES or less, sends and receives too, and
+    barriers."""
 
     rows: tuple[MessageRow, ...]
     scalars: tuple[MessageRow, ...]

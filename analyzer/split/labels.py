@@ -52,6 +52,11 @@ def place_within(label: Int64) -> Int64:
     return place
 
 
+def mean_within(label: Int64, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """For each row the mean of the values that have its label; labels as labels_of gives them."""
+    return np.asarray((np.bincount(label, values) / np.bincount(label))[label])
+
+
 def least_of(label: Int64, values: Int64, count: int) -> Int64:
     """The smallest value of each of count labels; the largest int64 where a label has no row."""
     least = np.full(count, np.iinfo(np.int64).max)

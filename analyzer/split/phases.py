@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.split.intervals import Intervals, inside, union
-from stepsplit.analyzer.split.mesh.layout import Layout
+from stepsplit.analyzer.split.mesh.layout import DATA_AXES, Layout
 from stepsplit.analyzer.split.pipeline.marks import marks_in
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Int64, RankTrace
@@ -70,7 +70,7 @@ def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
     Data and context parallel ranks hold the same weights. On cp alone reduce_scatter belongs to
     attention.
     """
-    if not axes or not axes <= {"dp_replicate", "dp_shard", "cp"}:
+    if not axes or not axes <= DATA_AXES:
         return frozenset()
     return frozenset({"all_reduce"} if axes == {"cp"} else {"all_reduce", "reduce_scatter"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
@@ -205,6 +206,5 @@ def _unmatched(rank: int, count: int, total: int) -> Note:
 
 
 def _absent(missing: Sequence[int], world_size: int) -> Note:
-    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    text = f"{len(missing)} of {world_size} ranks are not in the recording: {some}"
+    text = f"{len(missing)} of {world_size} ranks are not in the recording: {units.listed(missing)}"
     return Note("ranks_missing", text)

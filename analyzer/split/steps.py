@@ -137,7 +137,7 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
     launched = events.launch_ns()
     launched = np.where(launched < 0, events.start_ns, launched)[device]
     ends = events.end_ns[device]
-    main = _on_main_stream(trace, device)
+    main = on_main_stream(trace, device)
     step_of = np.searchsorted([step.start_ns for step in marked], launched, side="right") - 1
     earlier = ends[step_of < 0]
     host_start = marked[0].start_ns
@@ -154,8 +154,9 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
     return windows
 
 
-def _on_main_stream(trace: RankTrace, device: Int64) -> Bool:
-    """Which of the device's events are kernels on the stream that computes most."""
+def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
+    """Which of these events of the device, given as rows, are kernels on the stream that computes
+    most; all of them where no kernel computes."""
     events = trace.events
     computes = events.of(Category.KERNEL)
     computes[trace.calls.event] = False

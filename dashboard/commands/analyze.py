@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.files import save
 from stepsplit.analyzer.report.wire import to_json
 from stepsplit.analyzer.written import write
 from stepsplit.dashboard.commands.cores import cores
+from stepsplit.dashboard.commands.json_out import put_json
 from stepsplit.dashboard.reporters.hang import screen as hang_screen
 from stepsplit.dashboard.reporters.progress import reading_bar
 from stepsplit.dashboard.reporters.terminal import screen
@@ -61,12 +62,8 @@ def command(
         return
     if out is not None:
         save(out, analysis.report, analysis.tables)
-    if json_file == "-":
-        click.echo(to_json(analysis.report), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(analysis.report))
-    Console(highlight=False).print(screen(analysis.report))
+    if not put_json(analysis.report, to_json, json_file):
+        Console(highlight=False).print(screen(analysis.report))
 
 
 def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None) -> None:
@@ -74,9 +71,5 @@ def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None)
     hang = read_calls(places)
     if out is not None:
         write(out / HANG_NAME, hang_to_json(hang))
-    if json_file == "-":
-        click.echo(hang_to_json(hang), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), hang_to_json(hang))
-    Console(highlight=False).print(hang_screen(hang))
+    if not put_json(hang, hang_to_json, json_file):
+        Console(highlight=False).print(hang_screen(hang))

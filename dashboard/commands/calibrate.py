@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.written import write
+from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.compare.calibrate.calibrate import Calibration
@@ -43,12 +44,8 @@ def command(
     found = calibrate(*places, run=run_file)
     if out is not None:
         write(out, hardware_text(found).encode())
-    if json_file == "-":
-        click.echo(to_json(found), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(found).encode())
-    _show(found, out)
+    if not put_json(found, to_json, json_file):
+        _show(found, out)
 
 
 def _show(found: Calibration, out: Path | None) -> None:

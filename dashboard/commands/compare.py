@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.written import write
+from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.compare.runs.comparison import RunComparison
@@ -32,12 +32,8 @@ def command(baseline: str, candidate: str, json_file: str | None, rules_file: Pa
     from stepsplit.analyzer.compare.runs.wire import to_json
 
     found = _compared(baseline, candidate, rules_file)
-    if json_file == "-":
-        click.echo(to_json(found), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(found))
-    _show(found)
+    if not put_json(found, to_json, json_file):
+        _show(found)
 
 
 def _compared(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:

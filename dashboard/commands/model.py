@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.written import write
+from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.prediction import Prediction
@@ -38,12 +38,8 @@ def command(run_file: Path, json_file: str | None, explain: bool) -> None:
 
     job = read_job(run_file)
     prediction = predict(job, read_rates(run_file, job.hardware))
-    if json_file == "-":
-        click.echo(to_json(prediction), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(prediction).encode())
-    _show(job, prediction, explain)
+    if not put_json(prediction, to_json, json_file):
+        _show(job, prediction, explain)
 
 
 def _show(job: Job, prediction: Prediction, explain: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.written import write
+from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.compare.plan.plan import Plan
@@ -46,12 +46,8 @@ def command(
 
     job = read_job(run_file)
     found = plan(job, gpus, _kept(keep), top, read_rates(run_file, job.hardware))
-    if json_file == "-":
-        click.echo(to_json(found), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(found).encode())
-    _show(job, found)
+    if not put_json(found, to_json, json_file):
+        _show(job, found)
 
 
 def _kept(words: tuple[str, ...]) -> frozenset[str]:

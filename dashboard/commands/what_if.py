@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 from rich.console import Console
 
 from stepsplit.analyzer.compare.what_if.change import EXAMPLES
 from stepsplit.analyzer.compare.what_if.what_if import what_if
 from stepsplit.analyzer.compare.what_if.wire import to_json
-from stepsplit.analyzer.written import write
+from stepsplit.dashboard.commands.json_out import put_json
 from stepsplit.dashboard.reporters.what_if import screen
 
 
@@ -31,9 +29,5 @@ def command(places: tuple[str, ...], changes: tuple[str, ...], json_file: str | 
     for; other microbatches and schedules are timed by the schedule's own order.
     """
     found = what_if(*places, changes=changes)
-    if json_file == "-":
-        click.echo(to_json(found), nl=False)
-        return
-    if json_file is not None:
-        write(Path(json_file), to_json(found).encode())
-    Console(highlight=False).print(screen(found))
+    if not put_json(found, to_json, json_file):
+        Console(highlight=False).print(screen(found))

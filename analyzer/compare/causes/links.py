@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import moved_faster
 from stepsplit.analyzer.report.report import Finding
@@ -113,12 +114,7 @@ def _finding(scene: Scene, ranks: tuple[int, ...], parts: list[tuple[Int64, Floa
         steps=scene.steps_of(rows),
         events=scene.calls(kernels),
         message=(
-            f"data moves {ratio:.1f} times as slowly between ranks {_some(ranks)} as between "
-            "others that send the same"
+            f"data moves {ratio:.1f} times as slowly between ranks {units.listed(ranks)} as "
+            "between others that send the same"
         ),
     )
-
-
-def _some(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (", ..." if len(ranks) > 8 else "")

@@ -19,7 +19,7 @@ def few_microbatches(scene: Scene) -> list[Finding]:
     now = schedule.ideal_bubble_fraction if schedule else None
     if schedule is None or now is None or not holes:
         return []
-    stages = len(next(line for line in scene.found.layout.pipelines))
+    stages = len(scene.found.layout.pipelines[0])
     then = ideal_bubble_fraction(
         schedule.name, stages, 2 * schedule.microbatches, schedule.chunks, schedule.times_ns
     )
@@ -27,7 +27,6 @@ def few_microbatches(scene: Scene) -> list[Finding]:
         return []
     busy_ns = float(np.mean([hole.window_ns - hole.holes_ns for hole in holes]))
     costs, would_cost = (busy_ns * idle / (1 - idle) for idle in (now, then))
-    every = np.ones(len(scene.stage), dtype=np.bool_)
     return [
         Finding(
             code="few_microbatches",
@@ -36,7 +35,7 @@ def few_microbatches(scene: Scene) -> list[Finding]:
             measured_ns=round(costs),
             predicted_ns=round(would_cost),
             ranks=(),
-            steps=scene.steps_of(every),
+            steps=scene.steps_of(scene.counted),
             events=(),
             message=(
                 f"the {schedule.name} schedule itself idles {units.percent(now)} of the pipeline's "

@@ -10,11 +10,11 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.edits import left_out
 from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
+from stepsplit.analyzer.split.mesh.layout import DATA_AXES
+from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
 
-SCALAR_BYTES = 1024
-"""Losses, norms and flags are not looked at."""
-_DATA = frozenset({"dp_replicate", "dp_shard", "cp"})
 _PRECISIONS = (0.25, 0.5, 1.0, 2.0)
 _PADDING = 1e-3
 """What weights may take of the bytes of their gradients, and how exactly they do."""
@@ -33,8 +33,8 @@ def needless_calls(scene: Scene) -> list[Finding]:
 
 
 class _Gathers:
-    """What a group gathers and reduces in all steps: kernels of all its ranks, in order of start,
-    with op and message_bytes; one marks those of its first rank."""
+    """What a group gathers and reduces of tensors in all steps: kernels of all its ranks, in order
+    of start, with op and message_bytes; one marks those of its first rank."""
 
     def __init__(self, scene: Scene, kernels: Int64) -> None:
         table, matched = scene.graph.kernels, scene.found.matched
@@ -64,7 +64,7 @@ class _Gathers:
             return self._kernels[self._beyond_scattered(gathers)]
         if axes == {"tp"}:
             return self._kernels[self._beyond_logits(gathers)]
-        if axes <= _DATA and self._of("all_reduce").any():
+        if axes <= DATA_AXES and self._of("all_reduce").any():
             return self._kernels[self._before_sums(gathers)]
         return self._kernels[:0]
 
@@ -76,9 +76,7 @@ class _Gathers:
         hold ranks up most. Who accumulates gradients gathers more often than he scatters."""
         scatters = self._of("reduce_scatter") & self._one
         excess = int((gathers & self._one).sum()) - 2 * int(scatters.sum())
-        accumulates = any(
-            one.name == "gradient accumulation" for one in self._scene.found.strategies
-        )
+        accumulates = accumulated_microbatches(self._scene.found.strategies) is not None
         if accumulates or excess < len(np.unique(self._step)):
             return np.zeros_like(gathers)
         odd = gathers & ~self._fits(np.unique(self._bytes[scatters]))
@@ -111,22 +109,9 @@ class _Gathers:
 
     def _most_exposed(self, gathers: Bool, excess: int) -> Bool:
         names, place = np.unique(self._call[gathers], return_inverse=True)
-        held = np.bincount(place, exposed_ns(self._scene)[self._kernels[gathers]])
+        held = np.bincount(place, self._scene.exposed_ns()[self._kernels[gathers]])
         chosen = names[np.argsort(-held, kind="stable")[:excess]]
         return gathers & np.isin(self._call, chosen) & (self._call >= 0)
-
-
-def exposed_ns(scene: Scene) -> Int64:
-    """How long each collective or message held its rank up."""
-    kernels = scene.graph.kernels
-    found = np.zeros(len(kernels), dtype=np.int64)
-    for index, rank in enumerate(scene.found.ranks):
-        exposed = rank.attribution.exposed
-        held = np.zeros(len(rank.trace.calls), dtype=np.int64)
-        np.add.at(held, exposed.call, exposed.end_ns - exposed.start_ns)
-        mine = np.flatnonzero(kernels.rank == index)
-        found[mine] = held[kernels.call[mine]]
-    return found
 
 
 def _finding(scene: Scene, axis: str, kernels: Int64) -> Finding:
@@ -138,7 +123,7 @@ def _finding(scene: Scene, axis: str, kernels: Int64) -> Finding:
         code="needless_calls",
         bucket="collective",
         gain_ns=scene.gain_ns(left_out(scene.graph, kernels)),
-        measured_ns=int(exposed_ns(scene)[kernels].sum()) // steps,
+        measured_ns=int(scene.exposed_ns()[kernels].sum()) // steps,
         predicted_ns=0,
         ranks=(),
         steps=scene.steps_of(rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from stepsplit.analyzer import units
@@ -11,13 +9,15 @@ from stepsplit.analyzer.compare.causes.backwards import Backwards
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
 from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
+from stepsplit.analyzer.split.mesh.layout import DATA_AXES
 from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, Int64
 
 _SUMS = ("all_reduce", "reduce_scatter")
 _HIDDEN = 0.1
 """Where compute hides as much of the sums as this, they overlap already."""
-_SCALAR_BYTES = 1024
 
 
 def lost_overlap(scene: Scene) -> list[Finding]:
@@ -30,7 +30,7 @@ def lost_overlap(scene: Scene) -> list[Finding]:
         return []
     kernels = np.concatenate([move.kernels for move in moves])
     rows = np.isin(scene.graph.steps.rank, scene.graph.kernels.rank[kernels])
-    spent = _exposed_ns(scene, kernels) // max(1, int(rows.sum()))
+    spent = int(scene.exposed_ns()[kernels].sum()) // max(1, int(rows.sum()))
     return [
         Finding(
             code="no_overlap",
@@ -55,11 +55,8 @@ def moves_of(scene: Scene) -> list[Earlier]:
 
 
 def _hidden_share(scene: Scene) -> float:
-    rows = [
-        row
-        for row in scene.found.detail.overlaps
-        if row.op in _SUMS and row.axis in ("dp_replicate", "dp_shard", "cp")
-    ]
+    overlaps = scene.found.detail.overlaps
+    rows = [row for row in overlaps if row.op in _SUMS and row.axis in DATA_AXES]
     moved = sum(row.moved_ns for row in rows)
     return sum(row.hidden_ns for row in rows) / moved if moved else 1.0
 
@@ -73,7 +70,7 @@ def _moves(scene: Scene, index: int) -> list[Earlier]:
         if phase == "grad_sync"
     }  # fmt: skip
     sums = np.isin(rank.trace.calls.op, [OP_CODE[op] for op in _SUMS])
-    large = rank.trace.calls.message_bytes > _SCALAR_BYTES
+    large = rank.trace.calls.message_bytes > SCALAR_BYTES
     mine = np.flatnonzero(kernels.rank == index)
     call = kernels.call[mine]
     mine = mine[np.isin(call, list(syncs)) & sums[call] & large[call]]
@@ -92,9 +89,7 @@ def _moves(scene: Scene, index: int) -> list[Earlier]:
 
 def _passes(scene: Scene) -> int:
     """How many backwards a step has outside of a pipeline: gradients are whole with the last."""
-    told = [s.detail for s in scene.found.strategies if s.name == "gradient accumulation"]
-    counted = re.match(r"\d+", told[0]) if told else None
-    return int(counted.group()) if counted else 1
+    return accumulated_microbatches(scene.found.strategies) or 1
 
 
 def _of_step(
@@ -106,13 +101,3 @@ def _of_step(
     size = calls.message_bytes[call[mine]].astype(np.float64)
     ready = begin + np.rint((end - begin) * np.cumsum(size) / size.sum()).astype(np.int64)
     return Earlier(mine, ready)
-
-
-def _exposed_ns(scene: Scene, kernels: Int64) -> int:
-    total = 0
-    table = scene.graph.kernels
-    for index, rank in enumerate(scene.found.ranks):
-        exposed = rank.attribution.exposed
-        chosen = np.isin(exposed.call, table.call[kernels[table.rank[kernels] == index]])
-        total += int((exposed.end_ns - exposed.start_ns)[chosen].sum())
-    return total

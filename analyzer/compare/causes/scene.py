@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,6 +74,24 @@ class Scene:
                 covered = union(edges[:, 0], edges[:, 1])
                 found[nodes][inside(covered, middle)] = phase
         return found
+
+    def exposed_ns(self) -> Int64:
+        """How long each collective or message held its rank up, shape (kernels,)."""
+        kernels = self.graph.kernels
+        found = np.zeros(len(kernels), dtype=np.int64)
+        for index, rank in enumerate(self.found.ranks):
+            exposed = rank.attribution.exposed
+            held = np.zeros(len(rank.trace.calls), dtype=np.int64)
+            np.add.at(held, exposed.call, exposed.end_ns - exposed.start_ns)
+            mine = np.flatnonzero(kernels.rank == index)
+            found[mine] = held[kernels.call[mine]]
+        return found
+
+    def kernels_on(self, chosen: Callable[[frozenset[str]], bool]) -> Int64:
+        """The collectives and messages whose group has such axes; none of a group unknown."""
+        matched, axes_of = self.found.matched, self.found.layout.axes_of
+        of_group = np.array([*(chosen(axes_of(group)) for group in matched.groups), False])
+        return np.flatnonzero(of_group[matched.group[self.graph.kernels.row]])
 
     def gain_ns(self, changed: Graph) -> int:
         """How much shorter the mean step is with the graph changed."""

@@ -10,10 +10,10 @@ from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import moved_faster, paced
 from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.split.labels import labels_of, mean_within
+from stepsplit.analyzer.split.mesh.layout import STAGE_AXES
 from stepsplit.analyzer.trace import Int64
 
-_WITHIN = frozenset({"tp", "cp", "ep"})
 _UNEVEN = 1.02
 """Below so many times the mean a share of work is even."""
 
@@ -25,18 +25,12 @@ def uneven_shares(scene: Scene) -> list[Finding]:
     """
     steps = scene.graph.steps
     work = scene.bucket_ns("compute") * pace_of(scene)
-    of_stage = _mean_of(work, labels_of(steps.step, scene.stage))
-    stages = _mean_of(of_stage, steps.step)
+    of_stage = mean_within(labels_of(steps.step, scene.stage), work)
+    stages = mean_within(labels_of(steps.step), of_stage)
     found = [_uneven_ranks(scene, work, of_stage)]
     if len(np.unique(scene.stage)) > 1:
         found.append(_uneven_stages(scene, of_stage, stages))
     return [one for one in found if one is not None]
-
-
-def _mean_of(values: Float, label: Int64) -> Float:
-    """For each row the mean of the rows with its label."""
-    _, place = np.unique(label, return_inverse=True)
-    return (np.bincount(place, values) / np.bincount(place))[place]
 
 
 def _uneven_stages(scene: Scene, of_stage: Float, mean: Float) -> Finding | None:
@@ -65,13 +59,8 @@ def _uneven_stages(scene: Scene, of_stage: Float, mean: Float) -> Finding | None
 
 def _with_layers(scene: Scene, graph: Graph, times: Float) -> Graph:
     """What layers communicate within their stage comes and goes with them."""
-    kernels, groups = graph.kernels, scene.found.matched.groups
-    inside = np.array(
-        [bool(axes) and axes <= _WITHIN for axes in map(scene.found.layout.axes_of, groups)]
-        + [False]
-    )
-    rows = np.flatnonzero(inside[scene.found.matched.group[kernels.row]])
-    return moved_faster(graph, rows, times[kernels.step[rows]])
+    kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= STAGE_AXES)
+    return moved_faster(graph, kernels, times[graph.kernels.step[kernels]])
 
 
 def _uneven_ranks(scene: Scene, work: Float, of_stage: Float) -> Finding | None:

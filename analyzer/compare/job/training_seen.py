@@ -8,6 +8,7 @@ from collections import Counter
 from stepsplit.analyzer.compare.job.framework_seen import framework_seen
 from stepsplit.analyzer.model.spec.table import Table
 from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
 from stepsplit.collectors.run_spec import RunSpec, Training
 
 _AS_STATED = ("seq_len", "micro_batch", "global_batch", "microbatches", "optimizer")
@@ -35,9 +36,9 @@ def _microbatches(found: RunSplit) -> int | None:
     """How many pass a rank in a step; one where its steps show neither pipeline nor more."""
     if found.schedule is not None:
         return found.schedule.microbatches
-    counted = re.match(r"\d+", _detail(found, "gradient accumulation") or "")
+    counted = accumulated_microbatches(found.strategies)
     if counted is not None:
-        return int(counted.group())
+        return counted
     return 1 if found.strategies and not found.layout.pipelines else None
 
 

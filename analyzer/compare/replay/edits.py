@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.compare.replay.graph import NEVER, WORK, Graph
+from stepsplit.analyzer.split.labels import runs_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]
@@ -26,8 +28,11 @@ def capped(graph: Graph, work: str, least_ns: Float) -> Graph:
     """One kind of WORK shortened where it is longest, to so much in each row of the steps."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
-    for row, least in enumerate(least_ns.tolist()):
-        nodes = np.flatnonzero(graph.step == row)
+    working = np.flatnonzero(graph.step >= 0)
+    order, first = runs_of(graph.step[working])
+    for begin, end in pairwise([*first.tolist(), len(order)]):
+        nodes = working[order[begin:end]]
+        least = float(least_ns[graph.step[nodes[0]]])
         changed[nodes, column] = _level(changed[nodes, column], least)
     return replace(graph, work_ns=changed)
 

@@ -11,6 +11,7 @@ from stepsplit.analyzer.split.idle.threads import SYNCHRONIZES, named
 from stepsplit.analyzer.split.intervals import inside, union
 from stepsplit.analyzer.split.labels import labels_of, most_of
 from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.steps import on_main_stream
 from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 
 _SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
@@ -148,10 +149,8 @@ def _launched_before(trace: RankTrace, event: Int64) -> Int64:
     events = trace.events
     kernels = events.of(Category.KERNEL)
     kernels[trace.calls.event] = False
-    busy = np.bincount(
-        events.lane[kernels], weights=events.dur_ns[kernels], minlength=len(events.lanes)
-    )
-    rows = np.flatnonzero(kernels & (events.lane == int(busy.argmax())))
+    rows = np.flatnonzero(kernels)
+    rows = rows[on_main_stream(trace, rows)]
     launched = events.launch_ns()
     rows = rows[launched[rows] >= 0]
     rows = rows[np.lexsort((events.start_ns[rows], launched[rows]))]

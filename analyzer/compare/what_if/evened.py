@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from stepsplit.analyzer.compare.causes.scene import Float, Scene
+from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.graph import WORK, Graph
-from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.split.labels import labels_of, mean_within
 from stepsplit.analyzer.trace import Int64
 
 _PHASES = 3
@@ -25,7 +25,8 @@ def evened(scene: Scene, among: Int64) -> Graph:
     cell = graph.step[nodes] * _PHASES + scene.phases()[nodes]
     own = np.bincount(cell, graph.work_ns[nodes, _COMPUTE], minlength=_PHASES * len(steps.step))
     table = own.astype(np.float64).reshape(-1, _PHASES)
-    even = np.stack([_mean(table[:, i], labels_of(steps.step, among)) for i in range(_PHASES)], 1)
+    label = labels_of(steps.step, among)
+    even = np.stack([mean_within(label, table[:, phase]) for phase in range(_PHASES)], axis=1)
     times = (even / np.maximum(table, 1)).ravel()[cell]
     work = graph.work_ns.copy()
     work[nodes, _COMPUTE] = np.rint(work[nodes, _COMPUTE] * times)
@@ -41,7 +42,3 @@ def usual_transfers(scene: Scene, graph: Graph) -> Graph:
     rest = graph.rest_ns.copy()
     rest[kernels.end] = np.minimum(took, usual[kind].astype(np.int64)) if len(kind) else took
     return replace(graph, rest_ns=rest)
-
-
-def _mean(values: Float, label: Int64) -> Float:
-    return (np.bincount(label, values) / np.bincount(label))[label]

@@ -13,9 +13,8 @@ from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.compare.what_if.change import Change
 from stepsplit.analyzer.compare.what_if.evened import evened, usual_transfers
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.split.mesh.layout import DATA_AXES
 from stepsplit.analyzer.trace import Int64
-
-_DATA = frozenset({"dp_replicate", "dp_shard", "cp"})
 
 
 def replayed(scene: Scene, change: Change) -> Graph:
@@ -42,14 +41,12 @@ def replayed(scene: Scene, change: Change) -> Graph:
 
 def _on(scene: Scene, axis: str) -> Int64:
     """The collectives and messages along an axis; all of them for "all"."""
-    kernels, matched = scene.graph.kernels, scene.found.matched
     if axis == "all":
-        return np.arange(len(kernels))
-    axes = [scene.found.layout.axes_of(group) for group in matched.groups]
-    chosen = np.array([axis in one for one in axes] + [False])
-    found = np.flatnonzero(chosen[matched.group[kernels.row]])
+        return np.arange(len(scene.graph.kernels))
+    found = scene.kernels_on(lambda axes: axis in axes)
     if not len(found):
-        known = ", ".join(sorted({one for each in axes for one in each})) or "no axis"
+        every = map(scene.found.layout.axes_of, scene.found.matched.groups)
+        known = ", ".join(sorted({one for axes in every for one in axes})) or "no axis"
         raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
     return found
 
@@ -57,17 +54,12 @@ def _on(scene: Scene, axis: str) -> Int64:
 def _replicas(scene: Scene, times: int) -> Graph:
     """So many times the data-parallel ranks on links as fast: of a ring's bytes each rank sends
     (n - 1) / n, which grows towards 1."""
-    kernels, matched = scene.graph.kernels, scene.found.matched
-    sizes = np.array(
-        [
-            len(group.ranks) if (axes := scene.found.layout.axes_of(group)) and axes <= _DATA else 0
-            for group in matched.groups
-        ]
-        + [0]
-    )
-    ranks = sizes[matched.group[kernels.row]]
-    rows = np.flatnonzero(ranks > 1)
-    if not len(rows):
+    matched = scene.found.matched
+    kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= DATA_AXES)
+    sizes = np.array([len(group.ranks) for group in matched.groups], dtype=np.int64)
+    ranks = sizes[matched.group[scene.graph.kernels.row[kernels]]]
+    kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
+    if not len(kernels):
         raise UsageError("the recording has no data-parallel communication to spread further")
-    share, then = ((n - 1) / n for n in (ranks[rows], ranks[rows] * times))
-    return moved_faster(scene.graph, rows, then / share)
+    share, then = ((n - 1) / n for n in (ranks, ranks * times))
+    return moved_faster(scene.graph, kernels, then / share)

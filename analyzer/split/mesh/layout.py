@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.split.mesh.group_names import named, one_axis
 from stepsplit.analyzer.split.mesh.inference import lines_of, used_axes
 from stepsplit.analyzer.split.mesh.named_groups import axes_by_name, expert_axes, named_pipelines
@@ -14,6 +15,10 @@ from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 
 Lines = Mapping[str, Line]
+DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
+"""Axes along which ranks train the same weights on different data, and sum their gradients."""
+STAGE_AXES = frozenset({"tp", "cp", "ep"})
+"""Axes within a stage: communication along them is a part of its forwards and backwards."""
 NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
 """What a layout may be taken from where run.json states no mesh."""
 _NO_MESH = "run.json states no mesh"
@@ -137,7 +142,7 @@ def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
 
 
 def _doubt(found: Exchanges) -> str:
-    some = ", ".join(map(str, found.doubtful[:8])) + (", ..." if len(found.doubtful) > 8 else "")
+    some = units.listed(found.doubtful)
     text = f"; ranks {some} send to each other as a pipeline or a ring might"
     return text if found.doubtful else ""
 

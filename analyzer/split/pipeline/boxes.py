@@ -9,12 +9,10 @@ import numpy as np
 
 from stepsplit.analyzer.split.classify import computing_ops
 from stepsplit.analyzer.split.intervals import union
-from stepsplit.analyzer.split.mesh.layout import Layout
+from stepsplit.analyzer.split.mesh.layout import STAGE_AXES, Layout
 from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
-_WITHIN_STAGE = frozenset({"tp", "cp", "ep"})
-"""Axes along which communication is a part of the forwards and backwards."""
 _PHASES = ("forward", "backward")
 
 
@@ -114,7 +112,7 @@ def _work(trace: RankTrace, layout: Layout, steps: Int64) -> _Work:
 def _kernels(trace: RankTrace, layout: Layout) -> Bool:
     """Which events are kernels of a box: computing, or communicating within the stage."""
     axes = [layout.axes_of(group) for group in trace.groups]
-    within = np.array([*(bool(a) and a <= _WITHIN_STAGE for a in axes), False])
+    within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
     kernels = trace.events.of(Category.KERNEL)
     kernels[trace.calls.event] &= within[trace.calls.group_id]
     return kernels

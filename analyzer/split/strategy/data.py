@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.split.mesh.layout import DATA_AXES
 from stepsplit.analyzer.split.strategy.passes import AFTER, BACKWARD, FORWARD
 from stepsplit.analyzer.split.strategy.seen import Counts, Seen
 from stepsplit.analyzer.split.strategy.strategy import Strategy, axis_named
@@ -15,7 +16,6 @@ from stepsplit.analyzer.trace import OP_CODE, Bool, Group
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _LATE = (BACKWARD, AFTER)
 _RETURNS = ("all_gather", "broadcast")
-_DATA = frozenset({"dp_replicate", "dp_shard", "cp"})
 _LEAST_WEIGHTS = 0.2
 """Weights that come back after the optimizer are at least so many bytes for one of gradients:
 fp8 of fp32 is 0.25, evaluations and checkpoints gather less."""
@@ -132,7 +132,7 @@ def _is_data(seen: Seen, use: _Use) -> bool:
     if use.hands_on and not (seen.steps.marked or _says(seen, _ZERO)):
         return False
     if use.axes:
-        return use.axes == {"ep"} or (use.axes <= _DATA and use.axes != {"cp"})
+        return use.axes == {"ep"} or (use.axes <= DATA_AXES and use.axes != {"cp"})
     return not use.called(FORWARD, "all_reduce", "reduce_scatter")
 
 

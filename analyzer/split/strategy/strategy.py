@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 NAMES = (
@@ -51,6 +52,14 @@ class Strategy:
         size = f" {self.size}" if self.size is not None else ""
         axis = f" on {self.axis}" if self.axis not in (None, "tp", self.name) else ""
         return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
+
+
+def accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
+    """How many microbatches a step adds the gradients of up, as its strategies tell it; None where
+    it does not, as in a pipeline."""
+    said = [one.detail for one in strategies if one.name == "gradient accumulation"]
+    count = re.match(r"\d+", said[0]) if said else None
+    return int(count.group()) if count else None
 
 
 def axis_named(axes: Collection[str], unknown: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import re
 import resource
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 from builders import GpuTrace
 from damage import badly_packed, damaged
+from ground_truth import SEED
+from machine import slowness
 from nsys_builders import Export
 
 from stepsplit.analyzer import DataError, analyze
@@ -245,44 +248,45 @@ def anything_read(file: Path) -> bool:
     return bool([kind.read(DiskFile(file)) for kind in kinds_of(DiskFile(file))])
 
 
-FEW = [pytest.param(1, 50), pytest.param(2, 2, marks=pytest.mark.slow)]
-"""The seeds' thousands, and by what the counts of a full run are divided."""
+PART = 2 if os.environ.get("STEPSPLIT_EVERY") else 8
+FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]
+"""The seeds' millions, and by what the counts of a full run are divided."""
 
 
-@pytest.mark.parametrize(("thousand", "divisor"), FEW)
+@pytest.mark.parametrize(("million", "divisor"), FEW)
 @pytest.mark.timeout(900)
 def test_damaged_traces_are_read_or_refused_in_one_line(
-    thousand: int, divisor: int, tmp_path: Path
+    million: int, divisor: int, tmp_path: Path
 ) -> None:
-    """24,000 for each full thousand; at least half of them still give events."""
+    """24,000 for each full million; at least half of them still give events."""
     trial, seeds = Trial(tmp_path), list(traces())
-    for seed in range(thousand * 1_000_000, thousand * 1_000_000 + 24_000 // divisor):
+    for seed in range(million * 1_000_000, million * 1_000_000 + 24_000 // divisor):
         random = Random(seed)
         content = damaged(random, random.choice(seeds))
         trial.read("rank0_trace.json", content, seed, traces_read)
     trial.judge(0.5)
 
 
-@pytest.mark.parametrize(("thousand", "divisor"), FEW)
+@pytest.mark.parametrize(("million", "divisor"), FEW)
 @pytest.mark.timeout(900)
 def test_damaged_archives_are_read_or_refused_in_one_line(
-    thousand: int, divisor: int, tmp_path: Path
+    million: int, divisor: int, tmp_path: Path
 ) -> None:
     trial, seeds = Trial(tmp_path), list(traces())
-    for seed in range(thousand * 1_000_000, thousand * 1_000_000 + 8_000 // divisor):
+    for seed in range(million * 1_000_000, million * 1_000_000 + 8_000 // divisor):
         random = Random(seed)
         trial.read(*badly_packed(random, random.choice(seeds)), seed, traces_read)
     trial.judge(0.2)
 
 
-@pytest.mark.parametrize(("thousand", "divisor"), FEW)
+@pytest.mark.parametrize(("million", "divisor"), FEW)
 @pytest.mark.timeout(900)
 def test_damaged_files_of_other_kinds_are_read_or_refused_in_one_line(
-    thousand: int, divisor: int, tmp_path: Path
+    million: int, divisor: int, tmp_path: Path
 ) -> None:
     trial, seeds = Trial(tmp_path), others()
     seeds["nsys.sqlite"] = export(tmp_path)
-    for seed in range(thousand * 1_000_000, thousand * 1_000_000 + 8_000 // divisor):
+    for seed in range(million * 1_000_000, million * 1_000_000 + 8_000 // divisor):
         random = Random(seed)
         name = random.choice(list(seeds))
         trial.read(name, damaged(random, seeds[name]), seed, anything_read)
@@ -293,7 +297,7 @@ def test_damaged_files_of_other_kinds_are_read_or_refused_in_one_line(
 @pytest.mark.timeout(900)
 def test_what_was_read_of_damaged_traces_can_be_analyzed(tmp_path: Path) -> None:
     trial, seeds = Trial(tmp_path), list(traces())
-    for seed in range(3_000_000, 3_001_000):
+    for seed in range(20_000_000, 20_001_000):
         random = Random(seed)
         content = damaged(random, random.choice(seeds))
         trial.read("rank0_trace.json", content, seed, lambda file: analyze(file) is not None)
@@ -337,14 +341,13 @@ def test_a_bomb_of_a_gigabyte_is_refused_or_bounded(bomb: str, tmp_path: Path) -
     file.write_bytes(gzip.compress(begin) + gzip.compress(block) * 256)
     program = (
         "import resource, sys, time; from stepsplit.analyzer import DataError, analyze\n"
-        "begin = time.perf_counter()\n"
         "try: analyze(sys.argv[1])\n"
         "except DataError as error: assert len(str(error).splitlines()) == 1\n"
-        "print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, file], capture_output=True, text=True, check=True
     )
     seconds, kibibytes = map(float, done.stdout.split())
     assert kibibytes * 1024 < MOST_BYTES
-    assert seconds < 2 * MOST_SECONDS  # two cores are shared; alone it is below MOST_SECONDS
+    assert seconds < 1.5 * MOST_SECONDS * slowness()  # with what it takes to start

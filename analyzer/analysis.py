@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer.compare.causes.find import find_causes
-from stepsplit.analyzer.compare.gap.hold import held_against, read_run
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.processes import Progress, no_progress
-from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.readers.rules import Rules
 from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.report.build import build_report, origin_ns
-from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables, Waits
-from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
-from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.report.build_tables import build_tables
+from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
+from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.split.run_split import RunSplit, split_run
-from stepsplit.analyzer.trace import OPS
+
+_Held = Callable[[Report, Recording, RunSplit], Report]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,83 +51,42 @@ def examine(
     recording does not tell) or "auto", the report is held against the model. Raises
     errors.DataError, and UsageError where the model needs to know more.
     """
-    stated = None if run is None else read_run(run)
+    return _examined(places, workers, progress, rules, _against(run))
+
+
+def examine_as_told(
+    places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
+) -> Analysis:
+    """As examine with run "auto"; where the model needs to know more, a warning says what. Raises
+    errors.DataError."""
+    held = _against("auto")
+
+    def tried(report: Report, recording: Recording, found: RunSplit) -> Report:
+        try:
+            return held(report, recording, found)
+        except UsageError as error:
+            told = WarningRow(NO_MODEL, str(error))
+            return replace(report, warnings=(*report.warnings, told))
+
+    return _examined(places, workers, progress, BUILT_IN, tried)
+
+
+def _examined(
+    places: Sequence[str | Path], workers: int, progress: Progress, rules: Rules, held: _Held
+) -> Analysis:
     recording = read_recording(places, workers, progress, rules)
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction, rules)
     causes = find_causes(found, origin_ns(found), recording.records)
     report = build_report(recording, found, causes.findings, causes.notes)
-    if stated is not None:
-        report = held_against(report, recording, found, stated)
-    return Analysis(report, _tables(found))
+    return Analysis(held(report, recording, found), build_tables(found, rules))
 
 
-def _tables(found: RunSplit) -> Tables:
-    origin = origin_ns(found)
-    return Tables(_segments(found, origin), _boxes(found, origin), _waits(found, origin))
+def _against(run: str | Path | None) -> _Held:
+    """Holds a report against the model; leaves it as it is where no run is stated."""
+    if run is None:
+        return lambda report, *_: report
+    # The model takes a moment to load, and few ask for it.
+    from stepsplit.analyzer.compare.gap.hold import held_against, read_run
 
-
-def _segments(found: RunSplit, origin: int) -> Segments:
-    bands = [rank.attribution.band for rank in found.ranks]
-    steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in found.ranks]
-    starts, ends = (
-        [r.clock.common_ns(at) - origin for r, at in zip(found.ranks, edge, strict=True)]
-        for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
-    )
-    ranks = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int32)
-    return Segments(
-        rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
-        step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
-        bucket=np.concatenate([band.bucket for band in bands]),
-        start_ns=np.concatenate(starts),
-        dur_ns=np.concatenate(ends) - np.concatenate(starts),
-    )
-
-
-def _boxes(found: RunSplit, origin: int) -> Boxes:
-    rows = [
-        (g.rank, g.step, box.stage, box.microbatch, PHASES.index(box.phase),
-         box.start_ns - origin, box.end_ns - box.start_ns)
-        for rank in found.ranks for g in rank.grids for box in g.boxes
-    ]  # fmt: skip
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
-    return Boxes(
-        rank=table[:, 0].astype(np.int32),
-        step=table[:, 1].astype(np.int32),
-        stage=table[:, 2].astype(np.int32),
-        microbatch=table[:, 3].astype(np.int32),
-        phase=table[:, 4].astype(np.uint8),
-        start_ns=table[:, 5],
-        dur_ns=table[:, 6],
-    )
-
-
-def _waits(found: RunSplit, origin: int) -> Waits:
-    parts = [_waits_of(rank, origin) for rank in found.ranks]
-    return Waits(
-        rank=np.concatenate([part.rank for part in parts]),
-        step=np.concatenate([part.step for part in parts]),
-        bucket=np.concatenate([part.bucket for part in parts]),
-        owner=np.concatenate([part.owner for part in parts]),
-        axis=np.concatenate([part.axis for part in parts]),
-        op=np.concatenate([part.op for part in parts]),
-        start_ns=np.concatenate([part.start_ns for part in parts]),
-        dur_ns=np.concatenate([part.dur_ns for part in parts]),
-    )
-
-
-def _waits_of(rank: RankSplit, origin: int) -> Waits:
-    exposed, calls = rank.attribution.exposed, rank.trace.calls
-    rows = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
-    steps = np.array([step.step for step in rank.steps], dtype=np.int32)
-    axes = [rank.axis[row] or "" for row in rows.tolist()]
-    start = rank.clock.common_ns(exposed.start_ns[rows])
-    return Waits(
-        rank=np.full(len(rows), rank.trace.rank, dtype=np.int32),
-        step=steps[exposed.window[rows]],
-        bucket=exposed.bucket[rows],
-        owner=exposed.owner[rows],
-        axis=np.array(axes, dtype=np.str_),
-        op=np.array(OPS)[calls.op[exposed.call[rows]]],
-        start_ns=start - origin,
-        dur_ns=rank.clock.common_ns(exposed.end_ns[rows]) - start,
-    )
+    stated = read_run(run)
+    return lambda report, recording, found: held_against(report, recording, found, stated)

@@ -57,6 +57,13 @@ def gibibytes(count_bytes: int | float) -> str:
     return f"{count_bytes / 2**30:,.1f} GiB"
 
 
+def memory_size(count_bytes: int | float) -> str:
+    """Memory in GiB, or in MiB where that is less than one."""
+    if count_bytes >= 2**30 or not count_bytes:
+        return gibibytes(count_bytes)
+    return f"{count_bytes / 2**20:,.0f} MiB"
+
+
 def gibibytes_between(low_bytes: int | float, high_bytes: int | float) -> str:
     """A band of device memory: "45.0-81.6 GiB"."""
     return f"{low_bytes / 2**30:,.1f}-{high_bytes / 2**30:,.1f} GiB"

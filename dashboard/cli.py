@@ -25,8 +25,11 @@ VERBS = (
     "model",
     "plan",
     "record",
+    "token",
+    "upload",
     "validate",
     "what-if",
+    "worker",
 )
 BAD_INPUT, INTERNAL = 2, 4
 

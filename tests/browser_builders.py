@@ -13,15 +13,23 @@ from required import absent
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
-_SERVER = """
+_OPEN = """
 import sys
 from pathlib import Path
-from report_builders import analysis
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.serve import free_port, serve
 folder = Path(sys.argv[1])
 store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
-serve(store, "127.0.0.1", free_port(), ready=lambda url: print(url, flush=True), analyze=analysis)
+"""
+_SERVER = """
+from stepsplit.dashboard.web.access import Access
+from stepsplit.dashboard.web.serve import Serving, free_port, serve
+ready = lambda url: print(url, flush=True)
+serve(store, port=free_port(), ready=ready, how=Serving(Access(), workers=0))
+"""
+_WORKER = """
+from store_builders import known_analysis
+from stepsplit.dashboard.store.worker import Terms, work
+work(store, Terms("known", poll_s=0.1), known_analysis)
 """
 
 
@@ -34,12 +42,18 @@ def need_chromium() -> None:
 @contextmanager
 def running_server(folder: Path) -> Iterator[str]:
     """The address of a dashboard on the store in the folder; its analyzer knows one answer."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "HOME": str(folder / "home")}
-    command = [sys.executable, "-c", _SERVER, str(folder)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
+    server, worker = _python(folder, _SERVER), _python(folder, _WORKER)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        for process in (server, worker):
             process.terminate()
-            process.wait(timeout=30)
+        for process in (server, worker):
+            process.communicate(timeout=30)
+
+
+def _python(folder: Path, program: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "HOME": str(folder / "home")}
+    command = [sys.executable, "-c", _OPEN + program, str(folder)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

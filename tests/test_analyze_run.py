@@ -11,8 +11,9 @@ from rich.console import Console
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.report.medians import step_median_ns
-from stepsplit.analyzer.report.predicted import prediction_of
+from stepsplit.analyzer.report.predicted import job_of_report, prediction_of
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.wire import from_json, to_json
 from stepsplit.dashboard import cli
@@ -31,7 +32,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def conserved(report: Report) -> None:
-    """Every row is counted once, and MFU is the model's FLOPs in the measured time."""
+    """Every row is counted once, and no MFU is told of a CPU whose peak is a guess."""
     predicted = prediction_of(report)
     assert report.gap is not None
     assert predicted is not None
@@ -39,6 +40,17 @@ def conserved(report: Report) -> None:
     for bucket, whole in zip(BUCKETS, difference.buckets_ns, strict=True):
         assert sum(row.ns for row in report.gap.rows if row.bucket == bucket) == whole
     assert report.gap.shown.predicted == predicted.splits[report.gap.stage]
+    assert (report.mfu, report.hfu) == (None, None)
+    job = job_of_report(report)
+    assert job is not None
+    assert predict(job).split == predicted.split
+
+
+def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
+    run_file.write_text('[hardware]\npreset = "a100-sxm-80gb"\n')
+    report = analyze(SAMPLES / "dp4", run=run_file)
+    predicted = prediction_of(report)
+    assert predicted is not None
     assert predicted.mfu is not None
     mfu = predicted.mfu * predicted.split.step_ns / step_median_ns(report.steps)
     assert report.mfu == pytest.approx(mfu)
@@ -70,7 +82,8 @@ def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None
     assert [(row.cause, row.axis) for row in large if row.bucket == "collective"] == [
         ("link", "tp")
     ]
-    assert "slower_calls" in [one.code for one in report.findings]
+    # What a model that guesses its hardware misses is told as a gap, not as something to mend.
+    assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
     (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
     assert "grid idles 27.3 %, 1f1b itself 25.0 %, the model's 26.4 %" in bubble.message
 

@@ -53,7 +53,10 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
         (["analyze"], ["PATH"]),
         (["analyse"], ["analyse"]),
         (["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"]),
-        (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0"]),
+        (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0", "--password-file", "--open-to-anyone"]),
+        (["dashboard", "--trusted-proxy", "10.0.0.1"], ["--trusted-proxy-header"]),
+        (["dashboard", "--password-file", "nowhere"], ["nowhere"]),
+        (["token", "revoke", "nobody"], ["nobody", "token list"]),
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
         (["demo", "--parallel", "tp=2000"], ["tp=2000"]),
@@ -117,11 +120,16 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 HELP = {
     (): [*cli.VERBS, "--version", "--help"],
     ("analyze",): [
-        "--json FILE", "--out DIR", "--workers N", "--run FILE", "--rules FILE", "--help",
+        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--run FILE", "--rules FILE",
+        "--help",
     ],
     ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--help"],
     ("compare",): ["--json FILE", "--rules FILE", "--help"],
-    ("dashboard",): ["--store URL", "--artifacts DIR", "--host TEXT", "--port PORT", "--help"],
+    ("dashboard",): [
+        "--store URL", "--artifacts URL", "--host TEXT", "--port PORT", "--workers N",
+        "--password-file FILE", "--trusted-proxy-header NAME", "--trusted-proxy ADDRESS",
+        "--open-to-anyone", "--log-format [text|json]", "--help",
+    ],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
     ("attach",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
@@ -134,6 +142,16 @@ HELP = {
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
         "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
+    ],
+    ("token", "create"): ["--store URL", "--help"],
+    ("token", "list"): ["--store URL", "--help"],
+    ("token", "revoke"): ["--store URL", "--help"],
+    ("upload",): [
+        "--to URL", "--name NAME", "--tag KEY=VALUE", "--token TOKEN", "--resume ID", "--wait",
+        "--help",
+    ],
+    ("worker",): [
+        "--store URL", "--artifacts URL", "--limit MINUTES", "--log-format [text|json]", "--help",
     ],
     ("what-if",): ["--change CHANGE", "--json FILE", "--help"],
     ("validate",): ["--json FILE", "--rows", "--help"],

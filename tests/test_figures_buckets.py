@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 from report_builders import MS, analysis
 
+from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.compare.bandwidth_model import modelled_busbw
+from stepsplit.analyzer.compare.ideal_grid import ideal_grid
+from stepsplit.analyzer.compare.runs.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
-from stepsplit.analyzer.report.tables import Boxes, Segments, Tables
-from stepsplit.dashboard.figures.detail import Band, coarse
-from stepsplit.dashboard.figures.pipeline import pipeline
+from stepsplit.analyzer.report.tables import Waits
+from stepsplit.dashboard.figures.history import usual
+from stepsplit.dashboard.figures.memory import Held, memory
+from stepsplit.dashboard.figures.pipeline import one_pipeline, pipeline, stage_bubbles
 from stepsplit.dashboard.figures.split import by_rank, by_step
-from stepsplit.dashboard.figures.timeline import SHAPES, timeline
+from stepsplit.dashboard.figures.waits import waits_matrix
+from stepsplit.dashboard.figures.waterfall import difference, waterfall
+
+SAMPLES = Path(__file__).parents[1] / "sample_traces"
 
 EVIL = '<a href="javascript:alert(1)">node</a>'
 
@@ -55,59 +65,98 @@ def test_a_host_name_is_text_in_the_hover() -> None:
     assert "&lt;a" in text or "\\u0026lt;a" in text
 
 
-def test_the_timeline_fills_a_step_of_every_rank() -> None:
-    made = analysis()
-
-    figure = timeline(made.tables, 5)
-
-    drawn = {str(rank): 0.0 for rank in range(4)}
-    for trace in figure.data:
-        for row, width in zip(trace.y, trace.x, strict=True):
-            drawn[row] += width
-    steps = {str(r.rank): r.step_ns / MS for r in made.report.steps if r.step == 5}
-    assert drawn == pytest.approx(steps)
-    assert min(min(trace.base) for trace in figure.data) == 0
-
-
-def test_a_long_trace_is_drawn_in_few_shapes() -> None:
-    count = 20_000
-    columns = np.arange(count)
-    segments = Segments(
-        rank=np.repeat(np.arange(4, dtype=np.int32), count // 4),
-        step=np.zeros(count, np.int32),
-        bucket=(columns % 7).astype(np.uint8),
-        start_ns=np.tile(np.arange(count // 4, dtype=np.int64), 4) * 10,
-        dur_ns=np.full(count, 10, np.int64),
-    )
-
-    figure = timeline(Tables(segments, analysis().tables.boxes))
-
-    assert 0 < sum(len(trace.x) for trace in figure.data) <= SHAPES
-
-
-def test_a_coarse_band_shows_what_fills_each_slot() -> None:
-    # Slots of 50 ns: compute 40 and bubble 10; then bubble 50.
-    band = Band(np.array([0, 4, 0, 4]), np.array([0, 20, 30, 50]), np.array([20, 10, 20, 50]))
-
-    drawn = coarse(band, 2)
-
-    assert drawn.bucket.tolist() == [0, 4]
-    assert (drawn.start_ns.tolist(), drawn.dur_ns.tolist()) == ([0, 50], [50, 50])
-    assert coarse(band, 4) is band
-
-
 def test_the_pipeline_has_a_row_a_stage_and_a_box_a_microbatch() -> None:
-    forward, backward = pipeline(analysis().tables, 4).data
+    measured = one_pipeline(analysis().tables.boxes, 4)
+
+    forward, backward = pipeline(measured, None).data
 
     assert (forward.name, backward.name) == ("forward", "backward")
     assert set(forward.y) == {"stage 0 (rank 0)", "stage 1 (rank 2)"}
     assert list(forward.text) == list(backward.text) == ["0", "1", "2", "3"] * 2
 
 
-def test_tables_without_rows_are_blank_figures() -> None:
-    made = analysis().tables
-    segments = Segments(*(getattr(made.segments, n)[:0] for n in Segments.__dataclass_fields__))
-    boxes = Boxes(*(getattr(made.boxes, n)[:0] for n in Boxes.__dataclass_fields__))
+def test_below_the_measured_grid_stands_the_ideal_one_on_the_same_clock() -> None:
+    measured = one_pipeline(analysis().tables.boxes, 4)
+    ideal = ideal_grid(measured, "1f1b", 4)
 
-    assert not timeline(Tables(segments, boxes), 4).data
-    assert not pipeline(Tables(segments, boxes), 4).data
+    figure = pipeline(measured, ideal)
+
+    assert [trace.yaxis for trace in figure.data] == ["y", "y", "y2", "y2"]
+    assert min(min(trace.base) for trace in figure.data) == 0
+    busy = [
+        sum(sum(trace.x) for trace in figure.data if trace.yaxis == axis) for axis in ("y", "y2")
+    ]
+    assert busy[0] == pytest.approx(busy[1], rel=1e-5)
+
+
+def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
+    found = analysis().report.pipeline
+    assert found is not None
+
+    figure = stage_bubbles(found)
+
+    assert list(figure.data[0].y) == pytest.approx([23.1, 19.8])
+    assert (figure.layout.shapes[0].y0, figure.layout.annotations[0].text) == (20, "ideal 20.0 %")
+
+
+def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
+    gap = analyze(SAMPLES / "tp2_pp2", run="auto").gap
+    assert gap is not None
+
+    (fall,) = waterfall(gap).data
+
+    assert [fall.y[0], fall.y[-1]] == ["predicted", "measured"]
+    assert len(set(fall.y)) == len(fall.y)
+    assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
+    assert fall.x[-1] == pytest.approx(gap.shown.measured.step_ns / MS)
+
+
+def test_the_difference_of_two_runs_adds_up_too() -> None:
+    one, other = (analyze(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
+
+    (fall,) = difference(compare_reports(one, other)).data
+
+    assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
+
+
+def test_a_row_waits_for_a_column() -> None:
+    columns = ([2, 2, 0], [5, 6, 5], [3, 3, 4], [3, 3, 2])
+    rank, step, bucket, owner = (np.array(column) for column in columns)
+    text = np.array(["tp", "tp", "pp"])
+    waits = Waits(rank, step, bucket, owner, text, text, np.arange(3), np.array([MS, 3 * MS, MS]))
+
+    (heat,) = waits_matrix(waits, (0, 1, 2, 3), steps=2).data
+
+    assert heat.z[2][3] == 2
+    assert heat.z[0][2] == 0.5
+    assert np.isnan(heat.z[3][2])
+
+
+def test_a_limit_far_above_all_bars_is_no_part_of_the_picture() -> None:
+    bars = [Held("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
+
+    assert memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
+    assert not memory(bars, 300 * 2**30).layout.shapes
+    assert [trace.name for trace in memory(bars).data] == ["weights", "not told apart"]
+
+
+def test_what_is_usual_is_told_by_the_runs_around() -> None:
+    values = [10.0, 10.2, 9.9, 10.1, 10.0, 15.0, 10.1]
+
+    near = usual(values, 5)
+
+    assert near is not None
+    assert (near.middle, near.holds(15.0), near.holds(10.2)) == (10.05, False, True)
+    assert usual(values[:5], 2) is None
+
+
+def test_the_models_busbw_rises_to_what_the_link_gives() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+
+    found = modelled_busbw(report, "tp", "all_reduce", 1_000, 10**9)
+
+    assert found is not None
+    assert list(found.busbw_bytes_per_s) == sorted(found.busbw_bytes_per_s)
+    assert found.busbw_bytes_per_s[-1] <= found.link_bytes_per_s
+    assert modelled_busbw(report, "tp", "send_recv", 1_000, 10**9) is None
+    assert modelled_busbw(analysis().report, "tp", "all_reduce", 1, 2) is None

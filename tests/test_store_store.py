@@ -1,22 +1,28 @@
-"""Runs are added, move through their states, and keep their reports."""
+"""Runs are added, keep their reports, are renamed and removed, in every kind of database."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from report_builders import analysis
+from store_builders import found, queued, state, uploaded
 
-from stepsplit.analyzer.analysis import Analysis
-from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
-from stepsplit.dashboard.store.ingest import Worker, ingest
-from stepsplit.dashboard.store.store import Store
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.analyzer.report.report import MemoryRow
+from stepsplit.dashboard.store import runs
+from stepsplit.dashboard.store.files import FileRow, Held
+from stepsplit.dashboard.store.numbers import METRIC_NAMES, RankRow
+from stepsplit.dashboard.store.store import Store, Tag
+
+MS = 1_000_000
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/deep/runs.db", tmp_path / "artifacts")
+def store(database_url: str, tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(database_url, tmp_path / "artifacts")
     yield opened
     opened.close()
 
@@ -24,24 +30,25 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_an_imported_report_comes_back_whole(store: Store) -> None:
     made = analysis()
 
-    run_id = store.import_report("demo", made.report, made.tables)
+    run_id = store.import_report("demo", made.report, made.tables, [Tag("branch", "main")])
 
     assert store.report(run_id) == made.report
     tables = store.tables(run_id)
     assert tables is not None and (tables.segments.dur_ns == made.tables.segments.dur_ns).all()
-    run = store.run(run_id)
-    assert run is not None and (run.name, run.state, run.error) == ("demo", "done", None)
+    run = found(store, run_id)
+    assert (run.name, run.state, run.error) == ("demo", "done", None)
+    assert (run.tags, run.progress) == ((Tag("branch", "main"),), None)
 
 
 def test_the_headline_is_the_median_of_full_steps(store: Store) -> None:
     made = analysis()
 
-    run = store.run(store.import_report("demo", made.report, made.tables))
+    numbers = found(store, store.import_report("demo", made.report, made.tables)).headline
 
-    assert run is not None and run.headline is not None
-    numbers = run.headline
+    assert numbers is not None
     assert (numbers.world_size, numbers.mesh, numbers.backend) == (4, "pp2 tp2", "nccl")
     assert (numbers.steps, numbers.warnings) == (4, 1)
+    assert (numbers.bubble_fraction, numbers.mfu) == (0.214, 0.412)
     full = [row for row in made.report.steps if row.kind == "full"]
     assert numbers.middle is not None
     # Every rank's step is equally long, and four steps have two middles.
@@ -57,10 +64,47 @@ def test_a_report_without_steps_has_no_medians(store: Store) -> None:
     made = analysis()
     report = type(made.report)(run=made.report.run)
 
-    run = store.run(store.import_report("empty", report, made.tables))
+    run_id = store.import_report("empty", report, made.tables)
 
-    assert run is not None and run.headline is not None
-    assert (run.headline.middle, run.headline.steps) == (None, 0)
+    numbers = found(store, run_id).headline
+    assert numbers is not None
+    assert (numbers.middle, numbers.steps) == (None, 0)
+    assert (store.numbers.ranks(run_id), store.numbers.history("step_ns")) == ((), ())
+
+
+def test_metrics_make_a_history_over_runs(store: Store) -> None:
+    made = analysis()
+    peaks = tuple(MemoryRow(rank, peak, *[None] * 7) for rank, peak in ((0, 5), (1, 9), (2, None)))
+    full = type(made.report)(**{**_fields(made.report), "memory": peaks})
+
+    first = store.import_report("first", made.report, made.tables)
+    second = store.import_report("second", full, made.tables)
+
+    assert [(p.run_id, p.value) for p in store.numbers.history("mfu")] == [
+        (first, 0.412),
+        (second, 0.412),
+    ]
+    assert [(p.name, p.value) for p in store.numbers.history("peak_memory_bytes")] == [
+        ("second", 9.0)
+    ]
+    kept = {name for name in METRIC_NAMES if store.numbers.history(name)}
+    assert kept == set(METRIC_NAMES)
+
+
+def test_every_rank_has_its_row(store: Store) -> None:
+    made = analysis()
+
+    ranks = store.numbers.ranks(store.import_report("demo", made.report, made.tables))
+
+    assert [(row.rank, row.host) for row in ranks] == [
+        (0, "node01"), (1, "node01"), (2, "node02"), (3, "node02"),
+    ]  # fmt: skip
+    assert ranks[0] == RankRow(
+        0,
+        "node01",
+        144_890_000,
+        Split(95_110_000, 9_900_000, 2_400_000, 990_000, 31_490_000, 2 * MS, 3 * MS),
+    )
 
 
 def test_runs_are_listed_newest_first(store: Store) -> None:
@@ -70,65 +114,85 @@ def test_runs_are_listed_newest_first(store: Store) -> None:
     assert store.run("0" * 12) is None
 
 
-def test_a_queued_run_is_claimed_once(store: Store) -> None:
+def test_texts_of_strangers_fit_every_database(store: Store) -> None:
+    run_id = store.add("a\0b\n" + "x" * 300, [Tag("k" * 99, "\udcff")])
+
+    run = found(store, run_id)
+
+    assert run.name == "ab " + "x" * 196 + "…"
+    assert run.tags == (Tag("k" * 63 + "…", "?"),)
+
+
+def test_a_run_gets_another_name(store: Store) -> None:
+    run_id = store.add("before")
+
+    assert store.rename(run_id, "after") and not store.rename("0" * 12, "x")
+    assert found(store, run_id).name == "after"
+
+
+def test_a_removed_run_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    made = analysis()
+    kept, gone = uploaded(store), store.import_report("x", made.report, made.tables)
+    running = queued(store)
+
+    assert store.delete(gone) and store.delete(running) and not store.delete(gone)
+
+    assert [run.id for run in store.runs()] == [kept]
+    assert store.numbers.history("mfu") == ()
+    assert store.jobs.claim("w") is None
+    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == [kept]
+
+
+def test_what_a_crash_left_of_a_removed_run_is_swept(store: Store) -> None:
+    gone, kept = uploaded(store), uploaded(store)
+    with store._database.writing() as connection:
+        runs.remove_run(connection, gone)
+    assert store.folder(gone).exists()
+
+    store.sweep()
+
+    assert (store.folder(gone).exists(), store.folder(kept).exists()) == (False, True)
+    with store._database.reading() as connection:
+        assert runs.removed_runs(connection) == []
+
+
+def test_a_run_waits_until_its_files_are_complete(store: Store) -> None:
     run_id = store.add("run")
+    assert not store.queue(run_id)
 
-    assert not store.start(run_id)
+    assert store.files.begin(run_id, FileRow("rank0", 0, False))
+    assert not store.queue(run_id)
+    store.files.write(run_id, FileRow("rank0", 7, True))
+
+    assert store.files.held(run_id) == Held(1, 7)
     assert store.queue(run_id) and not store.queue(run_id)
-    assert store.start(run_id) and not store.start(run_id)
+    assert state(store, run_id) == ("queued", None)
+    assert not store.files.begin(run_id, FileRow("late", 0, False))
 
 
-def test_ingest_analyzes_what_was_uploaded(store: Store) -> None:
-    seen: list[Path] = []
+def test_tokens_let_in_until_they_are_revoked(store: Store) -> None:
+    assert not store.tokens.any()
+    secret = store.tokens.create("ci")
+    (token,) = store.tokens.all()
+    assert (token.name, token.last_used_unix_ns, token.revoked) == ("ci", None, False)
 
-    def analyze(paths: Sequence[Path]) -> Analysis:
-        seen.extend(paths)
-        return analysis()
+    assert store.tokens.accepts(secret) and not store.tokens.accepts(secret + "x")
+    assert secret.startswith("sst_") and store.tokens.any()
+    assert store.tokens.all()[0].last_used_unix_ns is not None
 
-    run_id = _queued(store)
-    ingest(store, run_id, analyze)
-
-    assert seen == [store.folder(run_id) / "input"]
-    assert _state(store, run_id) == ("done", None)
-
-
-def test_bad_data_fails_the_run_in_the_uploaders_words(store: Store) -> None:
-    def analyze(paths: Sequence[Path]) -> Analysis:
-        raise DataError(paths[0] / "rank0.json", "the file is torn", "copy it again", rank=0)
-
-    run_id = _queued(store)
-    ingest(store, run_id, analyze)
-
-    told = "rank0.json (rank 0): the file is torn; copy it again"
-    assert _state(store, run_id) == ("failed", told)
+    assert store.tokens.revoke(token.id) and not store.tokens.revoke("nobody")
+    assert not store.tokens.accepts(secret) and not store.tokens.any()
 
 
-def test_a_defect_fails_the_run_and_is_logged(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    def analyze(paths: Sequence[Path]) -> Analysis:
-        raise ZeroDivisionError
+def test_everything_is_counted(store: Store) -> None:
+    store.add("uploading")
+    queued(store, rank0=b"12345")
 
-    run_id = _queued(store)
-    worker = Worker(store, analyze)
-    worker.submit(run_id)
-    worker.stop()
+    counts = store.counts()
 
-    told = "internal error: ZeroDivisionError; see the server's log"
-    assert _state(store, run_id) == ("failed", told)
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_a_new_worker_takes_up_what_was_left(store: Store) -> None:
-    half, queued, uploading = _queued(store), _queued(store), store.add("uploading")
-    store.start(half)
-
-    worker = Worker(store, analysis)
-    worker.resume()
-    worker._pool.shutdown(wait=True)
-
-    states = [_state(store, run_id)[0] for run_id in (half, queued, uploading)]
-    assert states == ["failed", "done", "failed"]
+    assert (counts.runs, counts.jobs) == ({"uploading": 1, "queued": 1}, {"queued": 1})
+    assert counts.upload_bytes == 5 and 0 < counts.oldest_queued_s < 60
+    assert store.ready()
 
 
 def test_an_id_never_leads_out_of_the_folder(store: Store) -> None:
@@ -136,20 +200,21 @@ def test_an_id_never_leads_out_of_the_folder(store: Store) -> None:
         store.folder("../../etc")
 
 
-@pytest.mark.parametrize("url", ["nonsense", "nosuchdatabase://host/x", "sqlite:////proc/x/y.db"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nonsense",
+        "nosuchdatabase://host/x",
+        "sqlite:////proc/x/y.db",
+        "postgresql://me:secret@127.0.0.1:1/x",
+    ],
+)
 def test_a_store_that_cannot_be_opened_is_one_line(url: str, tmp_path: Path) -> None:
     with pytest.raises(StepsplitError) as caught:
         Store.open(url, tmp_path / "artifacts")
     assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
-def _queued(store: Store) -> str:
-    run_id = store.add("run")
-    store.queue(run_id)
-    return run_id
-
-
-def _state(store: Store, run_id: str) -> tuple[str, str | None]:
-    run = store.run(run_id)
-    assert run is not None
-    return run.state, run.error
+def _fields(report: object) -> dict[str, object]:
+    return {name: getattr(report, name) for name in type(report).__struct_fields__}  # type: ignore[attr-defined]

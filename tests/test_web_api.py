@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
 from report_builders import analysis
+from store_builders import claimed, known_analysis, state
 
-from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.wire import from_json, read_report
-from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import create_app
-from stepsplit.dashboard.web.run_page import run_page
+from stepsplit.dashboard.store.analysis_of import analysis_of
+from stepsplit.dashboard.store.ingest import ingest
+from stepsplit.dashboard.store.store import Store, Tag
+from stepsplit.dashboard.web.limits import Limits
 from stepsplit.dashboard.web.security import content_policy
-from stepsplit.dashboard.web.serve import free_port, serve
+from stepsplit.dashboard.web.server import create_server
 
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parent.parent / "sample_traces" / "pp2_m2"
+LIMITS = Limits(file_bytes=1000, run_bytes=1500, run_files=3, spare_bytes=0)
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def client(store: Store) -> FlaskClient:
-    return create_app(store, analyze=analysis, file_limit_bytes=1000).server.test_client()
+    return create_server(store, limits=LIMITS).test_client()
 
 
 def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
@@ -41,7 +42,7 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
     finish = client.post(f"{RUNS}/{run_id}/finish")
 
     assert (put.status_code, finish.status_code) == (201, 202)
-    assert _settled(client, run_id) == ("done", None)
+    assert ingest(store, claimed(store), known_analysis) == "done"
     uploaded = store.folder(run_id) / "input" / "exp1" / "rank0_trace.json.gz"
     assert uploaded.read_bytes() == b"trace"
     answer = client.get(f"{RUNS}/{run_id}/report.json")
@@ -51,16 +52,44 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
 
 def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
     """The real analyzer behind the real routes: all files of a recording, its report.json too."""
-    client = create_app(store).server.test_client()
+    client = create_server(store).test_client()
     run_id = _create(client)
     for file in sorted(SAMPLE.iterdir()):
         url = f"{RUNS}/{run_id}/files/pp2_m2/{file.name}"
         assert client.put(url, data=file.read_bytes()).status_code == 201
     client.post(f"{RUNS}/{run_id}/finish")
 
-    assert _settled(client, run_id) == ("done", None)
-    assert store.report(run_id) == read_report(SAMPLE)
+    ingest(store, claimed(store), analysis_of)
+
+    assert state(store, run_id) == ("done", None)
+    golden = read_report(SAMPLE)
+    assert store.report(run_id).steps == golden.steps
+    assert store.report(run_id).exposed == golden.exposed
     assert store.tables(run_id) is not None
+
+
+def test_a_status_tells_all_that_is_known(client: FlaskClient, store: Store) -> None:
+    answer = client.post(RUNS, json={"name": " exp1 ", "tags": {"branch": "main", "gpus": "8"}})
+    assert answer.json is not None
+    run_id = answer.json["id"]
+    client.put(f"{RUNS}/{run_id}/files/a", data=b"12345")
+    client.post(f"{RUNS}/{run_id}/finish")
+    job = claimed(store)
+    store.jobs.tell(job, 0.25, "reading")
+
+    assert client.get(f"{RUNS}/{run_id}").json == {
+        "id": run_id,
+        "name": "exp1",
+        "state": "running",
+        "error": None,
+        "tags": {"branch": "main", "gpus": "8"},
+        "progress": 0.25,
+        "progress_note": "reading",
+        "files": 1,
+        "received_bytes": 5,
+    }
+    run = store.run(run_id)
+    assert run is not None and run.tags == (Tag("branch", "main"), Tag("gpus", "8"))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +117,7 @@ def test_a_path_never_leaves_the_run(
     answer = client.put(f"{RUNS}/{run_id}/files/{path}", data=b"x")
 
     assert answer.status_code in (400, 404, 405)
-    assert not [p for p in (tmp_path / "artifacts").rglob("*") if p.is_file()]
+    assert _files(tmp_path) == []
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]"])
@@ -132,7 +161,41 @@ def test_a_file_over_the_limit_leaves_nothing(client: FlaskClient, tmp_path: Pat
     )
 
     assert (announced.status_code, chunked.status_code) == (413, 413)
-    assert not [p for p in (tmp_path / "artifacts").rglob("*") if p.is_file()]
+    assert _files(tmp_path) == []
+
+
+def test_a_run_over_the_limit_keeps_what_fitted(client: FlaskClient, tmp_path: Path) -> None:
+    run_id = _create(client)
+
+    first = client.put(f"{RUNS}/{run_id}/files/a", data=b"x" * 900)
+    second = client.put(f"{RUNS}/{run_id}/files/b", data=b"x" * 900)
+    again = client.put(f"{RUNS}/{run_id}/files/a", data=b"y" * 1000)
+
+    assert (first.status_code, second.status_code, again.status_code) == (201, 413, 201)
+    assert [path.read_bytes() for path in _files(tmp_path)] == [b"y" * 1000]
+
+
+def test_a_run_has_only_so_many_files(client: FlaskClient) -> None:
+    run_id = _create(client)
+    for name in "abc":
+        assert client.put(f"{RUNS}/{run_id}/files/{name}", data=b"x").status_code == 201
+
+    answer = client.put(f"{RUNS}/{run_id}/files/d", data=b"x")
+
+    told = "a run holds at most 3 files; send small ones together in a zip or tar archive"
+    assert (answer.status_code, answer.json) == (413, {"error": told})
+    assert client.put(f"{RUNS}/{run_id}/files/c", data=b"y").status_code == 201
+
+
+def test_a_full_disk_is_told_before_it_is_full(store: Store, tmp_path: Path) -> None:
+    client = create_server(store, limits=Limits(spare_bytes=1 << 60)).test_client()
+    run_id = _create(client)
+
+    answer = client.put(f"{RUNS}/{run_id}/files/a", data=b"x")
+
+    told = "the server's disk is full; ask who runs it to remove old runs"
+    assert (answer.status_code, answer.json) == (507, {"error": told})
+    assert _files(tmp_path) == []
 
 
 def test_a_body_cut_off_leaves_nothing(client: FlaskClient, tmp_path: Path) -> None:
@@ -145,7 +208,7 @@ def test_a_body_cut_off_leaves_nothing(client: FlaskClient, tmp_path: Path) -> N
     )
 
     assert answer.status_code == 400
-    assert not [p for p in (tmp_path / "artifacts").rglob("*") if p.is_file()]
+    assert _files(tmp_path) == []
 
 
 def test_a_file_and_a_folder_of_one_name_are_told(client: FlaskClient) -> None:
@@ -164,17 +227,6 @@ def test_a_finished_run_takes_nothing_more(client: FlaskClient) -> None:
 
     assert client.put(f"{RUNS}/{run_id}/files/b", data=b"x").status_code == 409
     assert client.post(f"{RUNS}/{run_id}/finish").status_code == 409
-    _settled(client, run_id)
-
-
-def test_a_report_that_is_gone_is_told_on_its_page(store: Store) -> None:
-    made = analysis()
-    run_id = store.import_report("gone", made.report, made.tables)
-    (store.folder(run_id) / "report.json").unlink()
-    run = store.run(run_id)
-
-    assert run is not None
-    assert "report.json" in str(run_page(store, run, None))
 
 
 def test_what_is_not_there_is_told_in_json(client: FlaskClient) -> None:
@@ -184,8 +236,24 @@ def test_what_is_not_there_is_told_in_json(client: FlaskClient) -> None:
     assert client.put(f"{RUNS}/..%2f..%2fx/files/a", data=b"x").status_code in (404, 405)
 
 
-@pytest.mark.parametrize("body", [None, [], {}, {"name": 3}, {"name": "  "}])
-def test_a_run_needs_a_name(body: object, client: FlaskClient) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        [],
+        {},
+        {"name": 3},
+        {"name": "  "},
+        {"name": "a\0b"},
+        {"name": "\udcff"},
+        {"name": "x", "tags": ["a"]},
+        {"name": "x", "tags": {"a": 1}},
+        {"name": "x", "tags": {"": "a"}},
+        {"name": "x", "tags": {"k": "v" * 201}},
+        {"name": "x", "tags": {str(n): "v" for n in range(33)}},
+    ],
+)
+def test_a_run_needs_a_name_and_plain_tags(body: object, client: FlaskClient) -> None:
     assert client.post(RUNS, json=body).status_code == 400
 
 
@@ -199,9 +267,25 @@ def test_every_answer_has_a_strict_policy(client: FlaskClient) -> None:
     assert "'unsafe-inline'" not in content_policy([]).split("script-src")[1].split(";")[0]
 
 
-def test_the_server_is_for_this_machine_alone(store: Store) -> None:
-    with pytest.raises(UsageError, match="not of this machine"):
-        serve(store, "0.0.0.0", free_port())
+def test_a_process_that_drew_no_page_gives_out_its_scripts(store: Store) -> None:
+    """Requests for one page go to several processes."""
+    page = create_server(store).test_client().get("/").get_data(as_text=True)
+    scripts = [part.partition('"')[0] for part in page.split('<script src="')[1:]]
+    other = create_server(store).test_client()
+
+    assert len(scripts) > 5
+    for script in scripts:
+        with other.get(script) as answer:
+            assert answer.status_code == 200, script
+
+
+def test_errors_of_the_api_are_json(client: FlaskClient) -> None:
+    unknown = client.post("/api/v1/nothing")
+    large = client.post(RUNS, data=b"x" * 100_000, content_type="application/json")
+
+    assert (unknown.status_code, large.status_code) == (405, 413)
+    assert unknown.json is not None and "error" in unknown.json
+    assert large.json is not None and "error" in large.json
 
 
 def _create(client: FlaskClient) -> str:
@@ -210,12 +294,5 @@ def _create(client: FlaskClient) -> str:
     return str(answer.json["id"])
 
 
-def _settled(client: FlaskClient, run_id: str) -> tuple[str, str | None]:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        run = client.get(f"{RUNS}/{run_id}").json
-        assert run is not None
-        if run["state"] in ("done", "failed"):
-            return run["state"], run["error"]
-        time.sleep(0.02)
-    raise TimeoutError(run_id)
+def _files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "artifacts").rglob("*") if path.is_file()]

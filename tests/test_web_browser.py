@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from statistics import median
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
 from report_builders import analysis
 
+from stepsplit.analyzer import examine
+from stepsplit.analyzer.report.wire import from_json
+from stepsplit.analyzer.units import milliseconds, percent
+from stepsplit.dashboard.pages.view import View
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.still import still_page
 
 pytestmark = pytest.mark.slow
 BARS = ".bars .point"
+SAMPLES = Path(__file__).parents[1] / "sample_traces"
+_TIMELINE = 'document.getElementById("timeline-view").timeline'
+_SPAN = f"() => {_TIMELINE}.to - {_TIMELINE}.from"
+_LONGEST = """() => {
+  const t = document.getElementById("timeline-view").timeline;
+  let best = null, most = 0;
+  for (const hit of t.hits) {
+    if (hit.gutter || hit.y < 40 || hit.y + hit.height > t.body.clientHeight) continue;
+    const row = hit.row;
+    for (let i = 0; i < row.start.length; i++) {
+      const inside = row.start[i] > t.from && row.start[i] + row.dur[i] < t.to;
+      if (inside && (WHICH) && row.dur[i] > most) {
+        most = row.dur[i];
+        best = [t.x(row.start[i] + row.dur[i] / 2), hit.y + hit.height / 2];
+      }
+    }
+  }
+  return best;
+}"""
+_LONGEST_WAIT = _LONGEST.replace("WHICH", "row.lane === 'buckets' && row.owner[i] >= 0")
+_LONGEST_OP = _LONGEST.replace(
+    "WHICH", "row.lane !== 'buckets' && row.bucket[i] === 0 && row.name[i] >= 0"
+)
 _DROP = """() => {
   const dataTransfer = new DataTransfer();
   dataTransfer.items.add(new File(["dropped"], "rank0.json"));
@@ -65,27 +95,211 @@ def server(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def test_a_runs_page_draws_its_figures(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+FIGURES = {
+    "": ("by-rank", "by-step", "critical-path"),
+    "/pipeline": ("pipeline", "stage-bubbles"),
+    "/collectives": ("bandwidth",),
+    "/compute": (),
+    "/memory": (),
+    "/model": (),
+}
+
+
+def test_every_page_of_a_run_draws_itself(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_id = _import(tmp_path)
     watch = Watch()
     page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
 
-    page.goto(f"{server}/run/{run_id}?step=5")
-    page.wait_for_function("document.title === 'stepsplit'")
-    for figure in ("by-rank", "by-step", "critical-path", "timeline", "pipeline"):
-        page.wait_for_selector(f"#{figure} {BARS}")
-    before = page.locator(f"#timeline {BARS}").count()
-    page.locator("#step").click()
-    page.get_by_text("all steps").click()
-    page.wait_for_url("**/run/*?step=all")
-    page.wait_for_function(f"document.querySelectorAll('#timeline {BARS}').length > {2 * before}")
+    for path, figures in FIGURES.items():
+        page.goto(f"{server}/run/{run_id}{path}")
+        page.wait_for_selector(".tabs .on")
+        for figure in figures:
+            page.wait_for_selector(f"#{figure} .point")
 
-    page.get_by_text("by rank, most idle first").click()
-    page.locator("details[open] th", has_text="data loading").wait_for()
-
-    assert page.locator(".card.number").count() == 7
-    assert page.get_by_text("slower compute").count() == 1
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def test_the_overviews_numbers_are_the_reports(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(tmp_path)
+    page = browser.new_page()
+
+    page.goto(f"{server}/run/{run_id}")
+    page.wait_for_selector(".card.number")
+    report = from_json(page.request.get(f"{server}/api/v1/runs/{run_id}/report.json").body(), "it")
+
+    shown = dict(zip(page.locator(".number .label").all_inner_texts(),
+                     page.locator(".number .value").all_inner_texts(), strict=True))  # fmt: skip
+    full = [row for row in report.steps if row.kind == "full"]
+    total = sum(row.step_ns for row in full)
+    waits = sum(row.collective_ns + row.p2p_ns + row.skew_ns for row in full)
+    assert shown == {
+        "median step": milliseconds(median(row.step_ns for row in full)),
+        "compute": percent(sum(row.compute_ns for row in full) / total),
+        "collective": percent(waits / total),
+        "bubble": percent(sum(row.bubble_ns for row in full) / total),
+        "other": percent(sum(row.copy_ns + row.idle_ns for row in full) / total),
+        "bubble_fraction": percent(report.pipeline.bubble_fraction),
+        "MFU": percent(report.mfu),
+    }
+
+
+def test_a_bar_leads_to_its_timeline_and_a_menu_into_the_address(
+    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run_id = _import(tmp_path)
+    page = browser.new_page()
+
+    page.goto(f"{server}/run/{run_id}")
+    page.locator(f"#by-rank {BARS}").nth(2).click(force=True)
+    page.wait_for_url("**/timeline?rank=2*")
+
+    page.goto(f"{server}/run/{run_id}/pipeline")
+    page.locator("select").select_option("7")
+    page.wait_for_url("**/pipeline?step=7")
+    page.get_by_text("step 7 took").wait_for()
+    page.reload()
+    page.get_by_text("step 7 took").wait_for()
+    page.go_back()
+    page.get_by_text("step 6 took").wait_for()
+
+
+def test_two_runs_are_chosen_and_compared(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    older, newer = _import(tmp_path), _import(tmp_path)
+    page = browser.new_page()
+
+    page.goto(server)
+    page.locator(".pick").nth(0).click()
+    page.locator(".pick").nth(1).click()
+    page.locator("#compare-link.on").click()
+
+    page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")
+    page.get_by_text("within the noise").wait_for()
+
+
+def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = analysis()
+    for name in ("beta", "alpha", "gamma"):
+        _store(tmp_path).import_report(name, made.report, made.tables)
+    page = browser.new_page()
+
+    page.goto(server)
+    page.locator("th a", has_text="run").click()
+    page.wait_for_url("**/?sort=name")
+    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["alpha", "beta", "gamma"])
+    page.locator("#choose-q").fill("gam")
+    page.wait_for_url("**/?sort=name&q=gam")
+    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["gamma"])
+
+
+def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
+    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run = examine([SAMPLES / "tp2_pp2"])
+    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    watch = Watch()
+    page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
+    page.goto(f"{server}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    _click(page, _LONGEST_WAIT)
+    told = page.locator(".tl-told").inner_text()
+    owner = re.search(r"waits for rank (\d)", told)
+    assert owner is not None
+    page.get_by_text(f"go to rank {owner.group(1)}").click()
+
+    _click(page, _LONGEST_OP)
+    wide = 1.6 * page.evaluate(f"() => {_TIMELINE}.chosen.dur")
+    page.get_by_text("zoom to it").click()
+    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    _until(page, lambda: _span_of(page.url) == pytest.approx(wide, rel=1e-3))
+    name = page.locator(".tl-told b").inner_text()
+    page.reload()
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    assert name in page.evaluate(
+        "() => document.getElementById('timeline-view').timeline.data.names"
+    )
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def test_the_timeline_answers_the_keyboard(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(tmp_path)
+    page = browser.new_page()
+    page.goto(f"{server}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.locator("#timeline-view canvas").focus()
+
+    whole = page.evaluate(_SPAN)
+    page.keyboard.press("+")
+    assert page.evaluate(_SPAN) == pytest.approx(whole / 2)
+    page.keyboard.press(".")
+    assert "rank 0" in page.locator(".tl-told").inner_text()
+    page.keyboard.press("ArrowDown")
+    assert page.locator(".tl-told").inner_text().startswith("rank 1")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(server: str, browser, tmp_path: Path, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    from axe_playwright_python.sync_playwright import Axe
+
+    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    page = browser.new_page(color_scheme=scheme)
+    found = {}
+    for path in ("", "/timeline", *list(FIGURES)[1:]):
+        page.goto(f"{server}/run/{run_id}{path}")
+        page.wait_for_selector(".tabs .on")
+        page.wait_for_timeout(300)
+        found[path] = _serious(Axe().run(page).response)
+    for path in ("/", "/history", "/compare"):
+        page.goto(f"{server}{path}")
+        page.wait_for_selector("h1")
+        found[path] = _serious(Axe().run(page).response)
+    assert not any(found.values()), found
+
+
+def _serious(response) -> list[str]:  # type: ignore[no-untyped-def]
+    return [one["id"] for one in response["violations"] if one["impact"] in ("serious", "critical")]
+
+
+def test_the_page_to_keep_draws_itself_without_a_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = examine([SAMPLES / "tp2_pp2"])
+    file = tmp_path / "kept.html"
+    file.write_text(still_page(View("kept", run.report, run.tables)))
+    watch = Watch()
+    page = watch.on(browser.new_page())
+
+    page.goto(file.as_uri())
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    assert page.locator(".figure .main-svg").count() >= page.locator(".figure").count() > 5
+    _click(page, _LONGEST_WAIT)
+    assert "waits for rank" in page.locator(".tl-told").inner_text()
+    assert (watch.errors, watch.hosts) == ([], {None})
+
+
+def _span_of(url: str) -> int:
+    asked = parse_qs(urlsplit(url).query)
+    return int(asked["to"][0]) - int(asked["from"][0])
+
+
+def _until(page, holds: Callable[[], bool]) -> None:  # type: ignore[no-untyped-def]
+    """Waits for it; the pages' policy forbids a browser's own waiting for an expression."""
+    for _ in range(100):
+        if holds():
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError("it did not come to that within ten seconds")
+
+
+def _click(page, which: str) -> None:  # type: ignore[no-untyped-def]
+    """Clicks the middle of a slice that is in sight."""
+    page.locator("#timeline-view canvas").scroll_into_view_if_needed()
+    page.wait_for_timeout(300)
+    x, y = page.evaluate(which)
+    box = page.locator("#timeline-view canvas").bounding_box()
+    page.mouse.click(box["x"] + x, box["y"] + y)
+    page.wait_for_selector(".tl-told b")
 
 
 def test_a_name_from_a_file_is_text(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -114,7 +328,7 @@ def test_an_upload_ends_on_the_runs_page(server: str, browser, tmp_path: Path) -
         page.locator("#choose-files").click()
     chooser.value.set_files(trace)
     page.wait_for_url("**/run/*")
-    page.wait_for_selector(f"#timeline {BARS}")
+    page.wait_for_selector(f"#by-rank {BARS}")
 
     (run,) = _store(tmp_path).runs()
     assert (run.name, run.state) == ("rank0_trace.json", "done")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 from report_builders import MS, analysis
 
@@ -18,11 +18,12 @@ from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.stragglers import Lateness
 from stepsplit.analyzer.split.variation import SlowStep, StepTimes
-from stepsplit.dashboard.web.compute import compute
-from stepsplit.dashboard.web.coverage import holds
-from stepsplit.dashboard.web.idle import idle
-from stepsplit.dashboard.web.path import path
-from stepsplit.dashboard.web.stragglers import overlap, stragglers
+from stepsplit.dashboard.pages.compute import compute
+from stepsplit.dashboard.pages.coverage import holds
+from stepsplit.dashboard.pages.idle import idle
+from stepsplit.dashboard.pages.path import path
+from stepsplit.dashboard.pages.stragglers import overlap, stragglers
+from stepsplit.dashboard.pages.view import View
 
 
 def with_rows(**rows: Any) -> Report:
@@ -35,6 +36,10 @@ _DETAIL = (
     "idle", "kernels", "slow_kernels", "contention", "overlap", "lateness",
     "critical_path", "path_steps", "step_times", "slow_steps", "coverage",
 )  # fmt: skip
+
+
+def seen(report: Report) -> View:
+    return View("a run", report, None, "abcdef012345")
 
 
 def text(part: Any) -> str:
@@ -210,7 +215,7 @@ def test_slow_kernels_and_contention_are_told_the_costliest_first() -> None:
 
 
 def test_the_path_names_the_ranks_that_have_most_of_it() -> None:
-    (section,) = path(analysis().report)
+    (section,) = path(seen(analysis().report))
 
     (table,) = found(section, html.Table)
     assert body(table) == [
@@ -232,13 +237,16 @@ def test_a_slow_step_is_a_sentence_that_leads_to_it() -> None:
         step_times=(StepTimes(None, 12, 145 * MS, 170 * MS, 170 * MS, (5, 7)),),
     )
 
-    (section,) = path(report)
+    (section,) = path(seen(report))
 
     assert [text(item) for item in found(section, html.Li)] == [
         "step 5 took 170 ms, 25.0 ms longer: rank 3 idle +24.0 ms",
         "step 7 took 160 ms, 15.0 ms longer: rank 1 compute +9.00 ms",
     ]
-    assert [link.href for link in found(section, html.A)] == ["?step=5", "?step=7"]
+    assert [link.href for link in found(section, dcc.Link)] == [
+        "/run/abcdef012345/timeline?step=5&rank=3",
+        "/run/abcdef012345/timeline?step=7&rank=1",
+    ]
     assert "than 145 ms, the median of 12 on their slowest rank" in text(section)
 
 
@@ -246,7 +254,7 @@ def test_the_path_of_one_rank_alone_is_not_shown() -> None:
     report = analysis().report
     alone = msgspec.structs.replace(report.run, world_size=1, ranks=(0,))
 
-    assert path(msgspec.structs.replace(report, run=alone)) == []
+    assert path(seen(msgspec.structs.replace(report, run=alone))) == []
 
 
 def test_estimated_waits_are_told_by_axis() -> None:
@@ -279,7 +287,7 @@ def test_a_whole_and_measured_recording_needs_no_reserve() -> None:
     assert holds(analysis().report) == []
 
 
-@pytest.mark.parametrize("section", [idle, path, stragglers, compute, overlap, holds])
+@pytest.mark.parametrize("section", [idle, stragglers, compute, overlap, holds])
 def test_a_section_without_rows_is_absent(section: Any) -> None:
     assert section(with_rows()) == []
 

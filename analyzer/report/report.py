@@ -23,6 +23,8 @@ from stepsplit.analyzer.split.strategy.strategy import Strategy
 from stepsplit.analyzer.split.variation import SlowStep, StepTimes
 
 SCHEMA = "stepsplit.report/1"
+NO_MODEL = "no_model"
+"""The code of the warning that says what the model would have to be told."""
 
 
 class Host(Struct, frozen=True):
@@ -238,8 +240,8 @@ class Finding(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One analyzed run. prediction is the model's JSON, of the schema stepsplit.prediction/1;
-    predicted.prediction_of reads it."""
+    """One analyzed run. prediction is the model's JSON, of the schema stepsplit.prediction/1, and
+    job the RUN.toml that it is of, its tables by name: predicted.py reads both."""
 
     schema: str = SCHEMA
     run: Run
@@ -264,6 +266,7 @@ class Report(Struct, frozen=True, kw_only=True):
     coverage: tuple[Coverage, ...] = ()
     memory: tuple[MemoryRow, ...] | None = None
     prediction: dict[str, Any] | None = None
+    job: dict[str, Any] | None = None
     gap: Gap | None = None
     findings: tuple[Finding, ...] = ()
     mfu: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stepsplit.analyzer.report.slices import FILE_NAME as SLICES
+from stepsplit.analyzer.report.slices import Slices, StoredSlices, write_slices
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 
 PHASES = ("forward", "backward", "weight")
@@ -76,11 +79,12 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What tables/ holds."""
+    """What tables/ holds; slices by rank, which may be read or built only when asked for."""
 
     segments: Segments
     boxes: Boxes
     waits: Waits = field(default_factory=Waits.none)
+    slices: Mapping[int, Slices] = field(default_factory=dict)
 
 
 _T = TypeVar("_T", Segments, Boxes, Waits)
@@ -98,15 +102,17 @@ def write_tables(folder: Path, tables: Tables) -> None:
             draft.replace(path)
         finally:
             draft.unlink(missing_ok=True)
+    write_slices(folder, tables.slices)
 
 
 def read_tables(folder: Path) -> Tables:
-    """The tables of the folder, no waits where they are older than that table.
+    """The tables of the folder, without waits and slices where they are older than those tables.
 
     Raises FileNotFoundError where there are none.
     """
     waits = _read(folder, Waits) if _path(folder, Waits).exists() else Waits.none()
-    return Tables(_read(folder, Segments), _read(folder, Boxes), waits)
+    slices = StoredSlices(folder / SLICES) if (folder / SLICES).exists() else {}
+    return Tables(_read(folder, Segments), _read(folder, Boxes), waits, slices)
 
 
 def _path(folder: Path, kind: type) -> Path:

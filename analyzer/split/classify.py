@@ -31,8 +31,8 @@ def work_of(trace: RankTrace, rules: Rules = BUILT_IN) -> Work:
     if not trace.on_device:
         return Work(_covered(events, compute), empty(), empty())
     fused = _fused(events, rules)
-    copy = events.of(Category.MEMCPY, Category.MEMSET) & ~_communicating(trace)
-    return Work(_covered(events, compute), _covered(events, copy), _covered(events, fused))
+    copy = _covered(events, copying(trace))
+    return Work(_covered(events, compute), copy, _covered(events, fused))
 
 
 def computing(trace: RankTrace, rules: Rules = BUILT_IN) -> Bool:
@@ -41,6 +41,11 @@ def computing(trace: RankTrace, rules: Rules = BUILT_IN) -> Bool:
         return computing_ops(trace.events)
     only_communicates = _communicating(trace) & ~_fused(trace.events, rules)
     return trace.events.of(Category.KERNEL) & ~only_communicates
+
+
+def copying(trace: RankTrace) -> Bool:
+    """Which events are copies of a device that carry out no call; none on a CPU run."""
+    return trace.events.of(Category.MEMCPY, Category.MEMSET) & ~_communicating(trace)
 
 
 def _communicating(trace: RankTrace) -> Bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from stepsplit.analyzer import examine
+from stepsplit.analyzer import Analysis, examine
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.hang.find import only_dumps, read_calls
 from stepsplit.analyzer.hang.hang import HANG_NAME
@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.files import save
 from stepsplit.analyzer.report.wire import to_json
 from stepsplit.analyzer.written import write
 from stepsplit.dashboard.commands.cores import cores
+from stepsplit.dashboard.commands.extras import need
 from stepsplit.dashboard.commands.json_out import put_json
 from stepsplit.dashboard.reporters.hang import screen as hang_screen
 from stepsplit.dashboard.reporters.progress import reading_bar
@@ -30,6 +31,8 @@ from stepsplit.dashboard.reporters.terminal import screen
 )
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
               help="Write report.json and tables/ into this folder.")  # fmt: skip
+@click.option("--html", "html_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write the report as one page that needs no server.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; one a core by default.")  # fmt: skip
 @click.option("--run", metavar="FILE",
@@ -41,6 +44,7 @@ def command(
     places: tuple[str, ...],
     json_file: str | None,
     out: Path | None,
+    html_file: Path | None,
     workers: int | None,
     run: str | None,
     rules_file: Path | None,
@@ -51,6 +55,8 @@ def command(
     Nsight Systems exported to SQLite; several together are one recording. Of Flight Recorder
     dumps alone it says where their job hangs.
     """
+    if html_file is not None:
+        need("dash", "dashboard")
     rules = BUILT_IN if rules_file is None else read_rules(rules_file)
     try:
         with reading_bar() as progress:
@@ -62,8 +68,18 @@ def command(
         return
     if out is not None:
         save(out, analysis.report, analysis.tables)
+    if html_file is not None:
+        _write_page(html_file, analysis)
     if not put_json(analysis.report, to_json, json_file):
         Console(highlight=False).print(screen(analysis.report))
+
+
+def _write_page(file: Path, analysis: Analysis) -> None:
+    from stepsplit.dashboard.pages.view import View
+    from stepsplit.dashboard.web.still import still_page
+
+    view = View(analysis.report.run.name, analysis.report, analysis.tables)
+    write(file, still_page(view).encode())
 
 
 def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None) -> None:

@@ -88,7 +88,7 @@ def _train(mesh: Mesh, folder: Path) -> None:
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.commands.dashboard import open_store
+    from stepsplit.dashboard.commands.store_options import open_store
     from stepsplit.dashboard.web.serve import free_port, serve
 
     store = open_store()

@@ -13,21 +13,22 @@ from stepsplit.analyzer.buckets import BUCKETS
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one bucket is drawn: its color, and whether it is hatched."""
+    """How one bucket is drawn: its color on white and on black, and whether it is hatched."""
 
     bucket: str
     color: str
+    dark: str
     hatched: bool = False
 
 
 LOOKS = (
-    Look("compute", "#0072B2"),
-    Look("collective", "#E69F00"),
-    Look("p2p", "#D55E00"),
-    Look("skew", "#CC79A7", hatched=True),
-    Look("bubble", "#8D949E", hatched=True),
-    Look("copy", "#009E73"),
-    Look("idle", "#E6E9EE"),
+    Look("compute", "#0072B2", "#3B9AD9"),
+    Look("collective", "#E69F00", "#E69F00"),
+    Look("p2p", "#D55E00", "#E8743B"),
+    Look("skew", "#CC79A7", "#CC79A7", hatched=True),
+    Look("bubble", "#8D949E", "#8D949E", hatched=True),
+    Look("copy", "#009E73", "#22B68C"),
+    Look("idle", "#E6E9EE", "#39424E"),
 )
 assert tuple(look.bucket for look in LOOKS) == BUCKETS
 
@@ -35,3 +36,16 @@ assert tuple(look.bucket for look in LOOKS) == BUCKETS
 # All three are compute, so they are blues; their lightness tells them apart.
 FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"
 INK, MUTED, GRID, PAPER = "#1B2430", "#5B6675", "#E3E7EC", "#FFFFFF"
+WORSE, BETTER = "#D55E00", "#009E73"
+"""More time than it was held against, and less."""
+AXES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+"""Axes of the mesh, in the order in which they come."""
+MEMORY = {
+    "weights": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "transient": "#CC79A7",
+    "other": "#8D949E",
+}
+"""What memory is for."""

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from stepsplit.dashboard.figures.palette import GRID, INK, MUTED, PAPER, Look
 
+CLEAR = "rgba(0,0,0,0)"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 _LEGEND = {
@@ -24,7 +25,7 @@ _LEGEND = {
 
 
 def blank(height: int, x_title: str, y_title: str) -> go.Figure:
-    """An empty figure on white; the axis titles name their unit."""
+    """An empty figure on nothing; the axis titles name their unit."""
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     title = {"font": {"size": 12, "color": MUTED}, "standoff": 8}
     figure = go.Figure()
@@ -32,8 +33,9 @@ def blank(height: int, x_title: str, y_title: str) -> go.Figure:
         template="none",
         height=height,
         margin={"l": 56, "r": 12, "t": 40, "b": 44},
-        paper_bgcolor=PAPER,
-        plot_bgcolor=PAPER,
+        # The page shows through, light or dark; style.css gives texts and lines its own colors.
+        paper_bgcolor=CLEAR,
+        plot_bgcolor=CLEAR,
         font={"family": FONT, "size": 12, "color": INK},
         legend=_LEGEND,
         hoverlabel={"bgcolor": PAPER, "bordercolor": GRID, "font": {"family": FONT, "color": INK}},

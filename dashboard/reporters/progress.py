@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -28,3 +28,15 @@ def reading_bar() -> Iterator[OnProgress]:
             bar.update(task, completed=done_bytes, total=all_bytes, visible=all_bytes >= LONG_BYTES)
 
         yield show
+
+
+@contextmanager
+def sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
+    """What a sender calls with the bytes of each part that arrived; draws on a terminal alone."""
+    console = Console(stderr=True)
+    columns = (TextColumn("sending"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("sending", total=all_bytes)
+        yield lambda sent_bytes: bar.advance(task, sent_bytes)

@@ -1,25 +1,122 @@
-"""The files of a run: what was uploaded, report.json and tables/."""
+"""The files of runs: what was uploaded, report.json and tables/; in a folder, or beyond a URL."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from stepsplit.analyzer.report.files import TABLES_NAME
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.report.files import TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import Tables, read_tables
-from stepsplit.analyzer.report.wire import read_report
+from stepsplit.analyzer.report.tables import Tables
 
 INPUT_NAME = "input"
 
 
-def load_report(folder: Path) -> Report:
-    """The report of a finished run. Raises DataError."""
-    return read_report(folder)
+class Artifacts(Protocol):
+    """Where the files of runs are kept; every run has a folder on this machine too."""
+
+    @property
+    def url(self) -> str:
+        """What another process opens the same artifacts by."""
+
+    def folder(self, run_id: str) -> Path:
+        """The run's folder here: uploads grow in its input/."""
+
+    def keep_upload(self, run_id: str, path: str) -> None:
+        """The file of this path below input/ is whole: keep it for whoever analyzes."""
+
+    def uploads(self, run_id: str) -> Path:
+        """The folder that holds all uploads of the run, fetched where they are not here."""
+
+    def analyzed(self, run_id: str) -> None:
+        """Nobody here needs the uploads any more."""
+
+    def save(self, run_id: str, report: Report, tables: Tables) -> None:
+        """Keeps the results, for good once this returns. Raises UsageError."""
+
+    def results(self, run_id: str) -> Path:
+        """The folder that holds report.json and tables/, fetched where they are not here; empty
+        where there are none."""
+
+    def remove(self, run_id: str) -> None:
+        """Removes all files of the run."""
 
 
-def load_tables(folder: Path) -> Tables | None:
-    """The tables of a finished run; None where someone has removed them to save space."""
+@dataclass(frozen=True, slots=True)
+class FolderArtifacts:
+    """A folder a run, in a folder of this machine or of a disk that all machines share."""
+
+    root: Path
+
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
+    def folder(self, run_id: str) -> Path:
+        return self.root / run_id
+
+    def keep_upload(self, run_id: str, path: str) -> None:
+        target = self.folder(run_id) / INPUT_NAME / path
+        for folder in (target.parent, *target.parent.parents):
+            sync(folder)
+            if folder == self.root:
+                break
+
+    def uploads(self, run_id: str) -> Path:
+        return self.folder(run_id) / INPUT_NAME
+
+    def analyzed(self, run_id: str) -> None:
+        pass
+
+    def save(self, run_id: str, report: Report, tables: Tables) -> None:
+        save_synced(self.folder(run_id), report, tables)
+
+    def results(self, run_id: str) -> Path:
+        return self.folder(run_id)
+
+    def remove(self, run_id: str) -> None:
+        shutil.rmtree(self.folder(run_id), ignore_errors=True)
+
+
+def open_artifacts(where: str | Path, local: Path) -> Artifacts:
+    """The artifacts in the folder, or beyond any URL that fsspec knows, with a copy in local of
+    what is in use. Raises UsageError."""
+    named = str(where)
+    if "://" in named and not named.startswith("file://"):
+        from stepsplit.dashboard.store.remote import open_remote
+
+        return open_remote(named, local)
+    root = Path(named.removeprefix("file://"))
+    make_folder(root)
+    return FolderArtifacts(root)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder where it is missing. Raises UsageError."""
     try:
-        return read_tables(folder / TABLES_NAME)
-    except FileNotFoundError:
-        return None
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"{folder}: {error.strerror}"
+        raise UsageError(f"{where}; name another --artifacts") from None
+
+
+def save_synced(folder: Path, report: Report, tables: Tables) -> None:
+    """Writes report.json and tables/ into the folder, on disk for good once this returns."""
+    save(folder, report, tables)
+    for path in (folder / TABLES_NAME).rglob("*"):
+        sync(path)
+    sync(folder / TABLES_NAME)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """What the file or folder holds survives a loss of power."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -28,7 +28,10 @@ class Middle:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A run in one line; steps counts those that the middle is of, which is None without any."""
+    """A run in one line; steps counts those that the middle is of, which is None without any.
+
+    bubble_fraction (of the schedule) and mfu are ratios, None where the report has none.
+    """
 
     world_size: int
     mesh: str | None
@@ -36,6 +39,8 @@ class Headline:
     middle: Middle | None
     steps: int
     warnings: int
+    bubble_fraction: float | None = None
+    mfu: float | None = None
 
 
 def headline(report: Report) -> Headline:
@@ -47,6 +52,8 @@ def headline(report: Report) -> Headline:
         middle=_middle(report) if report.steps else None,
         steps=len({row.step for row in full_steps(report.steps)}),
         warnings=len(report.warnings),
+        bubble_fraction=report.pipeline.bubble_fraction if report.pipeline else None,
+        mfu=report.mfu,
     )
 
 

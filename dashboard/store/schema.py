@@ -1,30 +1,35 @@
-"""The tables in SQL, and how an engine for them is opened."""
+"""The tables in SQL, as the newest migration leaves them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Float,
+    ForeignKey,
     Integer,
     MetaData,
     String,
     Table,
     Text,
-    create_engine,
-    event,
+    false,
 )
-from sqlalchemy.engine import URL, Engine, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.errors import UsageError
+
+VERSION = "0002"
+"""The newest migration."""
 
 METADATA = MetaData()
+
+
+def _of_run(**kind: bool) -> Column[str]:
+    """The run that a row belongs to, and goes with."""
+    run = ForeignKey("runs.id", ondelete="CASCADE")
+    return Column("run_id", String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
+
+
 RUNS = Table(
     "runs",
     METADATA,
@@ -41,32 +46,63 @@ RUNS = Table(
     *(Column(f"{bucket}_share", Float) for bucket in BUCKETS),
     Column("steps", Integer),
     Column("warnings", Integer),
+    Column("bubble_fraction", Float),
+    Column("mfu", Float),
 )
-
-
-def open_engine(url: str) -> Engine:
-    """An engine whose database holds the tables. Raises UsageError where it cannot be reached."""
-    try:
-        parsed = make_url(url)
-        _make_parent(parsed)
-        engine = create_engine(parsed)
-        if parsed.get_backend_name() == "sqlite":
-            event.listen(engine, "connect", _prepare_sqlite)
-        METADATA.create_all(engine)
-    except (ArgumentError, SQLAlchemyError, ImportError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"the store cannot be opened: {reason}; name another --store") from None
-    return engine
-
-
-def _make_parent(url: URL) -> None:
-    if url.get_backend_name() == "sqlite" and url.database and url.database != ":memory:":
-        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-
-
-def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    # With the write-ahead log, pages can be read while an analysis is being recorded.
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA busy_timeout=10000")
-    cursor.close()
+TAGS = Table(
+    "tags",
+    METADATA,
+    _of_run(primary_key=True),
+    Column("key", String(64), primary_key=True),
+    Column("value", String(200), nullable=False),
+)
+RANKS = Table(
+    "ranks",
+    METADATA,
+    _of_run(primary_key=True),
+    Column("rank", Integer, primary_key=True, autoincrement=False),
+    Column("host", String(200)),
+    Column("step_ns", BigInteger, nullable=False),
+    *(Column(f"{bucket}_ns", BigInteger, nullable=False) for bucket in BUCKETS),
+)
+METRICS = Table(
+    "metrics",
+    METADATA,
+    _of_run(primary_key=True),
+    Column("name", String(64), primary_key=True, index=True),
+    Column("value", Float, nullable=False),
+)
+FILES = Table(
+    "files",
+    METADATA,
+    _of_run(primary_key=True),
+    Column("path", Text, primary_key=True),
+    Column("received_bytes", BigInteger, nullable=False),
+    Column("complete", Boolean, nullable=False),
+)
+JOBS = Table(
+    "jobs",
+    METADATA,
+    Column("id", Integer, primary_key=True),
+    _of_run(unique=True),
+    Column("state", String(16), nullable=False, index=True),
+    Column("queued_unix_ns", BigInteger, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("worker", String(200)),
+    Column("lease_until_unix_ns", BigInteger),
+    Column("progress", Float),
+    Column("progress_note", String(200)),
+    Column("error", Text),
+)
+TOKENS = Table(
+    "tokens",
+    METADATA,
+    Column("id", String(32), primary_key=True),
+    Column("name", String(200), nullable=False),
+    Column("sha256", String(64), nullable=False, unique=True),
+    Column("created_unix_ns", BigInteger, nullable=False),
+    Column("last_used_unix_ns", BigInteger),
+    Column("revoked", Boolean, nullable=False, server_default=false()),
+)
+DELETED = Table("deleted", METADATA, Column("run_id", String(32), primary_key=True))
+"""Runs whose rows are gone and whose files may not be yet."""

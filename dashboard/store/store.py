@@ -1,173 +1,150 @@
-"""Runs in SQL and their files in a folder beside it."""
+"""Runs in SQL, their files beside: what a dashboard is of."""
 
 from __future__ import annotations
 
 import re
-import time
-import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Self
 
-from sqlalchemy import Row, insert, select, update
-from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.files import save
+from stepsplit.analyzer.report.files import TABLES_NAME
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import Tables
-from stepsplit.dashboard.store import artifacts
-from stepsplit.dashboard.store.headline import Headline, Middle, headline
-from stepsplit.dashboard.store.schema import RUNS, open_engine
+from stepsplit.analyzer.report.tables import Tables, read_tables
+from stepsplit.analyzer.report.wire import read_report
+from stepsplit.dashboard.store import runs
+from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
+from stepsplit.dashboard.store.counts import Counts, count
+from stepsplit.dashboard.store.database import Database, open_database
+from stepsplit.dashboard.store.files import Files, all_complete
+from stepsplit.dashboard.store.jobs import Jobs, add_job
+from stepsplit.dashboard.store.numbers import Numbers
+from stepsplit.dashboard.store.rows import RunRow, Tag
+from stepsplit.dashboard.store.tokens import Tokens
 
-State = Literal["uploading", "queued", "running", "done", "failed"]
-_MEDIANS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
-_SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
+__all__ = ["RunRow", "Store", "Tag"]
+
+LOCAL = Path(".stepsplit") / "local"
 _ID = re.compile(r"[0-9a-f]{8,32}")
-
-
-@dataclass(frozen=True, slots=True)
-class RunRow:
-    """A run as the list shows it. error is told when failed; headline is there when done."""
-
-    id: str
-    name: str
-    created_unix_ns: int
-    state: State
-    error: str | None
-    headline: Headline | None
-
-    @property
-    def pending(self) -> bool:
-        """Whether an analysis of it is still to come or under way."""
-        return self.state in ("queued", "running")
 
 
 class Store:
     """The runs of one dashboard. Threads may share it; after a fork call reopen() first."""
 
-    def __init__(self, engine: Engine, artifact_folder: Path) -> None:
-        self._engine, self._artifacts = engine, artifact_folder
+    def __init__(self, url: str, database: Database, artifacts: Artifacts) -> None:
+        self.url, self.artifacts, self._database = url, artifacts, database
+        self.jobs, self.files = Jobs(database), Files(database)
+        self.tokens, self.numbers = Tokens(database), Numbers(database)
 
     @classmethod
-    def open(cls, url: str, artifact_folder: Path) -> Self:
-        """The store at the SQLAlchemy URL, made where it is missing. Raises UsageError."""
-        try:
-            artifact_folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            where = f"{artifact_folder}: {error.strerror}"
-            raise UsageError(f"{where}; name another --artifacts") from None
-        return cls(open_engine(url), artifact_folder)
+    def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:
+        """The store at the SQLAlchemy URL, made or brought up to date, with its files in the folder
+        or beyond the URL; copies of files from beyond are in local. Raises UsageError."""
+        opened = open_artifacts(artifacts, local)
+        return cls(url, open_database(url), opened)
 
     def reopen(self) -> None:
         """Forgets connections that belong to the parent process."""
-        self._engine.dispose(close=False)
+        self._database.reopen()
 
     def close(self) -> None:
         """Gives the connections back."""
-        self._engine.dispose()
+        self._database.close()
+
+    def ready(self) -> bool:
+        """Whether the database answers."""
+        with suppress(SQLAlchemyError), self._database.reading() as connection:
+            connection.exec_driver_sql("SELECT 1")
+            return True
+        return False
 
     def folder(self, run_id: str) -> Path:
-        """Where the run's files are: uploads in input/, results report.json and tables/."""
+        """Where the run's files are on this machine. Raises UsageError for what is no id."""
         if not _ID.fullmatch(run_id):
             raise UsageError(f"no run is called {run_id!r}; take an id from the list of runs")
-        return self._artifacts / run_id
+        return self.artifacts.folder(run_id)
 
-    def add(self, name: str) -> str:
+    def add(self, name: str, tags: Iterable[Tag] = ()) -> str:
         """The id of a new run that waits for its files."""
-        run_id = uuid.uuid4().hex[:12]
-        self.folder(run_id).joinpath(artifacts.INPUT_NAME).mkdir(parents=True)
-        row = {"id": run_id, "name": name, "created_unix_ns": time.time_ns(), "state": "uploading"}
-        with self._engine.begin() as connection:
-            connection.execute(insert(RUNS).values(row))
-        return run_id
+        with self._database.writing() as connection:
+            return runs.add_run(connection, name, tags, "uploading")
 
     def queue(self, run_id: str) -> bool:
-        """All files are here. False where the run was not waiting for any."""
-        return self._move(run_id, "uploading", "queued")
+        """All files are here: its analysis may begin. False where the run did not wait for any, has
+        none, or still waits for the rest of one."""
+        with self._database.writing() as connection:
+            ready = runs.waits_for_files(connection, run_id) and all_complete(connection, run_id)
+            if ready:
+                runs.move_run(connection, run_id, "uploading", "queued")
+                add_job(connection, run_id)
+        return ready
 
-    def start(self, run_id: str) -> bool:
-        """Claims a queued run for analysis: of several callers one gets True."""
-        return self._move(run_id, "queued", "running")
-
-    def finish(self, run_id: str, report: Report) -> None:
-        """Records the headline of a report that was saved."""
-        numbers = headline(report)
-        self._set(
-            run_id,
-            state="done",
-            error=None,
-            world_size=numbers.world_size,
-            mesh=numbers.mesh,
-            backend=numbers.backend,
-            steps=numbers.steps,
-            warnings=numbers.warnings,
-            **_columns(numbers.middle),
-        )
-
-    def fail(self, run_id: str, message: str) -> None:
-        """Records why the run has no report, in one line."""
-        self._set(run_id, state="failed", error=message)
-
-    def save(self, run_id: str, report: Report, tables: Tables) -> None:
-        """Writes the results of a run beside its uploads."""
-        save(self.folder(run_id), report, tables)
-
-    def import_report(self, name: str, report: Report, tables: Tables) -> str:
+    def import_report(
+        self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()
+    ) -> str:
         """The id of a new run that is analyzed already."""
-        run_id = self.add(name)
-        self.save(run_id, report, tables)
-        self.finish(run_id, report)
+        run_id = self.add(name, tags)
+        try:
+            self.artifacts.save(run_id, report, tables)
+        except BaseException:
+            self.delete(run_id)
+            raise
+        with self._database.writing() as connection:
+            runs.run_done(connection, run_id, report)
         return run_id
-
-    def report(self, run_id: str) -> Report:
-        """The report of a finished run. Raises DataError."""
-        return artifacts.load_report(self.folder(run_id))
-
-    def tables(self, run_id: str) -> Tables | None:
-        """The tables of a finished run, None where they are gone."""
-        return artifacts.load_tables(self.folder(run_id))
 
     def runs(self) -> tuple[RunRow, ...]:
         """All runs, newest first."""
-        query = select(RUNS).order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
-        with self._engine.connect() as connection:
-            return tuple(_run(row) for row in connection.execute(query))
+        with self._database.reading() as connection:
+            return runs.list_runs(connection)
 
     def run(self, run_id: str) -> RunRow | None:
         """The run of this id, None where there is none."""
-        with self._engine.connect() as connection:
-            row = connection.execute(select(RUNS).where(RUNS.c.id == run_id)).one_or_none()
-        return None if row is None else _run(row)
+        with self._database.reading() as connection:
+            return runs.find_run(connection, run_id)
 
-    def _move(self, run_id: str, before: State, after: State) -> bool:
-        change = update(RUNS).where(RUNS.c.id == run_id, RUNS.c.state == before)
-        with self._engine.begin() as connection:
-            return connection.execute(change.values(state=after)).rowcount == 1
+    def report(self, run_id: str) -> Report:
+        """The report of a finished run. Raises DataError."""
+        self.folder(run_id)
+        return read_report(self.artifacts.results(run_id))
 
-    def _set(self, run_id: str, **values: Any) -> None:
-        with self._engine.begin() as connection:
-            connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+    def tables(self, run_id: str) -> Tables | None:
+        """The tables of a finished run; None where someone has removed them to save space."""
+        self.folder(run_id)
+        try:
+            return read_tables(self.artifacts.results(run_id) / TABLES_NAME)
+        except FileNotFoundError:
+            return None
 
+    def rename(self, run_id: str, name: str) -> bool:
+        """False where there is no such run."""
+        with self._database.writing() as connection:
+            return runs.rename_run(connection, run_id, name)
 
-def _run(row: Row[Any]) -> RunRow:
-    state = cast(State, row.state)
-    numbers = _headline(row) if state == "done" else None
-    return RunRow(row.id, row.name, row.created_unix_ns, state, row.error, numbers)
+    def delete(self, run_id: str) -> bool:
+        """Removes the run with all its files. False where there is no such run."""
+        with self._database.writing() as connection:
+            removed = runs.remove_run(connection, run_id)
+        if removed:
+            self._remove_files(run_id)
+        return removed
 
+    def sweep(self) -> None:
+        """Removes the files of removed runs that an earlier process did not come to."""
+        with self._database.reading() as connection:
+            left = runs.removed_runs(connection)
+        for run_id in left:
+            self._remove_files(run_id)
 
-def _columns(middle: Middle | None) -> dict[str, int | float]:
-    if middle is None:
-        return {}
-    medians = zip(_MEDIANS, middle.medians.buckets_ns, strict=True)
-    shares = zip(_SHARES, middle.shares, strict=True)
-    return {"step_ns": middle.step_ns, **dict(medians), **dict(shares)}
+    def counts(self) -> Counts:
+        """How much of everything there is."""
+        with self._database.reading() as connection:
+            return count(connection)
 
-
-def _headline(row: Row[Any]) -> Headline:
-    middle = None
-    if row.step_ns is not None:
-        medians = Split(*(row._mapping[name] for name in _MEDIANS))
-        middle = Middle(row.step_ns, medians, tuple(row._mapping[name] for name in _SHARES))
-    return Headline(row.world_size, row.mesh, row.backend, middle, row.steps, row.warnings)
+    def _remove_files(self, run_id: str) -> None:
+        self.artifacts.remove(run_id)
+        with self._database.writing() as connection:
+            runs.files_are_gone(connection, run_id)

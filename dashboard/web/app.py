@@ -1,31 +1,35 @@
-"""The Dash application: one layout, one callback that turns an address into a page."""
+"""The Dash application: one layout, and a callback that turns an address into a page."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from dash import Dash, Input, Output, State, dcc, html
+from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import PreventUpdate
 from flask import Flask
-from plotly.graph_objects import Figure
+from plotly import graph_objects as go
 
-from stepsplit.analyzer.analysis import examine
-from stepsplit.dashboard.store.ingest import Analyze, Worker
+from stepsplit.dashboard.figures.palette import LOOKS
+from stepsplit.dashboard.figures.theme import blank, marker
+from stepsplit.dashboard.pages.address import address_of, page_url
+from stepsplit.dashboard.pages.runs import upload_zone
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.address import run_id_of, search_of, step_of
-from stepsplit.dashboard.web.api import FILE_LIMIT_BYTES, Api, blueprint
-from stepsplit.dashboard.web.run_page import missing_page, run_page, step_figures
-from stepsplit.dashboard.web.runs_page import runs_page, upload_zone
-from stepsplit.dashboard.web.security import protect
+from stepsplit.dashboard.web.content import Contents
+from stepsplit.dashboard.web.loaded import Loaded
+from stepsplit.dashboard.web.still_api import still_routes
+from stepsplit.dashboard.web.timeline_api import timeline_routes
 
 POLL_MS = 1_000
+_BARS = ("by-rank", "by-step")
 _INDEX = """<!DOCTYPE html>
 <html lang="en">
 <head>
 {%metas%}
 <title>{%title%}</title>
 <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
+<script src="/assets/theme.js"></script>
 {%css%}
 </head>
 <body>
@@ -36,20 +40,19 @@ _INDEX = """<!DOCTYPE html>
 """
 
 
-def create_app(
-    store: Store, *, analyze: Analyze = examine, file_limit_bytes: int = FILE_LIMIT_BYTES
-) -> Dash:
-    """The dashboard on the store. Analyses that an earlier server left are taken up again."""
-    server = Flask(__name__)
-    server.url_map.merge_slashes = False
-    worker = Worker(store, analyze)
-    server.register_blueprint(blueprint(Api(store, worker, file_limit_bytes)))
+def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
+    """Adds the pages on the store to the server. The hashes of the page's inline scripts, for its
+    content security policy."""
+    loaded = Loaded(store)
+    server.register_blueprint(timeline_routes(store, loaded))
+    server.register_blueprint(still_routes(store, loaded))
     app = Dash(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's hint forgets what its manual says
         title="stepsplit",
         update_title=None,  # type: ignore[arg-type]  # the same as title makes it "undefined"
-        assets_folder=str(Path(__file__).parent / "assets"),
+        assets_folder=str(files("stepsplit.dashboard.web") / "assets"),
+        assets_ignore=r"theme\.js",
         index_string=_INDEX,
         serve_locally=True,
         enable_mcp=False,
@@ -57,64 +60,69 @@ def create_app(
         add_log_handler=False,
     )
     app.layout = _layout
-    _route(app, store)
-    _choose_step(app, store)
-    protect(server, app.csp_hashes())
-    worker.resume()
-    return app
+    _route(app, Contents(store, loaded))
+    _lead_to_timeline(app)
+    _warm()
+    return tuple(app.csp_hashes())
+
+
+@cache
+def _warm() -> None:
+    """Plotly builds its classes when they are first used: not while the first viewer waits."""
+    figure = blank(100, "", "")
+    figure.add_traces([go.Bar(marker=marker(LOOKS[3])), go.Scatter(), go.Heatmap(), go.Waterfall()])
+    figure.update_layout(barmode="stack", legend={"x": 1}).update_xaxes(type="category")
+    figure.to_plotly_json()
 
 
 def _layout() -> html.Div:
-    brand = html.A("stepsplit", href="/", className="brand")
+    links = [("Runs", "/"), ("Compare", "/compare"), ("History", "/history")]
+    nav = html.Nav([dcc.Link(text, href=href) for text, href in links], className="pages")
+    brand = dcc.Link("stepsplit", href="/", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
+    theme = html.Button("light / dark", id="theme", type="button", className="theme")
+    head = html.Div([brand, tagline, nav, theme], className="inner")
+    zone = html.Div(upload_zone(), id="zone", hidden=True)
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=POLL_MS, disabled=True),
-            html.Header(html.Div([brand, tagline], className="inner"), className="top"),
-            html.Main([html.Div(upload_zone(), id="zone", hidden=True), html.Div(id="page")]),
+            html.Header(head, className="top"),
+            html.Main([zone, html.Div(id="page")]),
         ]
     )
 
 
-def _route(app: Dash, store: Store) -> None:
+def _route(app: Dash, contents: Contents) -> None:
     @app.callback(
         Output("page", "children"),
         Output("zone", "hidden"),
         Output("tick", "disabled"),
         Input("url", "pathname"),
+        Input("url", "search"),
         Input("tick", "n_intervals"),
-        State("url", "search"),
     )
-    def show(path: str, _: int | None, search: str | None) -> tuple[Any, bool, bool]:
-        run_id = run_id_of(path or "/")
-        if run_id is None:
-            rows = store.runs()
-            return runs_page(rows), path not in ("/", None), not any(row.pending for row in rows)
-        row = store.run(run_id)
-        if row is None:
-            return missing_page(), True, True
-        return run_page(store, row, step_of(search)), True, not row.pending
+    def show(path: str | None, search: str | None, _: int | None) -> tuple[Any, bool, bool]:
+        address = address_of(path, search)
+        content = contents.of(address)
+        at_home = address is not None and address.page == "runs"
+        return content.children, not at_home, not content.pending
 
 
-def _choose_step(app: Dash, store: Store) -> None:
+def _lead_to_timeline(app: Dash) -> None:
+    """A click on a rank's or step's bar."""
+
     @app.callback(
-        Output("timeline", "figure"),
-        Output("pipeline", "figure"),
-        Output("chosen", "data"),
-        Input("step", "value"),
+        Output("url", "href"),
+        *(Input(bars, "clickData", allow_optional=True) for bars in _BARS),
         State("url", "pathname"),
         prevent_initial_call=True,
     )
-    def choose(value: str, path: str) -> tuple[Figure, Figure, str]:
-        step = None if value == "all" else int(value)
-        timeline, pipeline = step_figures(store, str(run_id_of(path)), step)
-        return timeline, pipeline, search_of(step)
-
-    # Apart from the figures: with the address among its outputs, dash would run the callback
-    # above when the page opens, and draw everything twice.
-    @app.callback(Output("url", "search"), Input("chosen", "data"), prevent_initial_call=True)
-    def remember(search: str | None) -> str:
-        if search is None:
+    def lead(rank: Any, step: Any, path: str | None) -> str:
+        address = address_of(path, "")
+        clicked = rank if callback_context.triggered_id == _BARS[0] else step
+        if address is None or not clicked:
             raise PreventUpdate
-        return search
+        number = str(clicked["points"][0]["x"]).split()[0]
+        which = {"rank": number} if callback_context.triggered_id == _BARS[0] else {"step": number}
+        return page_url(address.run_id, "timeline", **which)

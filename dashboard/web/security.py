@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from flask import Flask, Response, abort, request
+from flask import Flask, Request, Response, request
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from stepsplit.dashboard.web.access import LOOPBACK
+from stepsplit.dashboard.web.gate import Gate
+from stepsplit.dashboard.web.refused import Refused
+
+HEALTH = ("health.healthz", "health.readyz")
 _READING = ("GET", "HEAD")
 
 
-def protect(server: Flask, script_hashes: Sequence[str]) -> None:
+def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
     """Guards every request, and puts the security headers on every answer."""
     policy = content_policy(script_hashes)
-    server.before_request(_refuse_strangers)
+
+    @server.before_request
+    def guard() -> None:
+        if gate.access.local:
+            _refuse_other_names(request)
+        _refuse_other_sites(request)
+        if request.endpoint not in HEALTH:
+            gate.check(request)
 
     @server.after_request
     def harden(response: Response) -> Response:
@@ -35,17 +46,22 @@ def content_policy(script_hashes: Sequence[str]) -> str:
     )
 
 
-def _refuse_strangers() -> None:
+def _refuse_other_names(asked: Request) -> None:
     # A site whose name was pointed at 127.0.0.1 still sends its own name as Host.
-    if _host(f"//{request.host}") not in LOOPBACK:
-        abort(403, "this server answers to localhost only")
-    if request.method in _READING:
+    if _host(f"//{asked.host}") not in LOOPBACK:
+        raise Refused(403, "this server answers to localhost only")
+
+
+def _refuse_other_sites(asked: Request) -> None:
+    if asked.method in _READING:
         return
-    origin = request.headers.get("Origin")
-    if origin is not None and origin != f"{request.scheme}://{request.host}":
-        abort(403, "writes from another site are refused")
-    if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        abort(403, "writes from another site are refused")
+    # Behind a proxy the page came by https, which the proxy may not tell.
+    own = (f"{asked.scheme}://{asked.host}", f"https://{asked.host}")
+    origin = asked.headers.get("Origin")
+    if origin is not None and origin not in own:
+        raise Refused(403, "writes from another site are refused")
+    if asked.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        raise Refused(403, "writes from another site are refused")
 
 
 def _host(url: str) -> str | None:

@@ -1,21 +1,32 @@
-"""The production server: gunicorn, one process, threads that stream uploads."""
+"""The production server: gunicorn's processes and threads, and the workers beside them."""
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from flask import Flask
-from gunicorn.app.base import BaseApplication
-
-from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.store.ingest import Analyze
+from stepsplit.dashboard.store.log_lines import LogFormat, set_up_logs
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import create_app
-from stepsplit.dashboard.web.security import LOOPBACK
+from stepsplit.dashboard.store.workers import Workers
+from stepsplit.dashboard.web.access import Access, access_to
+from stepsplit.dashboard.web.children import run_until_stopped
+from stepsplit.dashboard.web.limits import Limits
 
-THREADS = 8
+Ready = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How to serve: who may come in, how much is taken, how many workers run beside the server."""
+
+    access: Access
+    limits: Limits = field(default_factory=Limits)
+    workers: int = 1
+    log_format: LogFormat = "text"
 
 
 def serve(
@@ -23,20 +34,27 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8050,
     *,
-    ready: Callable[[str], None] | None = None,
-    analyze: Analyze = examine,
+    ready: Ready | None = None,
+    how: Serving | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM; ready is told the address (no slash at its end) once
     pages can be opened.
 
-    Main thread only; ends with SystemExit, as gunicorn does. Raises UsageError for an address
-    that others could reach, or one in use.
+    Main thread only; ends with SystemExit. Raises UsageError for an address that others could reach
+    where nothing says who may come in, or one in use.
     """
-    if host not in LOOPBACK:
-        raise UsageError(f"host {host} is not of this machine alone; use 127.0.0.1 and a tunnel")
+    how = how or Serving(access_to(host))
     _claim(host, port)
     shown = f"[{host}]" if ":" in host else host
-    _Server(store, f"{shown}:{port}", ready, analyze).run()
+    set_up_logs(how.log_format)
+    store.sweep()
+    workers = Workers(store, how.workers, ("--log-format", how.log_format))
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        # Server processes count their requests together in this folder.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        server = _Process(store, f"{shown}:{port}", ready, how)
+        status = run_until_stopped(server.run, workers)
+    raise SystemExit(status)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -53,7 +71,7 @@ def _claim(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            mend = "choose another --port"
+            mend = "choose another --host or --port"
             raise UsageError(f"{host}:{port} cannot be used ({error.strerror}); {mend}") from None
 
 
@@ -61,38 +79,18 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-class _Server(BaseApplication):  # type: ignore[misc]
-    def __init__(
-        self, store: Store, bind: str, ready: Callable[[str], None] | None, analyze: Analyze
-    ) -> None:
-        self._store, self._bind, self._ready, self._analyze = store, bind, ready, analyze
-        super().__init__()
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What the server's own process does."""
 
-    def load_config(self) -> None:
-        settings = {
-            "bind": self._bind,
-            "workers": 1,
-            "worker_class": "gthread",
-            "threads": THREADS,
-            "timeout": 300,
-            "graceful_timeout": 5,
-            "loglevel": "warning",
-            "control_socket_disable": True,
-            "post_worker_init": self._tell,
-        }
-        for name, value in settings.items():
-            # Older releases have no control socket to switch off.
-            if name in self.cfg.settings:
-                self.cfg.set(name, value)
+    store: Store
+    bind: str
+    ready: Ready | None
+    how: Serving
 
-    def load(self) -> Flask:
-        """The app, built in the worker process: threads and connections do not survive a fork."""
-        self._store.reopen()
-        server = create_app(self._store, analyze=self._analyze).server
-        assert isinstance(server, Flask)
-        return server
+    def run(self) -> None:
+        """Serves until it is told to stop."""
+        # Loaded here, where the metrics' folder is known, and where pages are made.
+        from stepsplit.dashboard.web.gunicorn_server import GunicornServer
 
-    def _tell(self, worker: object) -> None:
-        # A worker that replaces a dead one is no news.
-        if self._ready is not None and getattr(worker, "age", 1) == 1:
-            self._ready(f"http://{self._bind}")
+        GunicornServer(self.store, self.bind, self.ready, self.how).run()

@@ -20,10 +20,13 @@ from stepsplit.analyzer.model.spec.table import Table, read_table
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.gap import Gap
 from stepsplit.analyzer.report.medians import step_median_ns
-from stepsplit.analyzer.report.predicted import body_of
+from stepsplit.analyzer.report.predicted import body_of, job_body
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.split.run_split import RunSplit
 
+GUESSED = "cpu"
+"""A family of which the model only guesses, unless it is calibrated: no MFU and no finding rests on
+that."""
 AUTO = "auto"
 """In place of a RUN.toml: the recording tells all."""
 
@@ -45,16 +48,20 @@ def held_against(report: Report, recording: Recording, found: RunSplit, run: Tab
     rates = rates_of(table, job.hardware)
     prediction = predict(job, rates)
     gap = gap_of(found, prediction, price_of(job, rates), report, notes, wires_of(job))
-    return _with(report, prediction, gap)
+    held = _with(report, table, prediction, gap)
+    if job.hardware.family == GUESSED and prediction.confidence != "calibrated":
+        return replace(held, mfu=None, hfu=None, findings=report.findings)
+    return held
 
 
-def _with(report: Report, prediction: Prediction, gap: Gap) -> Report:
+def _with(report: Report, table: Table, prediction: Prediction, gap: Gap) -> Report:
     step_ns = step_median_ns(report.steps)
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
     findings = (*report.findings, *gap_findings(gap, report.findings))
     return replace(
         report,
         prediction=body_of(prediction),
+        job=job_body(table),
         gap=gap,
         findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
         mfu=None if prediction.mfu is None else prediction.mfu * times,

@@ -1,8 +1,10 @@
-/* Uploads a dropped recording: name a run, put each file, finish, open its page. */
+/* Uploads a dropped recording: name a run, send each file in parts, finish, open its page. */
 (function () {
   "use strict";
 
   const API = "/api/v1/runs";
+  const PART_BYTES = 8 << 20;
+  const PAUSES_MS = [500, 1000, 2000, 4000, 8000, 16000];
   const byId = (id) => document.getElementById(id);
   let busy = false;
 
@@ -80,32 +82,102 @@
 
   const megabytes = (bytes) => (bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0);
 
-  async function post(url, body) {
-    const response = await fetch(url, {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-    });
+  const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+  /* What may be over in a moment: a broken connection, a busy server. */
+  class Passing extends Error {}
+  const PASSING = [408, 429, 500, 502, 503, 504];
+
+  async function patiently(ask) {
+    for (let failures = 0; ; failures++) {
+      try {
+        return await ask();
+      } catch (error) {
+        if (!(error instanceof Passing) || failures === PAUSES_MS.length) throw error;
+        await pause(PAUSES_MS[failures]);
+      }
+    }
+  }
+
+  async function asked(url, options) {
+    let response;
+    try {
+      response = await fetch(url, options);
+    } catch (error) {
+      throw new Passing("the connection broke; reload the page to begin anew");
+    }
     const answer = await response.json().catch(() => ({}));
-    if (!response.ok) throw new Error(answer.error || "the server answered " + response.status);
+    const told = answer.error || "the server answered " + response.status;
+    if (PASSING.includes(response.status)) throw new Passing(told);
+    return { response, answer, told };
+  }
+
+  async function post(url, body) {
+    const { response, answer, told } = await patiently(() =>
+      asked(url, {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify(body),
+      })
+    );
+    if (!response.ok) throw new Error(told);
     return answer;
   }
 
-  /* XMLHttpRequest streams a File from disk as fetch does, and says how far it is. */
-  function put(url, file, onProgress) {
-    return new Promise((resolve, reject) => {
-      const request = new XMLHttpRequest();
-      request.open("PUT", url);
-      request.responseType = "json";
-      request.upload.onprogress = (event) => onProgress(event.loaded);
-      request.onerror = () => reject(new Error("the connection broke"));
-      request.onload = () => {
-        if (request.status < 300) return resolve();
-        const answer = request.response || {};
-        reject(new Error(answer.error || "the server answered " + request.status));
-      };
-      request.send(file);
+  const heldBy = (response) => ({
+    bytes: Number(response.headers.get("Upload-Offset") || 0),
+    complete: response.headers.get("Upload-Complete") === "?1",
+  });
+
+  /* What the server holds of a file, for good. */
+  async function heldOf(url) {
+    const { response, told } = await patiently(() => asked(url, { method: "HEAD" }));
+    if (response.status === 404) return { bytes: 0, complete: false };
+    if (!response.ok) throw new Error(told);
+    return heldBy(response);
+  }
+
+  /* Only pages from this machine or by https may compute digests. */
+  async function digestOf(part) {
+    if (!window.crypto || !window.crypto.subtle) return {};
+    const digest = await window.crypto.subtle.digest("SHA-256", await part.arrayBuffer());
+    const text = btoa(String.fromCharCode(...new Uint8Array(digest)));
+    return { "Content-Digest": "sha-256=:" + text + ":" };
+  }
+
+  async function append(url, file, offset) {
+    const part = file.slice(offset, offset + PART_BYTES);
+    const ends = offset + part.size >= file.size;
+    const { response, told } = await asked(url, {
+      method: "PATCH",
+      headers: {
+        "Upload-Offset": String(offset),
+        "Upload-Complete": ends ? "?1" : "?0",
+        ...(await digestOf(part)),
+      },
+      body: part,
     });
+    const knows = response.headers.has("Upload-Offset");
+    if (response.ok || (response.status === 409 && knows)) return heldBy(response);
+    /* Damaged or cut off on its way, or an earlier try still has the file. */
+    if (knows || response.headers.has("Retry-After")) throw new Passing(told);
+    throw new Error(told);
+  }
+
+  async function sendFile(url, file, onProgress) {
+    let held = { bytes: 0, complete: false };
+    let failures = 0;
+    while (!held.complete) {
+      try {
+        held = await append(url, file, held.bytes);
+        failures = 0;
+      } catch (error) {
+        if (!(error instanceof Passing) || failures === PAUSES_MS.length) throw error;
+        await pause(PAUSES_MS[failures++]);
+        held = await heldOf(url);
+      }
+      onProgress(held.bytes);
+    }
   }
 
   function named(files) {
@@ -120,7 +192,7 @@
     let before = 0;
     for (const [index, item] of files.entries()) {
       const url = API + "/" + run.id + "/files/" + item.path.split("/").map(encodeURIComponent).join("/");
-      await put(url, item.file, (loaded) => {
+      await sendFile(url, item.file, (loaded) => {
         progress(before + loaded, total);
         tell(
           "file " + (index + 1) + " of " + files.length + ": " + item.path + ", " +

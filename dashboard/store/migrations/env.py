@@ -1,0 +1,10 @@
+"""Alembic runs the migrations in the transaction of whoever opens a store."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from stepsplit.dashboard.store.schema import METADATA
+
+context.configure(context.config.attributes["connection"], target_metadata=METADATA)
+context.run_migrations()

@@ -1,0 +1,628 @@
+/* The timeline: ranks and lanes on a canvas, drawn from windows that the server computes.
+   An element #timeline-view with data-run asks the server; one without reads #timeline-data. */
+(function () {
+  "use strict";
+
+  const GUTTER = 168, AXIS = 34, BAND = 22, LANE = 15, GAP = 5, LEAST_NS = 20, WAIT_MS = 40;
+  const NO_ROWS = { rows: [], names: [], from: 0, to: 0, ranks: [], open: [] };
+
+  const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+  const node = (tag, className, text) => {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+
+  function time(ns) {
+    const size = Math.abs(ns);
+    if (size >= 1e9) return (ns / 1e9).toFixed(3) + " s";
+    if (size >= 1e6) return (ns / 1e6).toFixed(3) + " ms";
+    if (size >= 1e3) return (ns / 1e3).toFixed(2) + " µs";
+    return Math.round(ns) + " ns";
+  }
+
+  function shortName(name) {
+    /* Kernels are called by templates: what precedes their arguments says most. */
+    const plain = name.replace(/^void /, "").split(/[<(]/)[0];
+    return plain.split("::").pop() || name;
+  }
+
+  class Timeline {
+    constructor(root) {
+      this.root = root;
+      this.run = root.dataset.run;
+      this.data = NO_ROWS;
+      this.open = new Set();
+      this.focus = 0;
+      this.chosen = null;
+      this.build();
+      this.load();
+    }
+
+    build() {
+      const bar = node("div", "tl-bar");
+      this.button(bar, "−", "zoom out", () => this.zoom(2));
+      this.button(bar, "+", "zoom in", () => this.zoom(0.5));
+      this.button(bar, "◀", "earlier", () => this.pan(-0.5));
+      this.button(bar, "▶", "later", () => this.pan(0.5));
+      this.button(bar, "whole run", "show the whole run", () => this.whole());
+      this.steps = node("select", "tl-steps");
+      this.steps.setAttribute("aria-label", "step");
+      this.steps.addEventListener("change", () => this.toStep(this.steps.value));
+      bar.append(this.steps);
+      this.lanesButton = this.button(bar, "all lanes", "open or close every rank", () => this.toggleAll());
+      if (this.run) this.button(bar, "open in Perfetto", "open the run at ui.perfetto.dev", () => this.perfetto());
+      this.where = node("span", "tl-where");
+      bar.append(this.where);
+      this.body = node("div", "tl-body");
+      this.canvas = node("canvas");
+      this.canvas.tabIndex = 0;
+      this.canvas.setAttribute("role", "application");
+      this.canvas.setAttribute("aria-label",
+        "Timeline. Arrow left and right move, plus and minus zoom, arrow up and down choose a rank, " +
+        "Enter opens its lanes, full stop and comma choose the next and previous slice, 0 shows the whole run.");
+      this.space = node("div", "tl-space");
+      this.body.append(this.canvas, this.space);
+      this.tip = node("div", "tl-tip");
+      this.tip.hidden = true;
+      this.told = node("div", "tl-told");
+      this.told.setAttribute("role", "status");
+      this.told.textContent = "Drag to move, Ctrl and the wheel to zoom, double click to go closer; click a rank to see its lanes.";
+      this.root.append(bar, this.body, this.told, this.tip);
+      this.listen();
+    }
+
+    button(parent, text, label, act) {
+      const made = node("button", "", text);
+      made.type = "button";
+      made.title = label;
+      made.setAttribute("aria-label", label);
+      made.addEventListener("click", act);
+      parent.append(made);
+      return made;
+    }
+
+    async load() {
+      try {
+        this.index = await this.read("");
+      } catch (error) {
+        this.told.textContent = "The timeline cannot be read: " + error.message;
+        return;
+      }
+      this.looks();
+      for (const one of this.index.steps) {
+        const text = "step " + one.step + (one.kind === "full" ? "" : " (" + one.kind + ")");
+        const option = node("option", "", text);
+        option.value = one.step;
+        this.steps.append(option);
+      }
+      const first = Math.min(...this.index.steps.map((one) => one.from));
+      const last = Math.max(...this.index.steps.map((one) => one.to));
+      this.extent = [first, last];
+      this.start();
+    }
+
+    /* Where to begin: what the address says, else the middle full step. */
+    start() {
+      const asked = new URLSearchParams(this.run ? location.search : "");
+      const number = (name) => (/^-?\d{1,18}$/.test(asked.get(name) || "") ? Number(asked.get(name)) : null);
+      (asked.get("open") || "").split(",").filter((one) => /^\d{1,8}$/.test(one)).forEach((one) => this.open.add(Number(one)));
+      if (!asked.has("open") && this.index.ranks.length <= 4) this.index.ranks.forEach((one) => this.open.add(one.rank));
+      const [from, to] = [number("from"), number("to")];
+      const rank = number("rank");
+      if (rank !== null) {
+        this.open.add(rank);
+        this.focus = Math.max(0, this.index.ranks.findIndex((one) => one.rank === rank));
+      }
+      if (from !== null && to !== null && to > from) this.show(from, to);
+      else this.toStep(asked.get("step") || this.middle());
+      if (rank !== null) setTimeout(() => this.reveal(rank), 300);
+    }
+
+    middle() {
+      const full = this.index.steps.filter((one) => one.kind === "full");
+      const steps = full.length ? full : this.index.steps;
+      return String(steps.length ? steps[Math.floor(steps.length / 2)].step : "");
+    }
+
+    toStep(number) {
+      const step = this.index.steps.find((one) => String(one.step) === String(number));
+      if (!step) return this.whole();
+      const edge = 0.01 * (step.to - step.from);
+      this.show(step.from - edge, step.to + edge);
+    }
+
+    whole() { this.show(...this.extent); }
+
+    show(from, to) {
+      const [first, last] = this.extent;
+      const most = 1.1 * (last - first) || 1;
+      const span = clamp(to - from, LEAST_NS, most);
+      const middle = clamp((from + to) / 2, first, last);
+      this.from = middle - span / 2;
+      this.to = middle + span / 2;
+      this.draw();
+      this.ask();
+    }
+
+    zoom(times, at) {
+      const share = at === undefined ? 0.5 : at;
+      const pivot = this.from + share * (this.to - this.from);
+      this.show(pivot - (pivot - this.from) * times, pivot + (this.to - pivot) * times);
+    }
+
+    pan(share) {
+      const by = share * (this.to - this.from);
+      this.show(this.from + by, this.to + by);
+    }
+
+    ranksInSight() {
+      const top = this.body.scrollTop, bottom = top + this.body.clientHeight;
+      return this.places().filter((one) => one.y + one.height > top - 200 && one.y < bottom + 200).map((one) => one.rank);
+    }
+
+    enough() {
+      const had = this.data, span = this.to - this.from;
+      const covers = had.from <= Math.max(this.from, this.extent[0] - span) && had.to >= Math.min(this.to, this.extent[1] + span);
+      const close = had.to - had.from <= 4.2 * span || had.exact;
+      const same = this.ranksInSight().every((rank) => had.ranks.includes(rank)) &&
+        [...this.open].every((rank) => had.open.includes(rank) || !this.ranksInSight().includes(rank));
+      return covers && close && same;
+    }
+
+    ask() {
+      this.remember();
+      clearTimeout(this.later);
+      if (!this.enough()) this.later = setTimeout(() => this.fetchWindow(), WAIT_MS);
+    }
+
+    async fetchWindow() {
+      const span = this.to - this.from, number = (this.asked = (this.asked || 0) + 1);
+      const from = Math.floor(this.from - span / 2), to = Math.ceil(this.to + span / 2);
+      const ranks = this.ranksInSight(), open = ranks.filter((rank) => this.open.has(rank));
+      const query = new URLSearchParams({ from, to, slots: Math.round(this.width() * 1.2), ranks: ranks.join(","), open: open.join(",") });
+      try {
+        const got = await this.read("/window?" + query);
+        if (number !== this.asked) return;
+        const exact = got.rows.every((row) => row.name.every((name) => name >= 0));
+        this.data = { ...got, from, to, ranks, open, exact };
+      } catch (error) {
+        this.told.textContent = "The timeline cannot be read: " + error.message;
+        return;
+      }
+      this.byRank = new Map();
+      for (const row of this.data.rows) {
+        if (!this.byRank.has(row.rank)) this.byRank.set(row.rank, []);
+        this.byRank.get(row.rank).push(row);
+      }
+      this.draw();
+    }
+
+    async read(path) {
+      if (!this.run) {
+        const kept = JSON.parse(document.getElementById("timeline-data").textContent);
+        return path ? kept.window : kept.index;
+      }
+      const answer = await fetch("/api/v1/runs/" + this.run + "/timeline" + path);
+      const body = await answer.json().catch(() => ({}));
+      if (!answer.ok) throw new Error(body.error || "the server answered " + answer.status);
+      return body;
+    }
+
+    remember() {
+      this.where.textContent = time(this.to - this.from) + " from " + time(this.from);
+      const step = this.index.steps.find((one) => one.from <= (this.from + this.to) / 2 && (this.from + this.to) / 2 < one.to);
+      if (step) this.steps.value = step.step;
+      if (!this.run) return;
+      clearTimeout(this.noting);
+      this.noting = setTimeout(() => {
+        const query = new URLSearchParams({ from: Math.round(this.from), to: Math.round(this.to) });
+        if (this.open.size) query.set("open", [...this.open].sort((a, b) => a - b).join(","));
+        history.replaceState(history.state, "", location.pathname + "?" + query);
+      }, 250);
+    }
+
+    /* Layout: a band a rank, and its lanes where it is open. */
+    places() {
+      let y = AXIS;
+      return this.index.ranks.map((one) => {
+        const lanes = this.open.has(one.rank) ? this.lanesOf(one.rank) : [];
+        const place = { ...one, y, lanes, height: BAND + lanes.length * LANE + GAP };
+        y += place.height;
+        return place;
+      });
+    }
+
+    lanesOf(rank) { return ((this.byRank && this.byRank.get(rank)) || []).slice(1); }
+    width() { return Math.max(200, this.body.clientWidth - GUTTER - 8); }
+    x(ns) { return GUTTER + ((ns - this.from) / (this.to - this.from)) * this.width(); }
+    ns(x) { return this.from + ((x - GUTTER) / this.width()) * (this.to - this.from); }
+
+    looks() {
+      const style = getComputedStyle(document.documentElement);
+      const of = (name) => style.getPropertyValue(name).trim();
+      const dark = document.documentElement.dataset.theme === "dark" ||
+        (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+      this.ink = of("--ink"); this.muted = of("--muted"); this.line = of("--line"); this.paper = of("--paper"); this.accent = of("--accent");
+      this.fills = this.index.buckets.map((look) => {
+        const color = dark ? look.dark : look.color;
+        return look.hatched ? this.hatched(color) : color;
+      });
+      this.dark = dark;
+    }
+
+    hatched(color) {
+      const tile = document.createElement("canvas");
+      tile.width = tile.height = 6;
+      const pen = tile.getContext("2d");
+      pen.fillStyle = color;
+      pen.fillRect(0, 0, 6, 6);
+      pen.strokeStyle = "rgba(255,255,255,0.7)";
+      pen.lineWidth = 1.4;
+      for (const shift of [-6, 0, 6]) {
+        pen.beginPath();
+        pen.moveTo(shift, 6);
+        pen.lineTo(shift + 6, 0);
+        pen.stroke();
+      }
+      return this.canvas.getContext("2d").createPattern(tile, "repeat");
+    }
+
+    draw() {
+      if (!this.extent) return;
+      cancelAnimationFrame(this.frame);
+      this.frame = requestAnimationFrame(() => this.paint());
+    }
+
+    paint() {
+      const places = this.places();
+      const total = places.length ? places[places.length - 1].y + places[places.length - 1].height : AXIS;
+      const height = Math.min(Math.max(total + 8, 120), Math.round(window.innerHeight * 0.72));
+      this.body.style.height = height + "px";
+      this.space.style.height = Math.max(0, total + 8 - height) + "px";
+      const ratio = window.devicePixelRatio || 1, width = this.body.clientWidth;
+      if (this.canvas.width !== width * ratio || this.canvas.height !== height * ratio) {
+        this.canvas.width = width * ratio;
+        this.canvas.height = height * ratio;
+        this.canvas.style.width = width + "px";
+        this.canvas.style.height = height + "px";
+      }
+      const pen = this.canvas.getContext("2d"), top = this.body.scrollTop;
+      pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+      pen.clearRect(0, 0, width, height);
+      pen.textBaseline = "middle";
+      this.hits = [];
+      for (const place of places) {
+        const y = place.y - top;
+        if (y + place.height < AXIS || y > height) continue;
+        this.paintRank(pen, place, y);
+      }
+      this.paintLink(pen, places, top);
+      this.paintAxis(pen, width, height);
+      if (this.enough()) this.root.dataset.drawn = Math.round(this.from) + "," + Math.round(this.to);
+    }
+
+    paintRank(pen, place, y) {
+      const rows = (this.byRank && this.byRank.get(place.rank)) || [];
+      const focused = this.index.ranks[this.focus] && this.index.ranks[this.focus].rank === place.rank;
+      if (rows.length) this.paintRow(pen, rows[0], y, BAND, place.rank);
+      place.lanes.forEach((row, i) => this.paintRow(pen, row, y + BAND + i * LANE, LANE, place.rank));
+      pen.fillStyle = this.paper;
+      pen.fillRect(0, y, GUTTER - 1, place.height);
+      pen.fillStyle = this.ink;
+      pen.font = (focused ? "700 " : "600 ") + "12px system-ui, sans-serif";
+      pen.fillText((this.open.has(place.rank) ? "▾ " : "▸ ") + "rank " + place.rank, 4, y + BAND / 2, GUTTER - 8);
+      const more = [place.stage === null ? "" : "stage " + place.stage, place.host || ""].filter(Boolean).join(" · ");
+      pen.font = "11px system-ui, sans-serif";
+      pen.fillStyle = this.muted;
+      pen.fillText(more, 70, y + BAND / 2, GUTTER - 76);
+      place.lanes.forEach((row, i) => {
+        if (row.depth) return;
+        pen.fillText(row.lane, 18, y + BAND + i * LANE + LANE / 2, GUTTER - 24);
+      });
+      this.hits.push({ rank: place.rank, gutter: true, y, height: BAND });
+    }
+
+    paintRow(pen, row, y, height, rank) {
+      const right = GUTTER + this.width();
+      pen.font = "11px system-ui, sans-serif";
+      for (let i = 0; i < row.start.length; i++) {
+        const x0 = Math.max(this.x(row.start[i]), GUTTER), x1 = Math.min(this.x(row.start[i] + row.dur[i]), right);
+        if (x1 < GUTTER || x0 > right) continue;
+        const exact = row.name[i] >= 0, wide = Math.max(x1 - x0, 0.6);
+        const own = exact ? this.data.names[row.name[i]] : "";
+        pen.globalAlpha = 0.25 + (0.75 * row.cover[i]) / 255;
+        pen.fillStyle = this.fills[row.bucket[i]];
+        pen.fillRect(x0, y + 1, wide > 3 && exact ? wide - 0.5 : wide, height - 2);
+        pen.globalAlpha = 1;
+        if (wide > 46 && exact) this.write(pen, row, i, own, x0, y, wide, height);
+      }
+      this.hits.push({ rank, row, y, height });
+    }
+
+    write(pen, row, i, name, x0, y, wide, height) {
+      const bucket = this.index.buckets[row.bucket[i]], owner = row.owner[i];
+      const band = row.lane === "buckets";
+      const text = band ? (owner >= 0 ? "waits for rank " + owner : bucket.name) : shortName(name);
+      if (bucket.name === "idle" && !band) return;
+      pen.save();
+      pen.beginPath();
+      pen.rect(x0 + 2, y, wide - 4, height);
+      pen.clip();
+      const long = pen.measureText(text).width;
+      if (bucket.hatched && long < wide) {
+        pen.fillStyle = this.paper;
+        pen.globalAlpha = 0.75;
+        pen.fillRect(x0 + 3, y + 3, long + 4, height - 6);
+        pen.globalAlpha = 1;
+        pen.fillStyle = this.ink;
+      } else pen.fillStyle = bucket.name === "compute" || bucket.name === "p2p" || bucket.name === "copy" ? "#fff" : bucket.name === "idle" ? this.muted : "#1b2430";
+      if (this.dark && !bucket.hatched && bucket.name !== "idle") pen.fillStyle = "#10151b";
+      pen.fillText(text, x0 + 5, y + height / 2 + 0.5);
+      pen.restore();
+    }
+
+    paintAxis(pen, width, height) {
+      pen.fillStyle = this.paper;
+      pen.fillRect(0, 0, width, AXIS);
+      pen.strokeStyle = this.line;
+      pen.lineWidth = 1;
+      pen.font = "11px system-ui, sans-serif";
+      const zero = (this.index.steps.find((one) => one.from <= this.from && this.from < one.to) || this.index.steps[0] || { from: 0 }).from;
+      const each = this.tick();
+      for (let t = Math.ceil((this.from - zero) / each) * each; t <= this.to - zero; t += each) {
+        const x = this.x(t + zero);
+        pen.beginPath();
+        pen.moveTo(x, AXIS - 6);
+        pen.lineTo(x, AXIS);
+        pen.stroke();
+        pen.fillStyle = this.muted;
+        if (x > GUTTER - 4 && x < width - 40) pen.fillText(this.short(t, each), x + 3, AXIS - 9);
+      }
+      for (const one of this.index.steps) {
+        const x = this.x(one.from);
+        if (x < GUTTER - 1 || x > width) continue;
+        pen.strokeStyle = this.muted;
+        pen.setLineDash([3, 3]);
+        pen.beginPath();
+        pen.moveTo(x, 4);
+        pen.lineTo(x, height);
+        pen.stroke();
+        pen.setLineDash([]);
+        pen.fillStyle = this.ink;
+        pen.fillText("step " + one.step, x + 4, 9);
+      }
+    }
+
+    tick() {
+      const about = ((this.to - this.from) / this.width()) * 96;
+      const ten = Math.pow(10, Math.floor(Math.log10(about)));
+      return [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= about);
+    }
+
+    short(ns, each) {
+      const [unit, of] = each >= 1e9 ? ["s", 1e9] : each >= 1e6 || Math.abs(ns) >= 1e6 ? ["ms", 1e6] : ["µs", 1e3];
+      return (ns / of).toFixed(clamp(Math.ceil(-Math.log10(each / of)), 0, 6)) + " " + unit;
+    }
+
+    paintLink(pen, places, top) {
+      const one = this.chosen;
+      if (!one) return;
+      const own = places.find((place) => place.rank === one.rank), to = places.find((place) => place.rank === one.owner);
+      if (!own) return;
+      const at = own.lanes.findIndex((row) => row.lane === one.lane && row.depth === one.depth);
+      const y = own.y - top + (at < 0 ? 0 : BAND + at * LANE), high = at < 0 ? BAND : LANE;
+      const x0 = clamp(this.x(one.start), GUTTER, GUTTER + this.width()), x1 = clamp(this.x(one.start + one.dur), GUTTER, GUTTER + this.width());
+      pen.strokeStyle = this.ink;
+      pen.lineWidth = 1.5;
+      pen.strokeRect(x0, y + 1, Math.max(x1 - x0, 2), high - 2);
+      if (!to || one.owner < 0) return;
+      const y1 = to.y - top + BAND / 2, y0 = y + high / 2;
+      pen.strokeStyle = this.accent;
+      pen.lineWidth = 2;
+      pen.beginPath();
+      pen.moveTo(x1, y0);
+      pen.bezierCurveTo(x1 + 40, y0, x1 + 40, y1, x1, y1);
+      pen.stroke();
+      pen.beginPath();
+      pen.arc(x1, y1, 4, 0, 7);
+      pen.fillStyle = this.accent;
+      pen.fill();
+    }
+
+    hit(x, y) {
+      const found = (this.hits || []).find((one) => y >= one.y && y < one.y + one.height && (x < GUTTER) === Boolean(one.gutter));
+      if (!found || found.gutter) return found || null;
+      const at = this.ns(x), row = found.row, near = (2 * (this.to - this.from)) / this.width();
+      let best = -1, off = near;
+      /* What is drawn last lies on top. */
+      for (let i = row.start.length - 1; i >= 0; i--) {
+        const away = Math.max(row.start[i] - at, at - row.start[i] - row.dur[i], 0);
+        if (away < off || (away === 0 && best < 0)) { best = i; off = away; }
+        if (away === 0) break;
+      }
+      return best < 0 ? null : this.slice(row, best);
+    }
+
+    slice(row, i) {
+      const exact = row.name[i] >= 0;
+      return {
+        rank: row.rank, lane: row.lane, depth: row.depth, start: row.start[i], dur: row.dur[i], at: i,
+        bucket: this.index.buckets[row.bucket[i]].name, exact,
+        name: exact ? this.data.names[row.name[i]] : "", owner: exact ? row.owner[i] : -1,
+      };
+    }
+
+    words(one) {
+      if (!one.exact) return [one.bucket, "mostly, for " + time(one.dur) + "; zoom in for what ran"];
+      const waits = one.owner >= 0 ? "waits for rank " + one.owner : "";
+      const step = this.index.steps.find((each) => each.from <= one.start && one.start < each.to);
+      const when = step ? time(one.start - step.from) + " into step " + step.step : "at " + time(one.start);
+      return [one.name || one.bucket, [one.bucket, waits, time(one.dur), when, "rank " + one.rank + (one.lane === "buckets" ? "" : ", " + one.lane)].filter(Boolean).join("  ·  ")];
+    }
+
+    choose(one) {
+      this.chosen = one;
+      this.told.replaceChildren();
+      if (one) {
+        const [head, rest] = this.words(one);
+        this.told.append(node("b", "", head), node("span", "", "  " + rest + "  "));
+        if (one.exact) this.button(this.told, "zoom to it", "zoom to this slice", () => this.show(one.start - one.dur * 0.3, one.start + one.dur * 1.3));
+        if (one.owner >= 0) this.button(this.told, "go to rank " + one.owner, "show what rank " + one.owner + " did then", () => this.follow(one));
+      }
+      this.draw();
+    }
+
+    follow(one) {
+      this.open.add(one.owner);
+      this.focus = this.index.ranks.findIndex((each) => each.rank === one.owner);
+      const span = this.to - this.from, end = one.start + one.dur;
+      if (end < this.from || end > this.to) this.show(end - span / 2, end + span / 2);
+      this.ask();
+      this.draw();
+      this.reveal(one.owner);
+    }
+
+    reveal(rank) {
+      const place = this.places().find((one) => one.rank === rank);
+      if (place) this.body.scrollTop = Math.max(0, place.y - this.body.clientHeight / 3);
+      this.ask();
+    }
+
+    toggle(rank) {
+      this.open.has(rank) ? this.open.delete(rank) : this.open.add(rank);
+      this.ask();
+      this.draw();
+    }
+
+    toggleAll() {
+      const every = this.index.ranks.map((one) => one.rank);
+      this.open = new Set(this.open.size === every.length ? [] : every);
+      this.ask();
+      this.draw();
+    }
+
+    neighbour(by) {
+      const rank = this.index.ranks[this.focus].rank;
+      const rows = (this.byRank && this.byRank.get(rank)) || [];
+      const had = this.chosen && this.chosen.rank === rank ? this.chosen : null;
+      const row = rows.find((one) => had && one.lane === had.lane && one.depth === had.depth) || rows[0];
+      if (!row || !row.start.length) return;
+      const order = row.start.map((start, i) => i).sort((a, b) => row.start[a] - row.start[b]);
+      const place = had ? order.findIndex((i) => row.start[i] === had.start) + by : order.findIndex((i) => row.start[i] > this.from);
+      this.choose(this.slice(row, order[clamp(place, 0, order.length - 1)]));
+      const mid = this.chosen.start + this.chosen.dur / 2;
+      if (mid < this.from || mid > this.to) this.show(mid - (this.to - this.from) / 2, mid + (this.to - this.from) / 2);
+    }
+
+    key(event) {
+      const acts = {
+        ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), a: () => this.pan(-0.2), d: () => this.pan(0.2),
+        "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), w: () => this.zoom(0.5), "-": () => this.zoom(2), s: () => this.zoom(2),
+        0: () => this.whole(), ".": () => this.neighbour(1), ",": () => this.neighbour(-1),
+        ArrowDown: () => this.move(1), ArrowUp: () => this.move(-1), Enter: () => this.toggle(this.index.ranks[this.focus].rank),
+        Escape: () => this.choose(null),
+      };
+      if (event.ctrlKey || event.metaKey || event.altKey || !acts[event.key]) return;
+      event.preventDefault();
+      acts[event.key]();
+    }
+
+    move(by) {
+      this.focus = clamp(this.focus + by, 0, this.index.ranks.length - 1);
+      const one = this.index.ranks[this.focus];
+      this.told.textContent = "rank " + one.rank + (this.open.has(one.rank) ? ", open" : "") + ": Enter shows its lanes, full stop its first slice";
+      this.reveal(one.rank);
+      this.draw();
+    }
+
+    listen() {
+      const place = (event) => {
+        const box = this.canvas.getBoundingClientRect();
+        return [event.clientX - box.left, event.clientY - box.top];
+      };
+      let held = null, moved = false;
+      this.canvas.addEventListener("pointerdown", (event) => {
+        if (!this.extent) return;
+        held = { at: place(event), from: this.from, to: this.to, zoom: place(event)[1] < AXIS };
+        moved = false;
+        this.canvas.setPointerCapture(event.pointerId);
+      });
+      this.canvas.addEventListener("pointermove", (event) => {
+        if (!this.extent) return;
+        const [x, y] = place(event);
+        if (!held) return this.point(x, y, event);
+        if (Math.abs(x - held.at[0]) > 3) moved = true;
+        if (!moved) return;
+        this.tip.hidden = true;
+        const by = ((x - held.at[0]) / this.width()) * (held.to - held.from);
+        this.show(held.from - by, held.to - by);
+      });
+      this.canvas.addEventListener("pointerup", (event) => {
+        if (!held) return;
+        held = null;
+        if (moved) return;
+        const found = this.hit(...place(event));
+        if (found && found.gutter) {
+          this.focus = this.index.ranks.findIndex((one) => one.rank === found.rank);
+          this.toggle(found.rank);
+        } else this.choose(found);
+      });
+      this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
+      this.canvas.addEventListener("dblclick", (event) => this.zoom(0.25, (place(event)[0] - GUTTER) / this.width()));
+      this.canvas.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
+        event.preventDefault();
+        if (event.shiftKey) return this.pan((event.deltaY || event.deltaX) / this.width());
+        this.zoom(Math.pow(1.0016, event.deltaY), clamp((place(event)[0] - GUTTER) / this.width(), 0, 1));
+      }, { passive: false });
+      this.canvas.addEventListener("keydown", (event) => this.extent && this.key(event));
+      this.body.addEventListener("scroll", () => { if (this.extent) { this.draw(); this.ask(); } });
+      new ResizeObserver(() => { if (this.extent && this.body.clientWidth !== this.had) { this.had = this.body.clientWidth; this.draw(); this.ask(); } }).observe(this.body);
+      document.addEventListener("stepsplit:theme", () => { if (this.index) { this.looks(); this.draw(); } });
+    }
+
+    point(x, y, event) {
+      const found = y < AXIS ? null : this.hit(x, y);
+      this.canvas.style.cursor = found ? "pointer" : "grab";
+      this.tip.hidden = !found || found.gutter;
+      if (this.tip.hidden) return;
+      const [head, rest] = this.words(found);
+      this.tip.replaceChildren(node("b", "", head), node("div", "", rest));
+      const box = this.root.getBoundingClientRect();
+      this.tip.style.left = clamp(event.clientX - box.left + 14, 0, box.width - 340) + "px";
+      this.tip.style.top = event.clientY - box.top + 16 + "px";
+    }
+
+    /* Perfetto's page takes a trace by message once it has answered a PING. The window must open
+       with the click; the data stays in this browser. */
+    perfetto() {
+      const site = this.root.dataset.perfetto, page = window.open(site);
+      if (!page) return (this.told.textContent = "The browser kept the new window from opening.");
+      this.told.textContent = "Reading the trace for Perfetto ...";
+      const trace = fetch("/api/v1/runs/" + this.run + "/perfetto").then((answer) => answer.arrayBuffer());
+      const asking = setInterval(() => page.postMessage("PING", site), 100);
+      const answer = async (event) => {
+        if (event.origin !== new URL(site).origin || event.data !== "PONG") return;
+        clearInterval(asking);
+        window.removeEventListener("message", answer);
+        page.postMessage({ perfetto: { buffer: await trace, title: document.title } }, site);
+        this.told.textContent = "The trace is in Perfetto.";
+      };
+      window.addEventListener("message", answer);
+      setTimeout(() => clearInterval(asking), 60000);
+    }
+  }
+
+  /* Pages are drawn anew by the application: wait for the element, each time. */
+  const begin = () => {
+    const root = document.getElementById("timeline-view");
+    if (root && !root.dataset.ready) {
+      root.dataset.ready = "1";
+      root.timeline = new Timeline(root);
+    }
+  };
+  new MutationObserver(begin).observe(document.documentElement, { childList: true, subtree: true });
+  begin();
+})();

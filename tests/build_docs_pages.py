@@ -1,0 +1,78 @@
+"""Writes docs/pages/*.png: python tests/build_docs_pages.py
+
+Every page of the dashboard on the recorded samples, as a browser shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from browser_builders import ARGS, CHROMIUM
+from dashboard_processes import open_store, running_dashboard
+
+from stepsplit.analyzer import UsageError, examine
+from stepsplit.dashboard.store.store import Store, Tag
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
+MAIN = "tp2_pp2_dp2"
+WIDE, HIGH = 1280, 860
+PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model")
+
+
+def imported(store: Store) -> dict[str, str]:
+    """The samples in the store: their ids by name."""
+    ids = {}
+    for name in SAMPLES:
+        try:
+            made = examine([ROOT / "sample_traces" / name], run="auto")
+        except UsageError:
+            made = examine([ROOT / "sample_traces" / name])
+        tags = (Tag("branch", "main"), Tag("commit", f"{len(ids):07x}"))
+        ids[name] = store.import_report(name, made.report, made.tables, tags)
+    return ids
+
+
+def addresses(ids: dict[str, str]) -> dict[str, str]:
+    """The pages to show, by the names of their pictures."""
+    run = f"/run/{ids[MAIN]}"
+    own = {name: run if name == "overview" else f"{run}/{name}" for name in PAGES}
+    own["model"] += "?tp=1&dp_replicate=4"
+    compared = f"/compare?baseline={ids['pp2_m2']}&candidate={ids['pp2_m8']}"
+    return {"runs": "/", **own, "compare": compared, "history": "/history"}
+
+
+def photograph(url: str, ids: dict[str, str], folder: Path) -> None:
+    """A picture of each page, and the overview in the dark."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+        for scheme, names in (("light", list(addresses(ids))), ("dark", ["overview"])):
+            page = browser.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme=scheme)
+            for name in names:
+                page.goto(url + addresses(ids)[name])
+                page.wait_for_selector("h1")
+
+                page.wait_for_timeout(6_000)
+                file = f"{name}.png" if scheme == "light" else f"{name}_dark.png"
+                page.screenshot(path=str(folder / file), full_page=name != "overview")
+        browser.close()
+
+
+def main() -> None:
+    """Rewrites the pictures."""
+    folder = ROOT / "docs" / "pages"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        with open_store(Path(name)) as store:
+            ids = imported(store)
+        with running_dashboard(Path(name), "--workers", "0") as dashboard:
+            photograph(dashboard.url, ids, folder)
+    sys.stdout.write(f"{len(list(folder.iterdir()))} pictures in {folder}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Stores and runs for the tests of the dashboard's server side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from report_builders import analysis
+
+from stepsplit.analyzer.analysis import Analysis
+from stepsplit.analyzer.readers.processes import Progress
+from stepsplit.dashboard.store.files import FileRow
+from stepsplit.dashboard.store.jobs import Job
+from stepsplit.dashboard.store.store import RunRow, Store
+
+
+def known_analysis(folder: Path, progress: Progress) -> Analysis:
+    """An analyzer that knows one answer."""
+    return analysis()
+
+
+def uploaded(store: Store, name: str = "run", **files: bytes) -> str:
+    """A run whose upload is complete: by default one small file."""
+    run_id = store.add(name)
+    for path, content in (files or {"rank0": b"trace"}).items():
+        target = store.folder(run_id) / "input" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        store.files.write(run_id, FileRow(path, len(content), True))
+        store.artifacts.keep_upload(run_id, path)
+    return run_id
+
+
+def queued(store: Store, name: str = "run", **files: bytes) -> str:
+    """A run that waits for a worker."""
+    run_id = uploaded(store, name, **files)
+    assert store.queue(run_id)
+    return run_id
+
+
+def claimed(store: Store, worker: str = "w1", lease_s: float = 60.0) -> Job:
+    """The next job, taken by the worker."""
+    job = store.jobs.claim(worker, lease_s)
+    assert job is not None
+    return job
+
+
+def state(store: Store, run_id: str) -> tuple[str, str | None]:
+    """How far the run is, and why it failed."""
+    run = found(store, run_id)
+    return run.state, run.error
+
+
+def found(store: Store, run_id: str) -> RunRow:
+    """The run, which must be there."""
+    run = store.run(run_id)
+    assert run is not None
+    return run
+
+
+def settled(store: Store, run_id: str, within_s: float = 30.0) -> tuple[str, str | None]:
+    """As state, once the run is done or failed."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if state(store, run_id)[0] in ("done", "failed"):
+            return state(store, run_id)
+        time.sleep(0.05)
+    raise TimeoutError(state(store, run_id))

@@ -1,0 +1,144 @@
+"""The timeline: any window of a run, exactly where there is room, honestly where there is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_builders import analysis
+
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.slices import Slices
+from stepsplit.analyzer.report.tables import Waits
+from stepsplit.dashboard.timeline.rank_tracks import band_of, lanes_of
+from stepsplit.dashboard.timeline.scene import Scene
+from stepsplit.dashboard.timeline.track import Drawn, Track
+from stepsplit.dashboard.timeline.wire import index_json, still_json, window_json
+
+COMPUTE, COLLECTIVE, SKEW = (BUCKETS.index(name) for name in ("compute", "collective", "skew"))
+
+
+def track(*slices: tuple[int, int, int]) -> Track:
+    """Slices as (start, duration, bucket)."""
+    columns = np.array(slices, dtype=np.int64).reshape(len(slices), 3)
+    return Track(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.uint8))
+
+
+def shapes(drawn: Drawn) -> list[tuple[int, int, int, int, int]]:
+    columns = (drawn.start_ns, drawn.dur_ns, drawn.bucket, drawn.cover, drawn.row)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_window_with_room_shows_its_slices_as_they_are() -> None:
+    made = track((0, 10, COMPUTE), (20, 10, SKEW), (30, 10, COLLECTIVE), (90, 5, COMPUTE))
+    assert shapes(made.drawn(25, 90, 10)) == [(20, 10, SKEW, 255, 1), (30, 10, COLLECTIVE, 255, 2)]
+
+
+def test_without_room_a_slot_shows_what_fills_most_of_it_and_how_full_it_is() -> None:
+    made = track((0, 60, COMPUTE), (60, 40, SKEW), (100, 10, SKEW), (150, 30, COMPUTE))
+    assert shapes(made.drawn(0, 200, 2)) == [
+        (0, 100, COMPUTE, 255, -1), (100, 100, COMPUTE, 127, -1),
+    ]  # fmt: skip
+
+
+def test_a_long_wait_is_itself_among_many_short_kernels() -> None:
+    short = [(n * 10, 9, COMPUTE) for n in range(20)]
+    made = track(*short, (200, 150, SKEW), *((350 + n * 10, 9, COMPUTE) for n in range(5)))
+    assert shapes(made.drawn(0, 400, 4)) == [
+        (0, 200, COMPUTE, 255, -1), (300, 100, COMPUTE, 127, -1), (200, 150, SKEW, 255, 20),
+    ]  # fmt: skip
+
+
+def test_nothing_is_drawn_where_nothing_ran() -> None:
+    made = track((0, 10, COMPUTE), (20, 10, COMPUTE), (210, 1, COMPUTE), (291, 1, COMPUTE))
+    assert [shape[:2] for shape in shapes(made.drawn(0, 300, 3))] == [(0, 100), (200, 100)]
+    assert shapes(track().drawn(0, 100, 2)) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50), st.integers(0, 6)), max_size=60),
+       st.integers(1, 40))  # fmt: skip
+def test_neither_slices_nor_what_stands_for_many_overlap(
+    raw: list[tuple[int, int, int]], slots: int
+) -> None:
+    now, made = 0, []
+    for gap, dur, bucket in raw:
+        made.append((now + gap, dur, bucket))
+        now += gap + dur
+    drawn = track(*made).drawn(0, now + 100, slots)
+    for kind in (drawn.row >= 0, drawn.row < 0):
+        start, end = drawn.start_ns[kind], (drawn.start_ns + drawn.dur_ns)[kind]
+        assert (start[1:] >= end[:-1]).all()
+    assert (drawn.dur_ns > 0).all()
+    assert {bucket for _, _, bucket in made} >= set(drawn.bucket.tolist())
+
+
+def test_a_waiting_segment_of_the_band_knows_for_whom() -> None:
+    segments = analysis().tables.segments
+    at = int(np.flatnonzero((segments.rank == 2) & (segments.bucket == SKEW))[0])
+    one = (np.array([2], np.int32), np.array([4], np.int32), np.array([SKEW], np.uint8),
+           np.array([3], np.int32), np.array(["tp"]), np.array(["all_reduce"]),
+           segments.start_ns[at : at + 1], segments.dur_ns[at : at + 1])  # fmt: skip
+    line = band_of(2, segments, Waits(*one))
+    row = int(np.searchsorted(line.track.start_ns, segments.start_ns[at]))
+    assert (line.owner[row], line.names[line.name[row]]) == (3, "all_reduce on tp")
+    assert (np.delete(line.owner, row) == -1).all()
+
+
+def test_the_lane_with_the_most_compute_comes_first() -> None:
+    slices = Slices(
+        lane=np.array([0, 1, 1], np.int32), depth=np.array([0, 0, 1], np.uint8),
+        name=np.array([0, 1, 1], np.int32), bucket=np.array([COLLECTIVE, 0, 0], np.uint8),
+        owner=np.full(3, -1, np.int32), start_ns=np.array([0, 0, 0]), dur_ns=np.array([9, 5, 5]),
+        lanes=("stream 20", "stream 7"), names=("ncclKernel", "gemm"),
+    )  # fmt: skip
+    assert [(line.lane, line.depth) for line in lanes_of(slices)] == [
+        ("stream 7", 0), ("stream 7", 1), ("stream 20", 0),
+    ]  # fmt: skip
+
+
+def test_the_index_names_steps_ranks_and_how_buckets_look() -> None:
+    made = analysis()
+    index = index_json(Scene(made.report, made.tables))
+    assert [one["kind"] for one in index["steps"]] == ["partial", "full", "full", "full", "full"]
+    assert index["ranks"][2] == {"rank": 2, "host": "node02", "stage": 1}
+    assert [one["name"] for one in index["buckets"]] == list(BUCKETS)
+
+
+def test_a_window_of_a_step_holds_every_rank_to_the_nanosecond() -> None:
+    made = analysis()
+    scene = Scene(made.report, made.tables)
+    step = scene.steps[2]
+    lines = scene.window(step.start_ns, step.end_ns, 10_000, (0, 1, 2, 3), ())
+    for line in lines:
+        took = next(r for r in made.report.steps if (r.rank, r.step) == (line.rank, step.step))
+        inside = line.drawn.start_ns < step.end_ns
+        assert line.drawn.dur_ns[inside].sum() == took.step_ns
+    body = orjson.dumps(window_json(lines), option=orjson.OPT_SERIALIZE_NUMPY)
+    assert [row["rank"] for row in orjson.loads(body)["rows"]] == [0, 1, 2, 3]
+
+
+def test_a_page_to_keep_holds_one_full_step_however_long_it_is() -> None:
+    made = analysis()
+    kept = still_json(made.report, made.tables)
+    assert [one["step"] for one in kept["index"]["steps"]] == [6]
+    assert len(kept["window"]["rows"]) == 4
+
+
+def test_a_window_far_off_is_empty() -> None:
+    made = analysis()
+    lines = Scene(made.report, made.tables).window(10**15, 10**15 + 5, 100, (0,), (0,))
+    assert [len(line.drawn.start_ns) for line in lines] == [0]
+
+
+@pytest.mark.parametrize("slots", [1, 7, 300])
+def test_coarse_and_exact_agree_on_a_band_of_one_bucket(slots: int) -> None:
+    segments = analysis().tables.segments
+    alike = replace(segments, bucket=np.zeros_like(segments.bucket))
+    line = band_of(0, alike, Waits.none())
+    end = int((segments.start_ns + segments.dur_ns).max())
+    drawn = line.track.drawn(0, end, slots)
+    assert drawn.dur_ns.sum() == end

@@ -1,0 +1,243 @@
+"""stepsplit upload against a server that is in the same process, and breaks off on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import pytest
+from flask import Flask
+from store_builders import claimed, known_analysis, settled, state
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard import cli
+from stepsplit.dashboard.store.ingest import ingest
+from stepsplit.dashboard.store.store import Store, Tag
+from stepsplit.dashboard.upload import send
+from stepsplit.dashboard.upload.chosen import Chosen
+from stepsplit.dashboard.upload.connection import Connection
+from stepsplit.dashboard.web.access import Access
+from stepsplit.dashboard.web.limits import Limits
+from stepsplit.dashboard.web.server import create_server
+
+App = Callable[..., Any]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send, "PART_BYTES", 1000)
+    monkeypatch.setattr(send, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("stepsplit.dashboard.commands.upload.ASK_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    folder = tmp_path / "exp1"
+    (folder / "nccl").mkdir(parents=True)
+    (folder / "rank0.json").write_bytes(b"0" * 2500)
+    (folder / "nccl" / "debug é#1.log").write_bytes(b"")
+    (folder / ".DS_Store").write_bytes(b"x")
+    return folder
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Serving:
+    def __init__(self, app: App) -> None:
+        self.server: WSGIServer = make_server("127.0.0.1", 0, app, handler_class=_Quiet)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def test_a_folder_arrives_whole(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _Serving(_server(store)) as url:
+        asked = ["upload", str(recording), "--to", url, "--tag", "branch=main"]
+        assert cli.run(asked) == 0
+
+    (run,) = store.runs()
+    assert capsys.readouterr().out == f"{url}/run/{run.id}\n"
+    assert (run.name, run.tags, run.state) == ("exp1", (Tag("branch", "main"),), "queued")
+    kept = store.folder(run.id) / "input" / "exp1"
+    assert (kept / "rank0.json").read_bytes() == b"0" * 2500
+    assert (kept / "nccl" / "debug é#1.log").read_bytes() == b""
+    assert store.files.held(run.id).files == 2
+
+
+def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: Path) -> None:
+    """Every third answer is lost: some after the work was done, some before."""
+    inner, count = _server(store), iter(range(10_000))
+
+    def flaky(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        number = next(count)
+        if number % 6 == 2:
+            start("503 Service Unavailable", [("Content-Length", "0")])
+            return [b""]
+        if number % 6 == 5:
+            list(inner(environ, lambda *_: lambda _: None))
+            raise ConnectionResetError
+        return inner(environ, start)
+
+    with _Serving(_without_noise(flaky)) as url:
+        sender = send.Sender(Connection(url, None), sleep=lambda _: None)
+        run_id = sender.create("run", {})
+        size = (recording / "rank0.json").stat().st_size
+        sender.send(run_id, Chosen(recording / "rank0.json", "rank0.json", size))
+        sender.finish(run_id)
+
+    assert (store.folder(run_id) / "input" / "rank0.json").read_bytes() == b"0" * 2500
+    assert state(store, run_id) == ("queued", None)
+
+
+def test_giving_up_says_how_to_go_on(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner, patches = _server(store), iter(range(10_000))
+
+    def dying(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if environ["REQUEST_METHOD"] == "PATCH" and next(patches) >= 2:
+            start("503 Service Unavailable", [("Content-Length", "0")])
+            return [b""]
+        return inner(environ, start)
+
+    with _Serving(dying) as url:
+        assert cli.run(["upload", str(recording), "--to", url]) == 2
+    (run,) = store.runs()
+    told = capsys.readouterr().err
+    again = f"stepsplit upload {recording} --to {url} --resume {run.id}"
+    assert told.endswith(f"the server answered 503; go on with: {again}\n")
+    assert store.files.held(run.id).bytes == 1000
+
+    with _Serving(inner) as url:
+        assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
+        assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
+    assert state(store, run.id) == ("queued", None)
+    assert store.files.held(run.id).bytes == 2500
+
+
+def test_a_token_lets_in_and_its_absence_is_told(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
+    token = store.tokens.create("ci")
+
+    with _Serving(server) as url:
+        asked = ["upload", str(recording), "--to", url]
+        assert cli.run(asked) == 2
+        assert "give it by --token or STEPSPLIT_TOKEN" in capsys.readouterr().err
+        assert cli.run([*asked, "--token", token]) == 0
+
+
+def test_waiting_ends_with_the_analysis(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        while (job := store.jobs.claim("w")) is None:
+            pass
+        store.jobs.failed(job, "the trace is torn; record it again")
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    with _Serving(_server(store)) as url:
+        assert cli.run(["upload", str(recording), "--to", url, "--wait"]) == 2
+    worker.join()
+
+    told = "the analysis failed: the trace is torn; record it again"
+    assert capsys.readouterr().err == f"stepsplit: {told}\n"
+
+
+def test_a_refusal_is_one_line(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = create_server(store, limits=Limits(file_bytes=1500, spare_bytes=0))
+    with _Serving(server) as url:
+        assert cli.run(["upload", str(recording), "--to", url]) == 2
+
+    told = "the server refused: the file is larger than this server takes (1500 bytes)"
+    assert capsys.readouterr().err == f"stepsplit: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "--to", "http://x"], "nowhere: no such file or folder"),
+        (["{empty}", "--to", "http://x"], "no files to upload"),
+        (["{file}", "--to", "ftp://x"], "not a dashboard's address"),
+        (["{file}", "--to", "http://x:port"], "--to http://x:port"),
+        (["{file}", "--to", "http://x", "--tag", "a"], "write KEY=VALUE"),
+        (["{file}", "{file}", "--to", "http://x"], "is there twice"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    places = {"empty": tmp_path / "empty", "file": tmp_path / "file"}
+
+    assert cli.run(["upload", *(part.format(**places) for part in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
+
+
+def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -> None:
+    with _Serving(_server(store)) as url:
+        sender = send.Sender(Connection(url, None))
+        run_id = sender.create("run", {})
+        path = recording / "rank0.json"
+        part = {"Upload-Offset": "0"}
+        asked = f"/api/v1/runs/{run_id}/files/rank0.json"
+        Connection(url, None).ask("PATCH", asked, b"0" * 100, part)
+
+        with pytest.raises(UsageError, match="is shorter than what was sent"):
+            sender.send(run_id, Chosen(path, "rank0.json", 50))
+
+
+def test_the_answer_is_there_once_a_worker_has_it(store: Store, recording: Path) -> None:
+    with _Serving(_server(store)) as url:
+        assert cli.run(["upload", str(recording / "rank0.json"), "--to", url]) == 0
+    (run,) = store.runs()
+
+    ingest(store, claimed(store), known_analysis)
+
+    assert (run.name, settled(store, run.id)) == ("rank0.json", ("done", None))
+
+
+def _server(store: Store) -> Flask:
+    return create_server(store, limits=Limits(spare_bytes=0))
+
+
+def _without_noise(app: App) -> App:
+    """An answer that is lost is no error of the server's that the test should print."""
+
+    def quiet(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        try:
+            return app(environ, start)
+        except ConnectionResetError:
+            environ["wsgi.errors"] = None
+            start("500 Lost", [("Content-Length", "9"), ("Connection", "close")])
+            return [b""]
+
+    return quiet

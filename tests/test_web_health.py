@@ -1,0 +1,96 @@
+"""Whether the server and its database live, and what a monitoring system sees."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import OperationalError
+from store_builders import queued
+
+from stepsplit.dashboard.store.log_lines import JsonLines
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.server import create_server
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
+
+
+def test_metrics_count_runs_jobs_and_requests(store: Store) -> None:
+    client = create_server(store).test_client()
+    before = _samples(client.get("/metrics").get_data(as_text=True))
+    queued(store, rank0=b"12345")
+    store.add("uploading")
+    created = client.post("/api/v1/runs", json={"name": "x"})
+    assert created.json is not None
+    file = f"/api/v1/runs/{created.json['id']}/files/rank1"
+    client.put(file, data=b"1234567")
+    client.open("/api/v1/runs", method="BREW")
+
+    after = _samples(client.get("/metrics").get_data(as_text=True))
+
+    assert after['stepsplit_runs{state="queued"}'] == 1
+    assert after['stepsplit_runs{state="uploading"}'] == 2
+    assert after['stepsplit_jobs{state="queued"}'] == 1
+    assert 0 < after["stepsplit_oldest_queued_seconds"] < 60
+    assert after["stepsplit_upload_bytes"] == 12
+    put = 'stepsplit_requests_total{method="PUT",route="/api/v1/runs/<run_id>/files/<path:path>",'
+    assert after[put + 'status="201"}'] - before.get(put + 'status="201"}', 0) == 1
+    got = after["stepsplit_received_bytes_total"] - before["stepsplit_received_bytes_total"]
+    assert got == 7 + len(b'{"name": "x"}')
+    assert any('method="other"' in name for name in after)
+    assert created.json["id"] not in "".join(after)
+
+
+def test_a_database_that_is_away_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = create_server(store).test_client()
+
+    def away() -> None:
+        raise OperationalError("select", {}, Exception("gone"))
+
+    monkeypatch.setattr(store._database, "reading", away)
+
+    answers = [client.get(path) for path in ("/healthz", "/readyz", "/api/v1/runs/x")]
+
+    assert [answer.status_code for answer in answers] == [200, 503, 503]
+    assert answers[2].json == {"error": "the database is away; try again soon"}
+    assert answers[2].headers["Retry-After"] == "5"
+
+
+def test_a_request_is_one_line_of_json(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    client = create_server(store).test_client()
+
+    with caplog.at_level(logging.INFO, "stepsplit.requests"):
+        client.get("/healthz?secret=x")
+    (record,) = caplog.records
+    line = JsonLines().format(record)
+
+    told = json.loads(line)
+    assert "\n" not in line and "secret" not in line
+    assert told.pop("ms") >= 0 and told.pop("time").endswith("+00:00")
+    assert told == {
+        "level": "info",
+        "event": "request",
+        "method": "GET",
+        "path": "/healthz",
+        "status": 200,
+        "bytes": 0,
+        "address": "127.0.0.1",
+    }
+
+
+def _samples(text: str) -> dict[str, float]:
+    return {
+        sample.name + _labels(sample.labels): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""

@@ -1,0 +1,50 @@
+"""The page's own uploader: parts of a file, while connections break and answers are lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from dashboard_processes import open_store
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
+    need_chromium()
+    from playwright.sync_api import Route, sync_playwright
+
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_bytes(os.urandom(1 << 20) * 20)
+    sent: list[str] = []
+
+    def flaky(route: Route) -> None:
+        if route.request.method != "PATCH":
+            return route.continue_()
+        sent.append(route.request.headers["upload-offset"])
+        assert route.request.headers["content-digest"].startswith("sha-256=:")
+        if len(sent) == 2:
+            return route.abort("connectionreset")
+        if len(sent) == 4:
+            route.fetch()
+            return route.abort("connectionreset")
+        return route.continue_()
+
+    with running_server(tmp_path) as url, sync_playwright() as player:
+        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+        page = chromium.new_page()
+        page.route("**/files/**", flaky)
+        page.goto(url)
+        page.wait_for_selector("#drop-zone")
+        page.locator("#upload-files").set_input_files(trace)
+        page.wait_for_url("**/run/*")
+        chromium.close()
+
+    part = 8 << 20
+    assert sent == [str(at) for at in (0, part, part, 2 * part)]
+    with open_store(tmp_path) as store:
+        (run,) = store.runs()
+        kept = store.folder(run.id) / "input" / trace.name
+        assert kept.read_bytes() == trace.read_bytes()

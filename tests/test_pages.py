@@ -21,7 +21,8 @@ from stepsplit.dashboard.pages.model import model_page
 from stepsplit.dashboard.pages.overview import overview
 from stepsplit.dashboard.pages.pipeline import pipeline_page
 from stepsplit.dashboard.pages.run import run_page, waiting_page
-from stepsplit.dashboard.pages.runs import in_order, matching, runs_page
+from stepsplit.dashboard.pages.runs import runs_page
+from stepsplit.dashboard.pages.runs_order import in_order, matching
 from stepsplit.dashboard.pages.view import View
 from stepsplit.dashboard.store.headline import headline
 from stepsplit.dashboard.store.numbers import Point

@@ -11,9 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from dashboard_processes import running_dashboard
 from report_builders import analysis
 
 from stepsplit.analyzer import examine
+from stepsplit.analyzer.report.medians import step_median_ns
 from stepsplit.analyzer.report.wire import from_json
 from stepsplit.analyzer.units import milliseconds, percent
 from stepsplit.dashboard.pages.view import View
@@ -222,6 +224,50 @@ def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
 
 
+_PERFETTO = """<script>
+  window.addEventListener("message", (event) => {
+    if (event.data === "PING") return event.source.postMessage("PONG", event.origin);
+    const told = event.data.perfetto;
+    document.title = told.title + ": " + new Uint8Array(told.buffer).slice(0, 2).join(" ");
+  });
+</script>"""
+
+
+def test_perfetto_is_handed_the_trace_in_the_browser(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Perfetto's own protocol with a page that stands in for its own."""
+    run_id = _import(tmp_path)
+    context = browser.new_context()
+    stand_in = {"body": _PERFETTO, "content_type": "text/html"}
+    context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(**stand_in))
+    page = context.new_page()
+    page.goto(f"{server}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    with context.expect_page() as opened:
+        page.get_by_text("open in Perfetto").click()
+    page.get_by_text("The trace is in Perfetto").wait_for()
+
+    _until(page, lambda: opened.value.title() == "stepsplit: 31 139")  # gzip's first bytes
+
+
+def test_a_changed_model_is_beside_the_run_and_in_the_address(
+    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    page = browser.new_page()
+    page.goto(f"{server}/run/{run_id}/model")
+    before = page.locator(".number .value").first.inner_text()
+
+    page.locator("select[data-choice=micro_batch]").select_option("4")
+    page.wait_for_url("**/model?micro_batch=4")
+
+    _until(page, lambda: page.locator(".number .value").first.inner_text() != before)
+    page.locator("select[data-choice=micro_batch]").select_option("8")
+    page.wait_for_url("**/model")
+    _until(page, lambda: page.locator(".number .value").first.inner_text() == before)
+
+
 def test_the_timeline_answers_the_keyboard(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run_id = _import(tmp_path)
     page = browser.new_page()
@@ -300,6 +346,24 @@ def _click(page, which: str) -> None:  # type: ignore[no-untyped-def]
     box = page.locator("#timeline-view canvas").bounding_box()
     page.mouse.click(box["x"] + x, box["y"] + y)
     page.wait_for_selector(".tl-told b")
+
+
+def test_a_recording_by_hand_ends_as_its_golden_report(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    golden = from_json((SAMPLES / "pp2_m2" / "report.json").read_bytes(), "golden")
+    watch = Watch()
+    with running_dashboard(tmp_path) as dashboard:
+        page = watch.on(browser.new_page())
+        page.goto(dashboard.url)
+        page.wait_for_selector("#drop-zone")
+        page.locator("#upload-folder").set_input_files(SAMPLES / "pp2_m2")
+        page.wait_for_selector(".cards", timeout=60_000)
+        shown = page.locator(".number .value").first.inner_text()
+        run_id = page.url.rpartition("/")[2]
+        made = page.request.get(f"{dashboard.url}/api/v1/runs/{run_id}/report.json").body()
+
+    assert shown == milliseconds(step_median_ns(golden.steps))
+    assert from_json(made, "made").steps == golden.steps
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
 
 
 def test_a_name_from_a_file_is_text(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

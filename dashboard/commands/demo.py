@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from stepsplit.analyzer import Analysis, StepsplitError, UsageError, examine, units
+from stepsplit.analyzer import Analysis, StepsplitError, UsageError, units
+from stepsplit.analyzer.analysis import examine_as_told
 from stepsplit.analyzer.report.files import save
 from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
 from stepsplit.collectors.paths import fresh
@@ -50,7 +51,7 @@ def command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
         need("dash", "dashboard")
     folder = out or fresh(Path("runs/demo"))
     _train(_mesh(parallel), folder)
-    analysis = examine([folder])
+    analysis = examine_as_told([folder])
     save(folder, analysis.report, analysis.tables)
     click.echo(f"recorded in {folder}\n")
     Console(highlight=False).print(screen(analysis.report))

@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.compare.plan.plan import Candidate
-from stepsplit.analyzer.compare.plan.search import plan
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.layout import SCHEDULES
 from stepsplit.analyzer.model.spec.presets import hardware_names
-from stepsplit.analyzer.model.spec.run_file import job_in
-from stepsplit.analyzer.model.spec.table import Table
 from stepsplit.analyzer.report.predicted import job_of_report
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
 from stepsplit.dashboard.figures.memory import memory
 from stepsplit.dashboard.figures.model import NamedSplit, splits
-from stepsplit.dashboard.pages.address import Chosen, page_url
+from stepsplit.dashboard.pages.address import Chosen
+from stepsplit.dashboard.pages.changed_job import AS_IT_IS, SIZES, Changed, changed_job
 from stepsplit.dashboard.pages.memory import predicted_bars
 from stepsplit.dashboard.pages.overview import against_the_model
-from stepsplit.dashboard.pages.parts import (
-    Cell,
-    card,
-    choice,
-    graph,
-    led,
-    nothing,
-    section,
-    share_cell,
-    table,
-    time_cell,
-)
+from stepsplit.dashboard.pages.parts import card, choice, graph, nothing, section
+from stepsplit.dashboard.pages.plan_table import plan_of
 from stepsplit.dashboard.pages.view import View
 
-MOST_GPUS = 4_096
-_SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_batch")
-_TABLE = {"micro_batch": "training", "global_batch": "training", "recompute": "training"}
 _DOUBLINGS = 4
-AS_IT_IS = "as recorded"
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """The job as changed and its prediction, or why there can be no such job."""
-
-    job: Job | None
-    prediction: Prediction | None
-    fault: str
 
 
 def model_page(view: View, chosen: Chosen) -> list[Component]:
@@ -67,41 +36,14 @@ def model_page(view: View, chosen: Chosen) -> list[Component]:
     if job is None or report.gap is None:
         return list(against_the_model(report))
     values = report.job or {}
-    changed = _changed(values, chosen)
+    changed = changed_job(values, chosen)
     gap = report.gap.shown
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
         _controls(job, chosen),
         *_outcome(changed, bars, gap.predicted),
-        *_plan(view, changed, chosen),
+        *plan_of(view, changed.job, chosen),
     ]
-
-
-def _changed(values: Mapping[str, Any], chosen: Chosen) -> Changed:
-    tables = {name: dict(own) for name, own in values.items()}
-    for key, value in _asked(chosen).items():
-        tables.setdefault(_TABLE.get(key, "parallel"), {})[key] = value
-    if (preset := chosen.text("hardware")) not in (None, AS_IT_IS):
-        tables["hardware"] = {"preset": preset}
-    if _asked(chosen).keys() & {"dp_replicate", "dp_shard"}:
-        for key in ("dp", "world_size", "gpus"):
-            tables["parallel"].pop(key, None)
-    try:
-        job = job_in(Table("this page", "", tables))
-        return Changed(job, predict(job), "")
-    except StepsplitError as error:
-        return Changed(None, None, str(error))
-
-
-def _asked(chosen: Chosen) -> dict[str, object]:
-    """What the address changes, by the keys of a RUN.toml."""
-    asked: dict[str, object] = {
-        key: number for key in _SIZES if (number := chosen.whole(key)) is not None
-    }
-    for key in ("schedule", "recompute"):
-        if (word := chosen.text(key)) not in (None, AS_IT_IS):
-            asked[key] = word
-    return asked
 
 
 def _controls(job: Job, chosen: Chosen) -> html.Section:
@@ -110,7 +52,7 @@ def _controls(job: Job, chosen: Chosen) -> html.Section:
         "dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard,
         "micro_batch": job.recipe.micro_batch, "global_batch": job.recipe.global_batch,
     }  # fmt: skip
-    menus = [_sizes(key, now[key], chosen.whole(key)) for key in _SIZES]
+    menus = [_sizes(key, now[key], chosen.whole(key)) for key in SIZES]
     words = {
         "schedule": (AS_IT_IS, *SCHEDULES),
         "recompute": (AS_IT_IS, "none", "selective", "full"),
@@ -164,41 +106,3 @@ def _cards(found: Prediction, job: Job, before: Split) -> html.Div:
         card("tokens", f"{found.tokens_per_s_per_gpu:,.0f}", "a second and GPU"),
     ]
     return html.Div(shown, className="cards")
-
-
-def _plan(view: View, changed: Changed, chosen: Chosen) -> list[Component]:
-    """The ranking of layouts of as many GPUs, when it is asked for: the search takes seconds."""
-    job = changed.job
-    if job is None or job.layout.world_size > MOST_GPUS:
-        return []
-    if chosen.text("plan") != "1":
-        where = page_url(view.run_id, "model", **{**chosen.values, "plan": 1})
-        asked = led(f"Rank the layouts of {job.layout.world_size:,} GPUs", where)
-        return [section("Plan", "what fits and is fastest, by the model", html.P(asked))]
-    try:
-        found = plan(job, job.layout.world_size)
-    except StepsplitError as error:
-        return [nothing("No plan", str(error))]
-    best = found.best
-    rows = [_candidate(best, best), *(_candidate(one.candidate, best) for one in found.runners_up)]
-    heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
-             "step", "behind", "peak", "MFU")  # fmt: skip
-    note = f"the best of each split of {job.layout.world_size:,} GPUs; stepsplit plan says why"
-    return [section("Plan", note, table(heads, rows))]
-
-
-def _candidate(one: Candidate, best: Candidate) -> list[Cell]:
-    layout = one.choice
-    dp = layout.dp_replicate * layout.dp_shard
-    counts = (layout.tp, layout.pp, layout.cp, dp, layout.zero)
-    behind = one.step_ns / best.step_ns - 1
-    return [
-        *(Cell(str(n), number=True) for n in counts),
-        Cell(layout.schedule),
-        Cell(str(layout.micro_batch), number=True),
-        Cell(layout.recompute),
-        time_cell(one.step_ns),
-        Cell("best" if one is best else signed_percent(behind), number=True),
-        Cell(memory_size(one.peak_bytes), number=True),
-        Cell() if one.mfu is None else share_cell(one.mfu),
-    ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,43 +24,13 @@ from stepsplit.dashboard.pages.parts import (
     state_pill,
     table,
 )
+from stepsplit.dashboard.pages.runs_order import COLUMNS, NEWEST, in_order, matching
 from stepsplit.dashboard.store.store import RunRow
 
 LISTED = 100
-Key = Callable[[RunRow], float | str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of the list: its head, and what it is sorted by; None sorts last."""
-
-    head: str
-    key: Key
-
-
-def _middle(run: RunRow, *buckets: str) -> float | None:
-    middle = run.headline.middle if run.headline else None
-    return None if middle is None else middle.share(*buckets)
-
-
-def _step_ns(run: RunRow) -> float | None:
-    middle = run.headline.middle if run.headline else None
-    return None if middle is None else middle.step_ns
-
-
-COLUMNS = {
-    "name": _Column("run", lambda run: run.name.lower()),
-    "added": _Column("added", lambda run: run.created_unix_ns),
-    "world": _Column("world", lambda run: run.headline.world_size if run.headline else None),
-    "mesh": _Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
-    "step": _Column("step", _step_ns),
-    "compute": _Column("compute", lambda run: _middle(run, *COMPUTE)),
-    "collective": _Column("collective", lambda run: _middle(run, *COLLECTIVE)),
-    "bubble": _Column("bubble", lambda run: _middle(run, *BUBBLE)),
-    "mfu": _Column("MFU", lambda run: run.headline.mfu if run.headline else None),
-}
 _ORDER = ("name", "added", "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu")
-NEWEST = "-added"
 
 
 def upload_zone() -> html.Section:
@@ -102,31 +71,6 @@ def runs_page(runs: Sequence[RunRow], chosen: Chosen) -> html.Div:
     if not rows:
         body = html.P("No run has all of these words.", className="card empty")
     return html.Div([_head(chosen), body, html.P(told, className="note")])
-
-
-def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
-    """The runs with all words of the question in their name, tags, mesh, backend or state."""
-    words = (asked or "").lower().split()
-    return [run for run in runs if all(word in _text(run) for word in words)]
-
-
-def _text(run: RunRow) -> str:
-    numbers = run.headline
-    known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
-    tags = [f"{tag.key}={tag.value}" for tag in run.tags]
-    return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
-
-
-def in_order(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
-    """The runs by a column, downwards with a minus before it; those without a value last."""
-    column = COLUMNS.get(sort.removeprefix("-"), COLUMNS["added"])
-    keyed = [(column.key(run), run) for run in runs]
-    known = sorted(
-        ((key, run) for key, run in keyed if key is not None),
-        key=lambda pair: (pair[0], pair[1].id),
-        reverse=sort.startswith("-"),
-    )
-    return [run for _, run in known] + [run for key, run in keyed if key is None]
 
 
 def _head(chosen: Chosen) -> html.Div:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,8 +98,9 @@ def labels_of(report: Report, tables: Tables) -> tuple[RankLabel, ...]:
     """The ranks of the recording with where they ran."""
     hosts = {rank: one.host for one in report.run.hosts for rank in one.ranks}
     boxes = tables.boxes
-    pairs = np.unique(np.column_stack((boxes.rank, boxes.stage)), axis=0).tolist()
-    stages = {rank: [stage for of, stage in pairs if of == rank] for rank, _ in pairs}
+    stages: dict[int, list[int]] = defaultdict(list)
+    for rank, stage in np.unique(np.column_stack((boxes.rank, boxes.stage)), axis=0).tolist():
+        stages[rank].append(stage)
     return tuple(
         RankLabel(rank, _known(hosts.get(rank)), _only(stages.get(rank, [])))
         for rank in report.run.ranks

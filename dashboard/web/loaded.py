@@ -58,7 +58,7 @@ class Loaded:
 
     def view(self, run: RunRow) -> View:
         """A finished run with its report and tables. Raises DataError."""
-        return self._views.get(run.id, lambda: self._read(run))
+        return self._views.get((run.id, run.name), lambda: self._read(run))
 
     def scene(self, run_id: str) -> Scene:
         """The timeline of a finished run. Raises DataError where there is none."""

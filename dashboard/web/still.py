@@ -50,7 +50,8 @@ def still_page(view: View) -> str:
             "<script>", _asset("theme.js"), "</script></head><body>", body,
             _data("figures", orjson.dumps(figures)),
             _data("timeline-data", _timeline(view)),
-            "<script>", get_plotlyjs(), "</script><script>", _MOUNT, _asset("timeline.js"),
+            "<script>", get_plotlyjs(), "</script><script>", _MOUNT,
+            _asset("paint_timeline.js"), _asset("timeline.js"),
             "</script></body></html>\n",
         ]
     )  # fmt: skip

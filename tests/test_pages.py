@@ -14,6 +14,7 @@ from report_builders import MS, analysis
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
 from stepsplit.dashboard.pages.address import Address, Chosen, address_of, page_url, search_of
+from stepsplit.dashboard.pages.collectives import collectives_page
 from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.history import history_page
 from stepsplit.dashboard.pages.memory import memory_page
@@ -127,6 +128,15 @@ def test_a_job_without_a_pipeline_says_so() -> None:
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
     for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
         assert shown in text(pipeline_page(view(), Chosen({"step": asked})))
+
+
+def test_of_each_kind_of_call_the_slowest_groups_wait_stands_by_its_transfer() -> None:
+    page = collectives_page(view())
+    (figure,) = [one.figure for one in found(page, dcc.Graph) if one.id == "wait-transfer"]
+    assert list(figure.data[0].y) == [
+        "all_reduce on tp, 33.6 MB", "send on pp, 16.8 MB", "broadcast on pp, size unknown",
+    ]  # fmt: skip
+    assert [list(trace.x) for trace in figure.data] == [[0.415, 0.6, 0.021], [0.56, 0, 0]]
 
 
 def test_memory_is_told_by_rank_and_by_what_the_allocator_holds() -> None:

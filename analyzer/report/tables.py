@@ -120,7 +120,9 @@ def _path(folder: Path, kind: type) -> Path:
 
 
 def _read(folder: Path, kind: type[_T]) -> _T:
-    table = pq.read_table(_path(folder, kind))
+    # read_table would load pyarrow.dataset, half a second, for a plain file.
+    with pq.ParquetFile(_path(folder, kind)) as file:
+        table = file.read()
     return kind(**{column.name: _column(table, column.name) for column in fields(kind)})
 
 

@@ -1,14 +1,17 @@
-"""Who waits for whom: a matrix of ranks."""
+"""Waiting: who waits for whom, and how long calls wait before they move data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.dashboard.figures.theme import blank, in_ms
+from stepsplit.analyzer.units import milliseconds
+from stepsplit.dashboard.figures.palette import LOOKS
+from stepsplit.dashboard.figures.theme import blank, in_ms, marker, plain
 
 MOST_RANKS = 128
 _SCALE = [[0.0, "rgba(204,121,167,0.06)"], [0.5, "#CC79A7"], [1.0, "#7A2F5B"]]
@@ -44,3 +47,37 @@ def _most(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int
     total = sums.sum(axis=0) + sums.sum(axis=1)
     most = sorted(ranks, key=lambda rank: -total[rank])[:MOST_RANKS]
     return sorted(most)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The median call of a kind: how long it waits, and how long it then moves data, in ns."""
+
+    words: str
+    transfer_ns: int
+    wait_ns: int
+
+
+def wait_against_transfer(calls: Sequence[Call]) -> go.Figure:
+    """A bar a kind of call, in ms: its transfer, and hatched its wait."""
+    figure = blank(110 + 26 * len(calls), "ms of the median call", "")
+    words = [plain(call.words) for call in calls]
+    moving, waiting = (next(k for k in LOOKS if k.bucket == b) for b in ("collective", "skew"))
+    for name, look, times in (
+        ("transfer", moving, [call.transfer_ns for call in calls]),
+        ("wait", waiting, [call.wait_ns for call in calls]),
+    ):
+        figure.add_trace(
+            go.Bar(
+                name=name,
+                orientation="h",
+                y=words,
+                x=in_ms(times),
+                marker=marker(look),
+                customdata=[milliseconds(ns) for ns in times],
+                hovertemplate=f"<b>%{{y}}</b><br>{name} %{{customdata}}<extra></extra>",
+            )
+        )
+    figure.update_layout(barmode="stack", bargap=0.25)
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure

@@ -6,16 +6,17 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.compare.bandwidth_model import modelled_busbw
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import CollectiveRow, Report
+from stepsplit.analyzer.units import size
 from stepsplit.dashboard.figures.bandwidth import Curve, Point, bandwidth
-from stepsplit.dashboard.figures.waits import waits_matrix
+from stepsplit.dashboard.figures.waits import Call, wait_against_transfer, waits_matrix
 from stepsplit.dashboard.pages.details import blame, collectives, exposed
 from stepsplit.dashboard.pages.parts import graph, nothing, section
 from stepsplit.dashboard.pages.stragglers import overlap, stragglers
 from stepsplit.dashboard.pages.view import View
 
-WIDER = 8
-"""How far the model's curve goes beyond the measured sizes, either way."""
+KINDS, WIDER = 10, 8
+"""Kinds of calls that are drawn, and how far the model's curve goes beyond the measured sizes."""
 
 
 def collectives_page(view: View) -> list[Component]:
@@ -25,7 +26,7 @@ def collectives_page(view: View) -> list[Component]:
         told = "The recording holds no collective and no message: was the job of one process?"
         return [nothing("No communication", told)]
     return [
-        html.Div([*_bandwidth(report), *_waits(view)], className="columns"),
+        html.Div([html.Div(_bandwidth(report)), html.Div(_waiting(view))], className="columns"),
         *exposed(report),
         *collectives(report),
         *stragglers(report),
@@ -54,6 +55,32 @@ def _bandwidth(report: Report) -> list[html.Section]:
     model = "dotted: the model" if curves else "no model to compare with"
     note = f"over the transfer alone, so that a straggler makes no link look slow; {model}"
     return [section("Bus bandwidth", note, graph("bandwidth", bandwidth(points, curves)))]
+
+
+def _waiting(view: View) -> list[html.Section]:
+    return [*_waits(view), *_against_transfer(view.report)]
+
+
+def _against_transfer(report: Report) -> list[html.Section]:
+    """The kinds of calls that take most together, by the median call of their slowest group."""
+    axes = {group.id: group.axis or "other" for group in report.groups}
+    kinds: dict[str, CollectiveRow] = {}
+    for row in sorted(report.collectives, key=_taken_ns):
+        kinds[_words(row, axes.get(row.group, "other"))] = row
+    largest = sorted(kinds.items(), key=lambda item: -_taken_ns(item[1]))[:KINDS]
+    calls = [Call(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
+    note = "the median call of the group that takes most"
+    figure = graph("wait-transfer", wait_against_transfer(calls))
+    return [section("Wait against transfer", note, figure)]
+
+
+def _words(row: CollectiveRow, axis: str) -> str:
+    bytes_ = "size unknown" if row.message_bytes is None else size(row.message_bytes)
+    return f"{row.op} on {axis}, {bytes_}"
+
+
+def _taken_ns(row: CollectiveRow) -> int:
+    return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
 def _waits(view: View) -> list[html.Section]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Int32, Int64
 from stepsplit.dashboard.timeline.rank_tracks import Line, band_of, lanes_of
 from stepsplit.dashboard.timeline.track import Drawn
 
@@ -117,5 +117,13 @@ def _only(stages: Sequence[int]) -> int | None:
 
 def _shown(rank: int, line: Line, from_ns: int, to_ns: int, slots: int) -> Shown:
     drawn = line.track.drawn(from_ns, to_ns, slots)
-    name, owner = (np.append(column, -1)[drawn.row] for column in (line.name, line.owner))
+    name, owner = (_of_rows(column, drawn.row) for column in (line.name, line.owner))
     return Shown(rank, line.lane, line.depth, drawn, name, owner, line.names)
+
+
+def _of_rows(column: Int32, rows: Int64) -> Int64:
+    """The column's values in these rows, -1 for row -1."""
+    values = np.full(len(rows), -1, dtype=np.int64)
+    known = rows >= 0
+    values[known] = column[rows[known]]
+    return values

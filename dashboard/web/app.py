@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
@@ -10,9 +11,11 @@ from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import PreventUpdate
 from flask import Flask
 from plotly import graph_objects as go
+from plotly.io.json import to_json_plotly
 
-from stepsplit.dashboard.figures.palette import LOOKS
-from stepsplit.dashboard.figures.theme import blank, marker
+from stepsplit.analyzer.report.report import Report, Run, StepRow
+from stepsplit.dashboard.figures.bandwidth import Point, bandwidth
+from stepsplit.dashboard.figures.split import by_rank
 from stepsplit.dashboard.pages.address import address_of, page_url
 from stepsplit.dashboard.pages.runs import upload_zone
 from stepsplit.dashboard.store.store import Store
@@ -68,11 +71,15 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
 
 @cache
 def _warm() -> None:
-    """Plotly builds its classes when they are first used: not while the first viewer waits."""
-    figure = blank(100, "", "")
-    figure.add_traces([go.Bar(marker=marker(LOOKS[3])), go.Scatter(), go.Heatmap(), go.Waterfall()])
-    figure.update_layout(barmode="stack", legend={"x": 1}).update_xaxes(type="category")
-    figure.to_plotly_json()
+    """Plotly builds its classes, and pyarrow loads pandas, when they are first used: not while the
+    first viewer waits."""
+    import_module("pandas")
+    run = Run("", 1, (0,), (), None, "", None, None, None, None, "0")
+    step = StepRow(0, 1, "full", 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
+    drawn = [by_rank(Report(run=run, steps=(step,))), bandwidth([Point("tp", "send", 1, 1.0, 1)])]
+    drawn.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
+    for figure in drawn:
+        to_json_plotly(figure)
 
 
 def _layout() -> html.Div:
@@ -87,6 +94,7 @@ def _layout() -> html.Div:
         [
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=POLL_MS, disabled=True),
+            dcc.Store(id="mark"),
             html.Header(head, className="top"),
             html.Main([zone, html.Div(id="page")]),
         ]
@@ -98,15 +106,21 @@ def _route(app: Dash, contents: Contents) -> None:
         Output("page", "children"),
         Output("zone", "hidden"),
         Output("tick", "disabled"),
+        Output("mark", "data"),
         Input("url", "pathname"),
         Input("url", "search"),
         Input("tick", "n_intervals"),
+        State("mark", "data"),
     )
-    def show(path: str | None, search: str | None, _: int | None) -> tuple[Any, bool, bool]:
+    def show(
+        path: str | None, search: str | None, _: int | None, mark: str | None
+    ) -> tuple[Any, bool, bool, str]:
         address = address_of(path, search)
         content = contents.of(address)
+        if callback_context.triggered_id == "tick" and content.mark == mark:
+            raise PreventUpdate
         at_home = address is not None and address.page == "runs"
-        return content.children, not at_home, not content.pending
+        return content.children, not at_home, not content.pending, content.mark
 
 
 def _lead_to_timeline(app: Dash) -> None:

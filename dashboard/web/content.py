@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -24,10 +25,12 @@ _PAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A page's components, as dash takes them; pending pages are asked for again."""
+    """A page's components, as dash takes them. Pending pages are asked for again, and drawn again
+    where their mark is another."""
 
     children: Any
     pending: bool = False
+    mark: str = ""
 
 
 class Contents:
@@ -44,7 +47,8 @@ class Contents:
         match address.page:
             case "runs":
                 rows = self._store.runs()
-                return Content(runs_page(rows, address.chosen), any(row.pending for row in rows))
+                pending = any(row.pending for row in rows)
+                return Content(runs_page(rows, address.chosen), pending, _mark(rows))
             case "compare":
                 return Content(self._compared(address.chosen))
             case "history":
@@ -56,7 +60,7 @@ class Contents:
         if run is None:
             return Content(missing_page())
         if run.state != "done":
-            return Content(waiting_page(run), run.state != "failed")
+            return Content(waiting_page(run), run.state != "failed", _mark(run))
         try:
             return Content(self._kept.get(_key(address, run), lambda: self._made(run, address)))
         except DataError as error:
@@ -87,6 +91,10 @@ class Contents:
         wanted = chosen.text("tag")
         own = [one for one in points if not wanted or wanted in _tags(rows.get(one.run_id))]
         return html.Div([html.H1("History"), *history_page(own, tags, chosen)])
+
+
+def _mark(shown: object) -> str:
+    return sha256(repr(shown).encode()).hexdigest()[:16]
 
 
 def _key(address: Address, run: RunRow) -> tuple[object, ...]:

@@ -45,12 +45,14 @@ SETTLED_S = 3
 """A server loads plotly's classes in its first seconds."""
 PAGE_MS, FIGURE_BYTES, PAN_MS = 500, 1_000_000, 300
 _CALLBACK = {
-    "output": "..page.children...zone.hidden...tick.disabled..",
+    "output": "..page.children...zone.hidden...tick.disabled...mark.data..",
     "outputs": [
         {"id": "page", "property": "children"},
         {"id": "zone", "property": "hidden"},
         {"id": "tick", "property": "disabled"},
+        {"id": "mark", "property": "data"},
     ],
+    "state": [{"id": "mark", "property": "data", "value": ""}],
     "changedPropIds": ["url.pathname"],
 }
 

@@ -10,7 +10,7 @@ from stepsplit.analyzer.report.report import CollectiveRow, Report
 from stepsplit.analyzer.units import size
 from stepsplit.dashboard.figures.bandwidth import Curve, Point, bandwidth
 from stepsplit.dashboard.figures.waits import Call, wait_against_transfer, waits_matrix
-from stepsplit.dashboard.pages.details import blame, collectives, exposed
+from stepsplit.dashboard.pages.details import blame, collectives, exposed, taken_ns
 from stepsplit.dashboard.pages.parts import graph, nothing, section
 from stepsplit.dashboard.pages.stragglers import overlap, stragglers
 from stepsplit.dashboard.pages.view import View
@@ -65,9 +65,9 @@ def _against_transfer(report: Report) -> list[html.Section]:
     """The kinds of calls that take most together, by the median call of their slowest group."""
     axes = {group.id: group.axis or "other" for group in report.groups}
     kinds: dict[str, CollectiveRow] = {}
-    for row in sorted(report.collectives, key=_taken_ns):
+    for row in sorted(report.collectives, key=taken_ns):
         kinds[_words(row, axes.get(row.group, "other"))] = row
-    largest = sorted(kinds.items(), key=lambda item: -_taken_ns(item[1]))[:KINDS]
+    largest = sorted(kinds.items(), key=lambda item: -taken_ns(item[1]))[:KINDS]
     calls = [Call(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
     note = "the median call of the group that takes most"
     figure = graph("wait-transfer", wait_against_transfer(calls))
@@ -77,10 +77,6 @@ def _against_transfer(report: Report) -> list[html.Section]:
 def _words(row: CollectiveRow, axis: str) -> str:
     bytes_ = "size unknown" if row.message_bytes is None else size(row.message_bytes)
     return f"{row.op} on {axis}, {bytes_}"
-
-
-def _taken_ns(row: CollectiveRow) -> int:
-    return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
 def _waits(view: View) -> list[html.Section]:

@@ -134,7 +134,7 @@ def collectives(report: Report) -> list[html.Section]:
     if not report.collectives:
         return []
     groups = {group.id: group for group in report.groups}
-    largest = sorted(report.collectives, key=_total_ns, reverse=True)[:MOST_COLLECTIVES]
+    largest = sorted(report.collectives, key=taken_ns, reverse=True)[:MOST_COLLECTIVES]
     rows = [_collective_row(row, groups.get(row.group)) for row in largest]
     note = "medians; busbw over the transfer alone"
     note += left_out(report.collectives, MOST_COLLECTIVES)
@@ -142,7 +142,8 @@ def collectives(report: Report) -> list[html.Section]:
     return [section("Collectives and messages", note, table(heads, rows))]
 
 
-def _total_ns(row: CollectiveRow) -> int:
+def taken_ns(row: CollectiveRow) -> int:
+    """What all calls of the row take together, by the median call."""
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 

@@ -20,7 +20,7 @@ RANKS = 64
 def memory_page(view: View) -> list[Component]:
     """Measured and modelled bars; a sentence where there is neither."""
     report = view.report
-    predicted, limit = modelled(report)
+    predicted, limit = _modelled(report)
     bars = [*_by_rank(report), *predicted]
     if not bars:
         told = (
@@ -37,7 +37,7 @@ def memory_page(view: View) -> list[Component]:
     return [section("Memory", note, figure), *_stages(report), *_reserved(report)]
 
 
-def modelled(report: Report) -> tuple[list[Held], int | None]:
+def _modelled(report: Report) -> tuple[list[Held], int | None]:
     """The predicted bars by stage and the device's limit in bytes, none without a prediction."""
     try:
         found, job = prediction_of(report), job_of_report(report)

@@ -47,8 +47,8 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     """Adds the pages on the store to the server. The hashes of the page's inline scripts, for its
     content security policy."""
     loaded = Loaded(store)
-    server.register_blueprint(timeline_routes(store, loaded))
-    server.register_blueprint(still_routes(store, loaded))
+    server.register_blueprint(timeline_routes(loaded))
+    server.register_blueprint(still_routes(loaded))
     app = Dash(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's hint forgets what its manual says
@@ -134,9 +134,9 @@ def _lead_to_timeline(app: Dash) -> None:
     )
     def lead(rank: Any, step: Any, path: str | None) -> str:
         address = address_of(path, "")
-        clicked = rank if callback_context.triggered_id == _BARS[0] else step
+        of_rank = callback_context.triggered_id == _BARS[0]
+        which, clicked = ("rank", rank) if of_rank else ("step", step)
         if address is None or not clicked:
             raise PreventUpdate
         number = str(clicked["points"][0]["x"]).split()[0]
-        which = {"rank": number} if callback_context.triggered_id == _BARS[0] else {"step": number}
-        return page_url(address.run_id, "timeline", **which)
+        return page_url(address.run_id, "timeline", **{which: number})

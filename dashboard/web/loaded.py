@@ -60,22 +60,24 @@ class Loaded:
         """A finished run with its report and tables. Raises DataError."""
         return self._views.get((run.id, run.name), lambda: self._read(run))
 
-    def scene(self, run_id: str) -> Scene:
-        """The timeline of a finished run. Raises DataError where there is none."""
+    def finished(self, run_id: str) -> View:
+        """The finished run of that id. Raises DataError where there is none."""
         run = self._store.run(run_id)
         if run is None or run.state != "done":
             raise DataError(run_id, "there is no finished run of that id", "take one of the list")
-        return self._scenes.get(run_id, lambda: _scene(self.view(run)))
+        return self.view(run)
+
+    def scene(self, run_id: str) -> Scene:
+        """The timeline of a finished run. Raises DataError where there is none."""
+        view = self.finished(run_id)
+        return self._scenes.get(run_id, lambda: Scene(view.report, tables_of(view)))
 
     def _read(self, run: RunRow) -> View:
         return View(run.name, self._store.report(run.id), self._store.tables(run.id), run.id)
 
 
-def _scene(view: View) -> Scene:
-    return Scene(view.report, _whole(view))
-
-
-def _whole(view: View) -> Tables:
+def tables_of(view: View) -> Tables:
+    """The tables of a run. Raises DataError where somebody has removed them."""
     if view.tables is None:
         raise DataError(view.name, "its tables are gone", "upload the recording again")
     return view.tables

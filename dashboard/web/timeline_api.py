@@ -11,16 +11,15 @@ from flask import Blueprint, Response, request
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
-from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.timeline.scene import Scene
 from stepsplit.dashboard.timeline.wire import index_json, window_json
-from stepsplit.dashboard.web.loaded import Loaded
+from stepsplit.dashboard.web.loaded import Loaded, tables_of
 
 SLOTS, RANKS = 2_000, 256
 _RUN = "/api/v1/runs/<run_id>"
 
 
-def timeline_routes(store: Store, loaded: Loaded) -> Blueprint:
+def timeline_routes(loaded: Loaded) -> Blueprint:
     """The routes; every run that they name must be finished."""
     routes = Blueprint("timeline", __name__)
     routes.add_url_rule(
@@ -29,9 +28,7 @@ def timeline_routes(store: Store, loaded: Loaded) -> Blueprint:
     routes.add_url_rule(
         f"{_RUN}/timeline/window", "window", lambda run_id: _json(_window(loaded.scene(run_id)))
     )
-    routes.add_url_rule(
-        f"{_RUN}/perfetto", "perfetto", lambda run_id: _perfetto(store, loaded, run_id)
-    )
+    routes.add_url_rule(f"{_RUN}/perfetto", "perfetto", lambda run_id: _perfetto(loaded, run_id))
     routes.register_error_handler(DataError, lambda error: (_json({"error": str(error)}), 404))
     routes.register_error_handler(ValueError, lambda error: (_json({"error": str(error)}), 400))
     return routes
@@ -65,14 +62,10 @@ def _numbers(name: str) -> list[int]:
     return [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 9]
 
 
-def _perfetto(store: Store, loaded: Loaded, run_id: str) -> Response:
+def _perfetto(loaded: Loaded, run_id: str) -> Response:
     """All ranks as a trace for ui.perfetto.dev, packed."""
-    loaded.scene(run_id)
-    run = store.run(run_id)
-    assert run is not None
-    view = loaded.view(run)
-    assert view.tables is not None
-    body = _packed(perfetto_trace(view.report, view.tables))
+    view = loaded.finished(run_id)
+    body = _packed(perfetto_trace(view.report, tables_of(view)))
     name = f"attachment; filename={run_id}.pftrace.gz"
     return Response(body, mimetype="application/gzip", headers={"Content-Disposition": name})
 

@@ -41,6 +41,16 @@ def signed_percent(ratio: float) -> str:
     return f"{'+' if ratio >= 0 else '-'}{percent(abs(ratio))}"
 
 
+def signed_points(ratio: float) -> str:
+    """A difference of shares: 0.012 -> "+1.2 pt", points of the whole."""
+    return f"{'-' if ratio < 0 else '+'}{100 * abs(ratio):.1f} pt"
+
+
+def signed_between(low: float, high: float, unit: str) -> str:
+    """A band of ratios as "pt" or "%": -0.012 and 0.034 -> "-1.2 to +3.4 pt"."""
+    return f"{100 * low:+.1f} to {100 * high:+.1f} {unit}"
+
+
 def gigabytes_per_second(bytes_per_s: float) -> str:
     """Decimal gigabytes: 12_300_000_000 -> "12.3 GB/s"."""
     rate = bytes_per_s / 1e9

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from stepsplit.collectors.driver import driver_version
 from stepsplit.collectors.machine import machine
 from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, group_of
 
@@ -104,6 +105,8 @@ def versions() -> tuple[tuple[str, str], ...]:
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         seen += [("cuda", str(torch.version.cuda)), ("nccl", nccl)]
+        driver = driver_version()
+        seen += [] if driver is None else [("driver", driver)]
     return tuple(seen)
 
 

@@ -173,7 +173,7 @@ class RunSpec:
             )
 
     def version(self, of: str) -> str | None:
-        """The version of torch, nccl or python, None where it was not seen."""
+        """The version of torch, nccl, driver or python, None where it was not seen."""
         return dict(self.versions).get(of)
 
 

@@ -16,7 +16,9 @@ from stepsplit.analyzer.errors import StepsplitError
 VERBS = (
     "analyze",
     "attach",
+    "baseline",
     "calibrate",
+    "check",
     "compare",
     "dashboard",
     "demo",
@@ -68,7 +70,8 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of one command: 0 fine, 2 usage or bad data, 4 an error of our own."""
+    """The exit status of one command: 0 fine, 2 usage or bad data, 4 an error of our own; what a
+    command of its own answers with (1 regressed, 3 inconclusive) stands."""
     try:
         status = stepsplit.main(arguments, prog_name="stepsplit", standalone_mode=False)
         return status if isinstance(status, int) else 0

@@ -31,11 +31,13 @@ from stepsplit.analyzer.report.report import (
     Report,
     Run,
     StageRow,
+    StepCallsRow,
     StepRow,
     WarningRow,
 )
 from stepsplit.analyzer.split.blame.blame import Blame
 from stepsplit.analyzer.split.calls.bandwidth import CollectiveStat
+from stepsplit.analyzer.split.calls.step_calls import StepCalls
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.split.pipeline.grid import StageHoles
 from stepsplit.analyzer.split.rank_split import RankSplit
@@ -72,6 +74,7 @@ def build_report(
         exposed=tuple(row for rank in found.ranks for row in _exposed(rank)),
         clocks=_clocks(found, origin),
         collectives=tuple(_collective(stat) for stat in found.collectives),
+        step_calls=tuple(map(_step_calls, found.step_calls)),
         blame=blamed,
         pipeline=pipeline,
         idle=idle,
@@ -117,6 +120,7 @@ def _run(recording: Recording, found: RunSplit, origin: int) -> Run:
         mesh_source=found.layout.source,
         torch=spec.version("torch") if spec else None,
         nccl=spec.version("nccl") if spec else None,
+        driver=spec.version("driver") if spec else None,
         t0_unix_ns=str(found.alignment.t0_unix_ns + origin),
         strategies=found.strategies,
         profiling_slowdown=profiling_slowdown(recording.records),
@@ -175,6 +179,14 @@ def _collective(stat: CollectiveStat) -> CollectiveRow:
         stat.transfer_ns_median, stat.wait_ns_median,
         stat.algbw_bytes_per_s, stat.busbw_bytes_per_s,
     )  # fmt: skip
+
+
+def _step_calls(row: StepCalls) -> StepCallsRow:
+    kind = row.kind
+    size = kind.message_bytes if kind.message_bytes >= 0 else None
+    return StepCallsRow(
+        kind.group, kind.op, kind.dtype or None, size, row.calls, row.least, row.most
+    )
 
 
 def _blame(blamed: Sequence[Blame]) -> tuple[BlameRow, ...]:

@@ -60,6 +60,7 @@ class Run(Struct, frozen=True):
     t0_unix_ns: str
     profiling_slowdown: float | None = None
     strategies: tuple[Strategy, ...] = ()
+    driver: str | None = None
 
 
 class WarningRow(Struct, frozen=True):
@@ -147,6 +148,19 @@ class CollectiveRow(Struct, frozen=True):
     wait_ns_median: int
     algbw_bytes_per_s: float | None
     busbw_bytes_per_s: float | None
+
+
+class StepCallsRow(Struct, frozen=True):
+    """The calls of one kind in a full step, those of all recorded ranks together: as most steps
+    have it, the least and the most that a step has. A collective counts at each member."""
+
+    group: int
+    op: str
+    dtype: str | None
+    message_bytes: int | None
+    calls: int
+    least: int
+    most: int
 
 
 class BlameRow(Struct, frozen=True):
@@ -251,6 +265,7 @@ class Report(Struct, frozen=True, kw_only=True):
     exposed: tuple[ExposedRow, ...] = ()
     clocks: tuple[ClockRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
+    step_calls: tuple[StepCallsRow, ...] = ()
     blame: tuple[BlameRow, ...] = ()
     pipeline: Pipeline | None = None
     idle: tuple[IdleRow, ...] = ()

@@ -15,6 +15,7 @@ from stepsplit.analyzer.split.blame.workload import Workload, workloads
 from stepsplit.analyzer.split.calls.arrivals import Arrivals, arrivals_of
 from stepsplit.analyzer.split.calls.bandwidth import CollectiveStat, collective_stats
 from stepsplit.analyzer.split.calls.match import Matched, match
+from stepsplit.analyzer.split.calls.step_calls import StepCalls, step_calls
 from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
 from stepsplit.analyzer.split.classify import work_of
 from stepsplit.analyzer.split.clocks.align import align
@@ -67,6 +68,7 @@ class RunSplit:
     matched: Matched
     arrivals: Arrivals
     collectives: tuple[CollectiveStat, ...]
+    step_calls: tuple[StepCalls, ...]
     schedule: Schedule | None
     holes: tuple[StageHoles, ...]
     blame: tuple[Blame, ...]
@@ -107,6 +109,7 @@ def split_run(
         matched=matched,
         arrivals=together.arrivals,
         collectives=collective_stats(traces, matched, together.arrivals),
+        step_calls=step_calls(traces, steps, matched),
         schedule=schedule,
         holes=holes,
         blame=blamed,

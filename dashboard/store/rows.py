@@ -11,6 +11,7 @@ from sqlalchemy import Row
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.dashboard.store.headline import Headline, Middle
 from stepsplit.dashboard.store.text import plain
+from stepsplit.dashboard.store.verdicts import VerdictRow
 
 State = Literal["uploading", "queued", "running", "done", "failed"]
 _MEDIANS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
@@ -41,6 +42,7 @@ class RunRow:
     tags: tuple[Tag, ...] = ()
     progress: float | None = None
     progress_note: str | None = None
+    verdict: VerdictRow | None = None
 
     @property
     def pending(self) -> bool:
@@ -49,13 +51,15 @@ class RunRow:
 
 
 def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
-    """The run of a row of runs with its job's progress."""
+    """The run of a row of runs with its job's progress and its verdict."""
     state = cast(State, row.state)
     numbers = _headline(row) if state == "done" else None
-    going = (row.progress, row.progress_note) if state == "running" else (None, None)
+    verdict = None if row.answer is None else VerdictRow(row.answer, row.words)
+    progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
     return RunRow(
-        row.id, row.name, row.created_unix_ns, state, row.error, numbers, tuple(tags), *going
-    )
+        row.id, row.name, row.created_unix_ns, state, row.error, numbers, tuple(tags),
+        progress, note, verdict,
+    )  # fmt: skip
 
 
 def columns(numbers: Headline) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.headline import headline
 from stepsplit.dashboard.store.numbers import record_numbers
 from stepsplit.dashboard.store.rows import RunRow, State, Tag, columns, run_row
-from stepsplit.dashboard.store.schema import DELETED, JOBS, RUNS, TAGS
+from stepsplit.dashboard.store.schema import DELETED, JOBS, RUNS, TAGS, VERDICTS
 from stepsplit.dashboard.store.text import plain
 
 NAME_LENGTH, ERROR_LENGTH = 200, 2_000
@@ -34,13 +34,13 @@ def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State
 
 def list_runs(connection: Connection) -> tuple[RunRow, ...]:
     """All runs, newest first."""
-    query = _with_progress().order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
+    query = _whole().order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
     return _rows(connection, query, select(TAGS))
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
     """The run of this id, None where there is none."""
-    of_run = _with_progress().where(RUNS.c.id == run_id)
+    of_run = _whole().where(RUNS.c.id == run_id)
     found = _rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
     return found[0] if found else None
 
@@ -95,9 +95,10 @@ def files_are_gone(connection: Connection, run_id: str) -> None:
     connection.execute(delete(DELETED).where(DELETED.c.run_id == run_id))
 
 
-def _with_progress() -> Select[Any]:
-    columns = (*RUNS.c, JOBS.c.progress, JOBS.c.progress_note)
-    return select(*columns).outerjoin(JOBS, JOBS.c.run_id == RUNS.c.id)
+def _whole() -> Select[Any]:
+    columns = (*RUNS.c, JOBS.c.progress, JOBS.c.progress_note, VERDICTS.c.answer, VERDICTS.c.words)
+    with_jobs = select(*columns).outerjoin(JOBS, JOBS.c.run_id == RUNS.c.id)
+    return with_jobs.outerjoin(VERDICTS, VERDICTS.c.run_id == RUNS.c.id)
 
 
 def _rows(connection: Connection, runs: Select[Any], tags: Select[Any]) -> tuple[RunRow, ...]:

@@ -18,7 +18,7 @@ from sqlalchemy import (
 
 from stepsplit.analyzer.buckets import BUCKETS
 
-VERSION = "0002"
+VERSION = "0003"
 """The newest migration."""
 
 METADATA = MetaData()
@@ -103,6 +103,14 @@ TOKENS = Table(
     Column("created_unix_ns", BigInteger, nullable=False),
     Column("last_used_unix_ns", BigInteger),
     Column("revoked", Boolean, nullable=False, server_default=false()),
+)
+VERDICTS = Table(
+    "verdicts",
+    METADATA,
+    _of_run(primary_key=True),
+    Column("answer", String(16), nullable=False),
+    Column("words", String(500), nullable=False),
+    Column("judged_unix_ns", BigInteger, nullable=False),
 )
 DELETED = Table("deleted", METADATA, Column("run_id", String(32), primary_key=True))
 """Runs whose rows are gone and whose files may not be yet."""

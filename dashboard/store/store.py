@@ -24,6 +24,7 @@ from stepsplit.dashboard.store.jobs import Jobs, add_job
 from stepsplit.dashboard.store.numbers import Numbers
 from stepsplit.dashboard.store.rows import RunRow, Tag
 from stepsplit.dashboard.store.tokens import Tokens
+from stepsplit.dashboard.store.verdicts import Verdicts
 
 __all__ = ["RunRow", "Store", "Tag"]
 
@@ -38,6 +39,7 @@ class Store:
         self.url, self.artifacts, self._database = url, artifacts, database
         self.jobs, self.files = Jobs(database), Files(database)
         self.tokens, self.numbers = Tokens(database), Numbers(database)
+        self.verdicts = Verdicts(database)
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:

@@ -40,12 +40,13 @@ def _calls(report: Report) -> Mapping[_Kind, Calls]:
     groups = {group.id: group for group in report.groups}
     same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
-        axis = _axis(groups.get(row.group))
+        axis = axis_in_words(groups.get(row.group))
         same[_Kind(axis, row.op, row.dtype, row.message_bytes)].append(row)
     return {kind: _together(rows, report, groups) for kind, rows in same.items()}
 
 
-def _axis(group: GroupRow | None) -> str:
+def axis_in_words(group: GroupRow | None) -> str:
+    """The group's axis, else how it is described."""
     return (group and (group.axis or group.description)) or UNKNOWN
 
 

@@ -38,6 +38,7 @@ def _facts(report: Report) -> tuple[_Fact, ...]:
         ("backend", run.backend),
         ("torch", run.torch),
         ("NCCL", run.nccl),
+        ("driver", run.driver),
         ("schedule", NONE if pipeline is None else pipeline.schedule),
         ("microbatches", NONE if pipeline is None else f"{pipeline.microbatches:,}"),
         ("strategies", ", ".join(one.in_words for one in run.strategies) or NONE),

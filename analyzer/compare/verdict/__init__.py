@@ -1,0 +1,1 @@
+"""A gate: candidate runs against a baseline, by budgets; pass, regressed or inconclusive."""

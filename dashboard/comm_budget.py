@@ -1,0 +1,160 @@
+"""A test's budget of communication: its steps are recorded, and held against a baseline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
+    from stepsplit.collectors.mesh_like import MeshLike
+    from stepsplit.collectors.profiler import ProfiledRun
+
+COUNTED = ("calls:exact", "bytes:exact")
+"""What a test is held to where it names no budget: the same on every machine, and never by chance.
+"""
+WAIT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a test's runs come to: the verdict's answer ("updated" for a new baseline), in words."""
+
+    answer: str
+    words: str
+
+
+@dataclass
+class CommBudget:
+    """The fixture: each block that it records is a run of the test.
+
+    baseline is the file that the runs are held against; recordings are made under scratch.
+    """
+
+    baseline: Path
+    scratch: Path
+    recordings: list[Path] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, *budgets: str, mesh: MeshLike = None, steps: int = 3, warmup: int = 1
+    ) -> Block:
+        """A block to record, with these budgets (calls and bytes exact where none is named).
+
+        mesh is as for profile_run; so many steps are recorded after the warm-up.
+        """
+        self.rules += budgets
+        return Block(self, mesh, steps, warmup)
+
+    def recorded(self, recording: str | Path, *budgets: str) -> None:
+        """Takes a recording that the test has made itself, such as one by torchrun, for a run."""
+        self.rules += budgets
+        self.recordings.append(Path(recording))
+
+    def outcome(self, update: bool) -> Outcome:
+        """What the runs so far come to; with update they become the baseline. The same on every
+        rank of the job. Raises StepsplitError on rank 0."""
+        found = self._outcome(update) if _rank() == 0 else None
+        return _told_by_first(found) or Outcome("pass", "rank 0 tells")
+
+    def _outcome(self, update: bool) -> Outcome:
+        if update:
+            return self._updated()
+        from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
+        from stepsplit.analyzer.compare.verdict.judge import judge
+
+        budgets = budgets_of(self.rules or COUNTED)
+        needed = any(budget.against == "baseline" for budget in budgets)
+        verdict = judge(self._facts, self._before() if needed else (), budgets)
+        return Outcome(verdict.answer, _in_words(verdict))
+
+    def _before(self) -> tuple[RunFacts, ...]:
+        from stepsplit.analyzer import UsageError
+        from stepsplit.analyzer.compare.verdict.baseline_file import read_baseline
+
+        if not self.baseline.exists():
+            raise UsageError(f"{self.baseline}: no baseline yet; make it with --stepsplit-update")
+        return read_baseline(self.baseline)
+
+    def _updated(self) -> Outcome:
+        from stepsplit.analyzer.compare.verdict.baseline_file import to_json
+        from stepsplit.analyzer.written import write
+
+        write(self.baseline, to_json(self._facts))
+        return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")
+
+    @cached_property
+    def _facts(self) -> Sequence[RunFacts]:
+        from stepsplit.analyzer.gate import facts_at
+
+        return [facts for recording in self.recordings for facts in facts_at(recording)]
+
+
+class Block:
+    """Steps of a test under the recorder: call step() at the end of each of them.
+
+    total_steps is how many it takes until all are recorded.
+    """
+
+    def __init__(self, budget: CommBudget, mesh: MeshLike, steps: int, warmup: int) -> None:
+        self.total_steps = WAIT + warmup + steps
+        self._budget, self._mesh, self._steps, self._warmup = budget, mesh, steps, warmup
+        self._run: ProfiledRun | None = None
+
+    def step(self) -> None:
+        """Ends a step of the training."""
+        if self._run is not None:
+            self._run.step()
+
+    def __enter__(self) -> Self:
+        from stepsplit.collectors.profiler import profile_run
+
+        own = self._budget.scratch / f"run{len(self._budget.recordings)}"
+        folder = _told_by_first(own) or own
+        self._budget.recordings.append(folder)
+        self._run = profile_run(
+            folder, mesh=self._mesh, wait=WAIT, warmup=self._warmup, active=self._steps
+        ).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.stop(failed=kind is not None)
+        if kind is None:
+            # Rank 0 reads what all have written.
+            _told_by_first(None)
+
+
+def _in_words(verdict: Any) -> str:
+    from rich.console import Console
+
+    from stepsplit.dashboard.reporters.verdict import screen
+
+    console = Console(width=120, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(screen(verdict))
+    return captured.get().rstrip()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _told_by_first(own: Any) -> Any:
+    """What rank 0 says, once all ranks are here; None on the others where there is no job."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return own if _rank() == 0 else None
+    told = [own]
+    distributed.broadcast_object_list(told, src=0)
+    distributed.barrier()
+    return told[0]

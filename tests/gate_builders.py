@@ -1,0 +1,75 @@
+"""Runs for the gate's tests, their facts laid down by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stepsplit.analyzer.compare.verdict.run_facts import (
+    BlameFact,
+    CallsFact,
+    GroupFact,
+    RunFacts,
+    Setup,
+    TimeFact,
+    Value,
+)
+
+MS = 1_000_000
+SETUP = Setup(
+    world_size=4, ranks=(0, 1, 2, 3), hosts=1, device="NVIDIA H100", mesh="dp_replicate 2 tp 2",
+    backend="nccl", schedule=None, microbatches=None, torch="2.13.0", nccl="2.30.7",
+    driver="580.65.06",
+)  # fmt: skip
+GROUPS = (
+    GroupFact("tp", "mesh_tp", (0, 1)),
+    GroupFact("tp", "mesh_tp", (2, 3)),
+    GroupFact("dp_replicate", "mesh_dp", (0, 2)),
+    GroupFact("dp_replicate", "mesh_dp", (1, 3)),
+)
+CALLS = (
+    CallsFact("tp", "all_reduce", "bfloat16", 4_000_000, 64, False, 400_000, 20_000),
+    CallsFact("dp_replicate", "all_reduce", "float32", 25_000_000, 16, False, 900_000, 50_000),
+)
+TIMES = (
+    TimeFact("compute", None, 80 * MS),
+    TimeFact("collective", None, 12 * MS),
+    TimeFact("collective", "tp", 9 * MS),
+    TimeFact("collective", "dp_replicate", 3 * MS),
+    TimeFact("skew", None, 4 * MS),
+    TimeFact("skew", "tp", 3 * MS),
+    TimeFact("skew", "dp_replicate", 1 * MS),
+)
+BLAME = (BlameFact(1, "compute", "tp", 2 * MS), BlameFact(2, "host", "dp_replicate", 1 * MS))
+
+
+def run(
+    name: str,
+    values: Mapping[str, float],
+    *,
+    setup: Setup = SETUP,
+    calls: Sequence[CallsFact] | None = CALLS,
+    times: Sequence[TimeFact] = TIMES,
+    blame: Sequence[BlameFact] = BLAME,
+    predicted: Mapping[str, float] | None = None,
+) -> RunFacts:
+    """A run with these values of its metrics, else as usual."""
+    return RunFacts(
+        name=name,
+        setup=setup,
+        steps=4,
+        values=_values(values),
+        calls=None if calls is None else tuple(calls),
+        times=tuple(times),
+        blame=tuple(blame),
+        predicted=_values(predicted or {}),
+        groups=GROUPS,
+    )
+
+
+def runs(name: str, metric: str, values: Sequence[float], **others: object) -> list[RunFacts]:
+    """A run for each value of the metric."""
+    return [run(f"{name}{i}", {metric: value}, **others) for i, value in enumerate(values)]  # type: ignore[arg-type]
+
+
+def _values(values: Mapping[str, float]) -> tuple[Value, ...]:
+    return tuple(Value(metric, value) for metric, value in values.items())

@@ -1,0 +1,89 @@
+"""Budgets as people write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer.compare.verdict.budget import DEFAULT, Budget, parse_budget
+from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
+from stepsplit.analyzer.errors import DataError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("rule", "budget"),
+    [
+        ("exposed_comm:5%", Budget("exposed_comm", "5%", "baseline", ratio=0.05)),
+        (" step : 3 % ", Budget("step", "3 %", "baseline", ratio=0.03)),
+        ("exposed_comm:2pt", Budget("exposed_comm", "2pt", "baseline", amount=0.02)),
+        ("step:2.5ms", Budget("step", "2.5ms", "baseline", amount=2.5e6)),
+        ("bubble:10%,1pt", Budget("bubble", "10%,1pt", "baseline", ratio=0.1, amount=0.01)),
+        ("peak_memory:1GiB", Budget("peak_memory", "1GiB", "baseline", amount=2.0**30)),
+        ("busbw.tp.all_reduce:5GB/s",
+         Budget("busbw.tp.all_reduce", "5GB/s", "baseline", amount=5e9)),
+        ("calls:exact", Budget("calls", "exact", "baseline")),
+        ("calls.tp:4", Budget("calls.tp", "4", "baseline", amount=4.0)),
+        ("exposed_comm:<=10%", Budget("exposed_comm", "<=10%", "limit", amount=0.1)),
+        ("mfu:>=40%", Budget("mfu", ">=40%", "limit", amount=0.4)),
+        ("step:<=1.2s", Budget("step", "<=1.2s", "limit", amount=1.2e9)),
+        ("step:model+20%", Budget("step", "model+20%", "model", ratio=0.2)),
+        ("mfu:model-10%", Budget("mfu", "model-10%", "model", ratio=0.1)),
+    ],
+)  # fmt: skip
+def test_a_rule(rule: str, budget: Budget) -> None:
+    assert parse_budget(rule) == budget
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("exposed_comm", "names no limit; write exposed_comm:5%"),
+        ("exposed:5%", "no metric is called 'exposed'; there are step, exposed_comm"),
+        ("step.tp:5%", "no metric is called 'step.tp'"),
+        ("busbw.tp.all_reduce.x:5%", "no metric is called"),
+        ("step:exact", "step is measured, not counted"),
+        ("step:5", "'5' is no limit; write 5%, 5%,1pt or <=10%"),
+        ("step:2pt", "'2pt' is no limit"),
+        ("step:-5%", "'-5%' is no limit"),
+        ("step:nan%", "is no limit"),
+        ("step:>=5ms", "is no limit"),
+        ("mfu:<=5%", "is no limit; write 5%, 5%,1pt or >=10%"),
+        ("step:model+x", "is no limit"),
+        ("step:", "is no limit"),
+        ("step:5%,", "is no limit"),
+    ],
+)
+def test_what_is_no_rule_is_told_in_one_line(rule: str, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_budget(rule)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
+    file = tmp_path / "budgets.toml"
+    file.write_text('[budgets]\nexposed_comm = "5%"\n"busbw.tp.all_reduce" = "10%"\n')
+    found = {budget.metric: budget.text for budget in budgets_of([str(file), "exposed_comm:7%"])}
+    assert found == {"exposed_comm": "7%", "busbw.tp.all_reduce": "10%"}
+    assert [budget.metric for budget in budgets_of(DEFAULT)] == [
+        "calls", "bytes", "exposed_comm", "bubble",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[budget]\nstep = '5%'", "has no table [budgets]"),
+        ("[budgets]\nstep = 5", "the limit of step is no text"),
+        ("[budgets]\nstep = 'five'", "'five' is no limit"),
+        ("[budgets", "no TOML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "budgets.toml"
+    file.write_text(text)
+    with pytest.raises(DataError, match=r"budgets\.toml") as error:
+        budgets_of([str(file)])
+    assert told in str(error.value)
+    with pytest.raises(UsageError, match="name a TOML file, or write a rule"):
+        budgets_of([str(tmp_path / "absent.toml")])

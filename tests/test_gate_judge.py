@@ -1,0 +1,254 @@
+"""Some runs a side and a budget: pass, regressed or inconclusive, and why."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, run, runs
+from msgspec.structs import replace
+
+from stepsplit.analyzer.compare.verdict.budget import parse_budget
+from stepsplit.analyzer.compare.verdict.judge import judge
+from stepsplit.analyzer.compare.verdict.run_facts import BlameFact, CallsFact, TimeFact
+from stepsplit.analyzer.compare.verdict.verdict import Judged
+from stepsplit.analyzer.errors import DataError, UsageError
+
+QUIET = (0.100, 0.101, 0.099, 0.1005, 0.0995)
+MORE = (0.120, 0.121, 0.119, 0.1205, 0.1195)
+SAME = (0.1002, 0.1012, 0.0992, 0.1007, 0.0997)
+NOISY = (0.100, 0.150, 0.070, 0.130, 0.060)
+BASE = runs("base", "exposed_comm", QUIET)
+
+
+def judged(candidate: list, baseline: list, *rules: str) -> Judged:
+    verdict = judge(candidate, baseline, [parse_budget(rule) for rule in rules])
+    return verdict.gated[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "rule", "answer"),
+    [
+        (MORE, "exposed_comm:5%", "regressed"),
+        (MORE, "exposed_comm:30%", "pass"),
+        (MORE, "exposed_comm:1pt", "regressed"),
+        (MORE, "exposed_comm:3pt", "pass"),
+        (MORE, "exposed_comm:5%,3pt", "pass"),
+        (MORE, "exposed_comm:5%,1pt", "regressed"),
+        (SAME, "exposed_comm:5%", "pass"),
+        (SAME, "exposed_comm:0.01%", "inconclusive"),
+        (NOISY, "exposed_comm:5%", "inconclusive"),
+        (MORE, "exposed_comm:<=15%", "pass"),
+        (MORE, "exposed_comm:<=11%", "regressed"),
+        (NOISY, "exposed_comm:<=10%", "inconclusive"),
+    ],
+)
+def test_a_measured_metric(values: tuple[float, ...], rule: str, answer: str) -> None:
+    assert judged(runs("own", "exposed_comm", values), BASE, rule).answer == answer
+
+
+def test_the_whole_row_of_a_regression() -> None:
+    found = judged(runs("own", "exposed_comm", MORE), BASE, "exposed_comm:5%")
+    assert (found.metric, found.budget, found.answer) == ("exposed_comm", "5%", "regressed")
+    assert found.baseline == pytest.approx(0.100) and found.candidate == pytest.approx(0.120)
+    assert found.harm == pytest.approx(0.020) and found.allowed == pytest.approx(0.005)
+    # Five of variance 0.625e-6 a side: an error of half a thousandth; t of freedom 8 is 2.449.
+    assert found.low == pytest.approx(0.020 - 2.449 * 0.0005, abs=1e-6)
+    assert found.high == pytest.approx(0.020 + 2.449 * 0.0005, abs=1e-6)
+    assert found.p == pytest.approx(1 / 252)
+    assert found.detectable == pytest.approx(0.005 + 0.889 * 0.0005, abs=1e-6)
+
+
+def test_where_less_is_worse() -> None:
+    base, worse = runs("base", "mfu", (0.40, 0.41, 0.405)), runs("own", "mfu", (0.3, 0.31, 0.305))
+    found = judged(worse, base, "mfu:5%")
+    assert found.answer == "regressed" and found.harm == pytest.approx(0.10)
+    assert judged(base, worse, "mfu:5%").note == "better"
+    assert judged(base, [], "mfu:>=35%").answer == "pass"
+
+
+def test_the_model_sets_the_limit() -> None:
+    slow = runs("own", "step", (1.30e8, 1.31e8, 1.29e8), predicted={"step": 1.0e8})
+    assert judged(slow, [], "step:model+20%").answer == "regressed"
+    assert judged(slow, [], "step:model+50%").answer == "pass"
+    with pytest.raises(UsageError, match="the model says nothing of step; analyze it with --run"):
+        judged(runs("own", "step", (1.0e8,)), [], "step:model+20%")
+
+
+def test_alarms_are_rare_over_all_metrics_together() -> None:
+    """One metric at p = 2/252 alone is an alarm, beside two others of like p it is none."""
+    names = ("exposed_comm", "skew", "bubble", "idle", "step")
+    base = [run(f"base{i}", dict.fromkeys(names, v)) for i, v in enumerate((1, 2, 3, 4, 6))]
+    own = [run(f"own{i}", dict.fromkeys(names, v)) for i, v in enumerate((5, 7, 8, 9, 10))]
+    rules = [parse_budget(f"{name}:5%") for name in names]
+    alone = judge(own, base, rules[:1])
+    together = judge(own, base, rules)
+    assert alone.answer == "regressed" and together.answer == "inconclusive"
+    assert together.gated[0].p == pytest.approx(5 * alone.gated[0].p)
+    assert together.gated[0].note == "over the budget, yet within the noise of the runs"
+
+
+def test_one_run_a_side_cannot_tell_and_says_so() -> None:
+    verdict = judge(
+        runs("own", "exposed_comm", (0.2,)), BASE[:1], [parse_budget("exposed_comm:5%")]
+    )
+    assert verdict.answer == "inconclusive" and verdict.low_confidence
+    assert verdict.gated[0].note == "one run does not tell its noise: record 3 to 5 runs a side"
+    stored = judge(runs("own", "exposed_comm", (0.2,)), BASE, [parse_budget("exposed_comm:5%")])
+    assert stored.answer == "regressed" and stored.low_confidence
+
+
+def test_counts_are_compared_exactly_and_never_of_low_confidence() -> None:
+    more = (*CALLS, CallsFact("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
+    own = [run("own", {}, calls=more)]
+    verdict = judge(own, [run("base", {})], [parse_budget("calls:exact"), parse_budget("bytes:1%")])
+    calls, size = verdict.gated
+    assert (calls.answer, calls.baseline, calls.candidate) == ("regressed", 80.0, 84.0)
+    assert calls.note == "tp all_reduce 64 -> 68"
+    assert (size.answer, size.harm) == ("pass", 32.0)
+    assert not verdict.low_confidence
+    assert [astuple_of(row) for row in verdict.calls] == [
+        ("tp", "all_reduce", "float32", 8, 0, 4, 0, 120_000)
+    ]
+    assert verdict.causes[0].message == (
+        "tp all_reduce: +4 calls a step (none before, 4 of 8 B now)"
+    )
+
+
+def astuple_of(row: object) -> tuple:
+    return tuple(getattr(row, name) for name in row.__struct_fields__)  # type: ignore[attr-defined]
+
+
+def test_smaller_buckets_are_named_as_such() -> None:
+    tp, dp = CALLS
+    halves = replace(dp, message_bytes=12_500_000, calls=32, transfer_ns=600_000)
+    verdict = judge(
+        [run("own", {}, calls=(tp, halves))], [run("base", {})], [parse_budget("calls:exact")]
+    )
+    assert verdict.causes[0].message == (
+        "dp_replicate all_reduce: +16 calls a step (16 of 25.0 MB before, 32 of 12.5 MB now): "
+        "the same bytes in smaller pieces"
+    )
+
+
+def test_fewer_calls_pass_and_ask_for_a_new_baseline() -> None:
+    found = judged([run("own", {}, calls=CALLS[:1])], [run("base", {})], "calls:exact")
+    assert (found.answer, found.note) == ("pass", "fewer: bring the baseline up to date")
+
+
+def test_a_baseline_that_differs_in_itself_cannot_be_exact() -> None:
+    base = [run("base0", {"step": 1.0}), run("base1", {"step": 2.0}, calls=CALLS[:1])]
+    found = judged([run("own", {})], base, "calls:exact")
+    assert found.answer == "inconclusive" and "cannot be compared exactly" in found.note
+
+
+def test_calls_of_one_axis_and_a_limit_on_them() -> None:
+    assert judged([run("own", {})], [], "calls.tp:<=64").answer == "pass"
+    assert judged([run("own", {})], [], "calls.tp:<=63").answer == "regressed"
+    assert judged([run("own", {}, calls=CALLS[:1])], [run("base", {})], "calls:0").answer == "pass"
+
+
+def test_why_a_straggler_is_named_with_its_group() -> None:
+    times = (*TIMES[:4], TimeFact("skew", None, 34 * MS), TimeFact("skew", "tp", 33 * MS))
+    blame = (BlameFact(3, "compute", "tp", 62 * MS), *BLAME)
+    own = runs("own", "exposed_comm", MORE, times=times, blame=blame)
+    verdict = judge(own, BASE, [parse_budget("exposed_comm:5%")])
+    (cause,) = verdict.causes
+    assert (cause.bucket, cause.axis, cause.rank, cause.group) == ("skew", "tp", 3, (2, 3))
+    assert cause.moved_ns == 30 * MS
+    assert cause.message == (
+        "skew on tp: +30.0 ms a step and rank; rank 3 (compute) makes others wait 62.0 ms a step "
+        "longer"
+    )
+
+
+def test_why_a_slow_link_is_named_with_its_collective() -> None:
+    times = (*TIMES[:1], TimeFact("collective", None, 22 * MS),
+             TimeFact("collective", "dp_replicate", 13 * MS), *TIMES[4:])  # fmt: skip
+    slow = (CALLS[0], replace(CALLS[1], transfer_ns=4_000_000))
+    own = runs("own", "exposed_comm", MORE, times=times, calls=slow)
+    (cause,) = judge(own, BASE, [parse_budget("exposed_comm:5%")]).causes
+    assert (cause.bucket, cause.axis, cause.op) == ("collective", "dp_replicate", "all_reduce")
+    assert cause.message.endswith("most in all_reduce of 25.0 MB, 16 calls a step")
+
+
+def test_what_moved_without_a_budget_is_told_beside() -> None:
+    base = [run(f"b{i}", {"exposed_comm": v, "idle": v}) for i, v in enumerate(QUIET)]
+    own = [run(f"o{i}", {"exposed_comm": w, "idle": v}) for i, (w, v) in
+           enumerate(zip(SAME, MORE, strict=True))]  # fmt: skip
+    verdict = judge(own, base, [parse_budget("exposed_comm:5%")])
+    assert verdict.answer == "pass" and not verdict.causes
+    assert [one.metric for one in verdict.others] == ["idle"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"mesh": "tp 4"}, "mesh is dp_replicate 2 tp 2 in base0, tp 4 in own0"),
+        ({"device": "NVIDIA A100"}, "device is NVIDIA H100 in base0, NVIDIA A100 in own0"),
+        ({"world_size": 8}, "world size is 4 in base0, 8 in own0"),
+        ({"ranks": (0, 1)}, "ranks recorded is 4 of them"),
+        ({"backend": "gloo"}, "backend is nccl in base0, gloo in own0"),
+    ],
+)
+def test_runs_of_another_kind_are_refused_unless_told_so(
+    setting: dict[str, object], told: str
+) -> None:
+    own = runs("own", "exposed_comm", QUIET, setup=replace(SETUP, **setting))
+    rule = [parse_budget("exposed_comm:5%")]
+    with pytest.raises(UsageError, match=told):
+        judge(own, BASE, rule)
+    assert any(told in one for one in judge(own, BASE, rule, across_setups=True).warnings)
+
+
+def test_other_versions_are_compared_with_a_warning() -> None:
+    setup = replace(SETUP, torch="2.14.0", nccl="2.31.1", driver="590.1")
+    own = runs("own", "exposed_comm", MORE, setup=setup)
+    verdict = judge(own, BASE, [parse_budget("exposed_comm:5%")])
+    assert verdict.answer == "regressed"
+    assert verdict.warnings == (
+        "torch is 2.13.0 in base0, 2.14.0 in own0",
+        "NCCL is 2.30.7 in base0, 2.31.1 in own0",
+        "driver is 580.65.06 in base0, 590.1 in own0",
+    )
+
+
+def test_bandwidth_is_each_axis_and_op_that_all_runs_have() -> None:
+    def links(name: str, tp: float, dp: float) -> object:
+        return run(name, {"busbw.tp.all_reduce": tp, "busbw.dp_replicate.all_reduce": dp})
+
+    base = [links(f"b{i}", 80e9 + i, 40e9 + i) for i in range(5)]
+    own = [links(f"o{i}", 80e9 - i, 20e9 + i) for i in range(5)]
+    verdict = judge(own, base, [parse_budget("busbw:10%")])
+    assert {one.metric: one.answer for one in verdict.gated} == {
+        "busbw.dp_replicate.all_reduce": "regressed",
+        "busbw.tp.all_reduce": "pass",
+    }
+    with pytest.raises(UsageError, match="leave busbw out"):
+        judge(BASE, BASE[:1], [parse_budget("busbw:10%")])
+
+
+def test_what_cannot_be_judged_is_refused_with_a_mend() -> None:
+    rule = [parse_budget("exposed_comm:5%")]
+    with pytest.raises(UsageError, match="needs a baseline; name --baseline B"):
+        judge(BASE, [], rule)
+    with pytest.raises(UsageError, match="own0 does not tell exposed_comm; leave that budget out"):
+        judge(runs("own", "mfu", (0.4,)), BASE, rule)
+    with pytest.raises(UsageError, match="one recording; name each run of a side once"):
+        judge(BASE, runs("twice", "exposed_comm", (0.1, 0.1)), rule)
+    with pytest.raises(DataError, match="analyze its recording again"):
+        judge([run("own", {}, calls=None)], [run("base", {})], [parse_budget("calls:exact")])
+    with pytest.raises(UsageError, match="at least one budget"):
+        judge(BASE, BASE, [])
+
+
+def test_an_axis_that_never_waits_is_zero_where_the_mesh_has_it() -> None:
+    own = runs("own", "step", (1.0, 2.0, 3.0))
+    found = judged(own, runs("base", "step", (1.5, 2.5)), "skew.tp:5%")
+    assert (found.answer, found.baseline, found.candidate, found.p) == ("pass", 0.0, 0.0, None)
+    with pytest.raises(UsageError, match=r"does not tell skew\.cp"):
+        judged(own, BASE, "skew.cp:5%")
+
+
+def test_the_facts_are_plain_tuples() -> None:
+    assert astuple(parse_budget("step:5%,3ms")) == ("step", "5%,3ms", "baseline", 0.05, 3e6)

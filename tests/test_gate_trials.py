@@ -1,0 +1,113 @@
+"""The gate over many trials: alarms stay rare, regressions are found; each planted bug is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gate_trials import Cell, answers
+from ground_truth import SEED
+
+from stepsplit.analyzer.compare.verdict import counted, measured, samples, student
+from stepsplit.analyzer.compare.verdict.student import Difference, difference
+
+TRIALS = 150
+ALARMS = 0.025
+"""So many trials of a hundred may raise an alarm where nothing changed."""
+
+
+def most_by_chance(share: float, trials: int) -> float:
+    """So many of the trials a share of them may come to, but for one case in a thousand."""
+    return trials * share + 3.1 * (trials * share * (1 - share)) ** 0.5
+
+
+def check_gate(trials: int = TRIALS) -> None:
+    """Asserts what docs/check.md promises. Cells of bad noise alarm most, those of little find."""
+    for baseline, candidate in ((5, 5), (10, 3), (3, 10)):
+        for shape in ("normal", "skewed"):
+            same = answers(Cell(baseline, candidate, shape, 0.10), trials, SEED)
+            assert same["regressed"] <= most_by_chance(ALARMS, trials), (baseline, shape, same)
+    # Three runs that happen to be alike make t sure; dealt anew, as many come out as far apart.
+    alike = difference((1.0, 1.05, 1.1), (1.02, 1.3, 1.9, 1.4, 2.2, 1.1, 1.04, 1.6, 1.03, 1.5))
+    assert alike is not None and alike.p > ALARMS, alike
+    quiet = answers(Cell(5, 5, "normal", 0.02), trials, SEED)
+    assert quiet["pass"] >= trials / 8, quiet
+    assert quiet["regressed"] <= most_by_chance(0.005, trials), quiet
+    worse = answers(Cell(5, 5, "normal", 0.02, effect=0.10), trials, SEED)
+    assert worse["regressed"] >= 0.95 * trials and not worse["pass"], worse
+    unsure = answers(Cell(5, 5, "normal", 0.10, effect=0.10), trials, SEED)
+    assert unsure["pass"] <= most_by_chance(0.001, trials), unsure
+    added = answers(Cell(3, 3, "normal", 0.10, added=True), trials, SEED)
+    assert added["regressed"] == trials, added
+
+
+def test_alarms_are_rare_and_regressions_are_found() -> None:
+    check_gate()
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _in_place(module: Any, name: str, bug: Callable[..., Any]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(module, name)
+        patch.setattr(module, name, lambda *args: bug(original, *args))
+
+    return plant
+
+
+def _noise_forgotten(original: Any, *sides: Any) -> Difference:
+    return replace(original(*sides), error=0.0, p=0.0)
+
+
+def _error_of_one_side(original: Any, mean: float, before: Any, own: Any) -> Difference:
+    found = original(mean, before, own)
+    error = (student.variance(own) / len(own)) ** 0.5 / 2
+    return replace(found, error=error, p=student._p(mean, error, found.freedom))
+
+
+def _no_root_of_the_runs(original: Any, mean: float, before: Any, own: Any) -> Difference:
+    found = original(mean, before, own)
+    error = found.error * len(own)
+    return replace(found, error=error, p=student._p(mean, error, found.freedom))
+
+
+def _turned_sides(original: Any, before: Any, own: Any) -> Difference:
+    return original(own, before)
+
+
+def _no_permutation(original: Any, *sides: Any) -> float:
+    return 0.0
+
+
+def _always_sure(original: Any, *args: Any) -> bool:
+    return True
+
+
+def _never_over(original: Any, budget: Any, before: Any, own: Any) -> Any:
+    return replace(original(budget, before, own), allowed=1e18)
+
+
+def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
+    return original(budget, replace(before, most=own.most), own)
+
+
+BUGS = {
+    "noise forgotten": _in_place(samples, "difference", _noise_forgotten),
+    "error of one side alone": _in_place(student, "_of_two", _error_of_one_side),
+    "error not divided by the runs": _in_place(student, "_of_two", _no_root_of_the_runs),
+    "sides turned round": _in_place(samples, "difference", _turned_sides),
+    "no permutation": _in_place(student, "_by_permutation", _no_permutation),
+    "budget not heeded": _in_place(samples, "_against_baseline", _never_over),
+    "a pass without power": _in_place(measured, "_passes", _always_sure),
+    "new kinds of calls not seen": _in_place(counted, "_exactly", _totals_alone),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        check_gate()

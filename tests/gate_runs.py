@@ -12,7 +12,7 @@ from stepsplit.collectors.recipe import Recipe
 
 JOBS = Path(__file__).parent / "collector_jobs"
 RECIPE = Recipe(steps=11, active=8, layers=2, hidden=256, microbatches=2, micro_batch=8, seq_len=64)
-STRAGGLER = replace(RECIPE, slow_rank=1, slow_ms=200)
+STRAGGLER = replace(RECIPE, slow_rank=1, slow_ms=300)
 _QUIET = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",

@@ -7,6 +7,7 @@ from dataclasses import astuple
 import pytest
 from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, run, runs
 from msgspec.structs import replace
+from scipy import stats
 
 from stepsplit.analyzer.compare.verdict.budget import parse_budget
 from stepsplit.analyzer.compare.verdict.judge import judge
@@ -55,7 +56,7 @@ def test_the_whole_row_of_a_regression() -> None:
     # Five of variance 0.625e-6 a side: an error of half a thousandth; t of freedom 8 is 2.449.
     assert found.low == pytest.approx(0.020 - 2.449 * 0.0005, abs=1e-6)
     assert found.high == pytest.approx(0.020 + 2.449 * 0.0005, abs=1e-6)
-    assert found.p == pytest.approx(1 / 252)
+    assert found.p == pytest.approx(float(stats.t.sf(0.020 / 0.0005, 8)), rel=1e-6)
     assert found.detectable == pytest.approx(0.005 + 0.889 * 0.0005, abs=1e-6)
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gate_trials import Cell, answers
+from gate_trials import STEPS, Cell, answers
 from ground_truth import SEED
 
 from stepsplit.analyzer.compare.verdict import counted, measured, samples, student
-from stepsplit.analyzer.compare.verdict.student import Difference, difference
+from stepsplit.analyzer.compare.verdict.student import MISS, Difference, difference
 
 TRIALS = 150
 ALARMS = 0.025
@@ -31,12 +31,14 @@ def check_gate(trials: int = TRIALS) -> None:
             assert same["regressed"] <= most_by_chance(ALARMS, trials), (baseline, shape, same)
     # Three runs that happen to be alike make t sure; dealt anew, as many come out as far apart.
     alike = difference((1.0, 1.05, 1.1), (1.02, 1.3, 1.9, 1.4, 2.2, 1.1, 1.04, 1.6, 1.03, 1.5))
-    assert alike is not None and alike.p > ALARMS, alike
+    assert alike is not None and alike.p < ALARMS and not alike.told_by_order(ALARMS), alike
     quiet = answers(Cell(5, 5, "normal", 0.02), trials, SEED)
     assert quiet["pass"] >= trials / 8, quiet
     assert quiet["regressed"] <= most_by_chance(0.005, trials), quiet
     worse = answers(Cell(5, 5, "normal", 0.02, effect=0.10), trials, SEED)
     assert worse["regressed"] >= 0.95 * trials and not worse["pass"], worse
+    edge = answers(Cell(5, 5, "normal", 0.05, effect=0.06), trials, SEED)
+    assert edge["pass"] <= most_by_chance(MISS, trials), edge
     unsure = answers(Cell(5, 5, "normal", 0.10, effect=0.10), trials, SEED)
     assert unsure["pass"] <= most_by_chance(0.001, trials), unsure
     added = answers(Cell(3, 3, "normal", 0.10, added=True), trials, SEED)
@@ -62,9 +64,9 @@ def _noise_forgotten(original: Any, *sides: Any) -> Difference:
     return replace(original(*sides), error=0.0, p=0.0)
 
 
-def _error_of_one_side(original: Any, mean: float, before: Any, own: Any) -> Difference:
+def _steps_as_samples(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
-    error = (student.variance(own) / len(own)) ** 0.5 / 2
+    error = found.error / STEPS**0.5
     return replace(found, error=error, p=student._p(mean, error, found.freedom))
 
 
@@ -96,7 +98,7 @@ def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
 
 BUGS = {
     "noise forgotten": _in_place(samples, "difference", _noise_forgotten),
-    "error of one side alone": _in_place(student, "_of_two", _error_of_one_side),
+    "steps taken for samples": _in_place(student, "_of_two", _steps_as_samples),
     "error not divided by the runs": _in_place(student, "_of_two", _no_root_of_the_runs),
     "sides turned round": _in_place(samples, "difference", _turned_sides),
     "no permutation": _in_place(student, "_by_permutation", _no_permutation),

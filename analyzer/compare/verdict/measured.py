@@ -49,11 +49,17 @@ def _answer(sample: Sample, found: Difference | None, p: float | None) -> tuple[
         return "pass", ZERO
     if found is None or p is None:
         return "inconclusive", TOO_FEW
-    if found.mean > sample.allowed and p <= ALPHA:
+    if found.mean > sample.allowed and _alarms(found, p):
         return "regressed", ""
     if _passes(found, sample.allowed):
         return "pass", "better" if found.high < 0 else ""
     return "inconclusive", NOISE if found.mean > sample.allowed else TOO_NOISY
+
+
+def _alarms(found: Difference, p: float) -> bool:
+    """Whether t is sure among the other metrics, where p counts for more, and the order agrees."""
+    level = ALPHA * (found.p / p if p else 1.0)
+    return p <= ALPHA and found.told_by_order(level)
 
 
 def _passes(found: Difference, allowed: float) -> bool:

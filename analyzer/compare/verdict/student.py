@@ -3,14 +3,14 @@
 Student's t with the variances not pooled (B. L. Welch, Biometrika 34, 1947; degrees of freedom by
 F. E. Satterthwaite, Biometrics Bulletin 2, 1946). Noise of runs is skewed, and then t alone raises
 false alarms where one side has fewer runs: so a permutation of the runs must agree with an alarm,
-wherever there are enough of them for that (R. A. Fisher, The Design of Experiments, 1935).
+as far as their number allows (R. A. Fisher, The Design of Experiments, 1935).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from statistics import fmean, variance
@@ -34,12 +34,18 @@ _MOST_WAYS, _SEED = 200_000, 0
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How far a mean lies above what it is held against: mean, its standard error, the degrees of
-    freedom of that error, and p: how often runs that do not differ would lie so far above."""
+    freedom of that error.
+
+    p is how often runs that do not differ would lie so far above, by t. dealt is that of the runs
+    dealt anew onto the sides, in so many ways; 1 where t alone is not sure.
+    """
 
     mean: float
     error: float
     freedom: float
     p: float
+    dealt: float = 0.0
+    ways: int = 1
 
     @property
     def low(self) -> float:
@@ -50,6 +56,10 @@ class Difference:
     def high(self) -> float:
         """The upper end of it."""
         return self.mean + self._reach
+
+    def told_by_order(self, level: float) -> bool:
+        """Whether the order of the runs is as rare as the level, or the rarest that there is."""
+        return self.dealt <= max(level, 1 / self.ways)
 
     def within(self, budget: float) -> bool:
         """Whether it surely is no more than that: wrong in MISS of cases."""
@@ -77,7 +87,7 @@ def difference(baseline: Sequence[float], candidate: Sequence[float]) -> Differe
         return None
     error = math.sqrt(variance(known) * (1 / one + 1 / other))
     p = min(1.0, ALONE * _p(mean, error, len(known) - 1))
-    return Difference(mean, error, len(known) - 1, p)
+    return _dealt(Difference(mean, error, len(known) - 1, p), baseline, candidate)
 
 
 def distance(values: Sequence[float], noise_of: Sequence[float] = ()) -> Difference | None:
@@ -94,17 +104,22 @@ def distance(values: Sequence[float], noise_of: Sequence[float] = ()) -> Differe
 def _of_two(mean: float, baseline: Sequence[float], candidate: Sequence[float]) -> Difference:
     n, m = len(baseline), len(candidate)
     one, other = variance(baseline) / n, variance(candidate) / m
-    error, ways = math.sqrt(one + other), math.comb(n + m, m)
-    told_by_order = ways * ALPHA >= 1
-    freedom: float = n + m - 2
+    error, freedom = math.sqrt(one + other), float(n + m - 2)
     if error:
         freedom = error**4 / (one**2 / (n - 1) + other**2 / (m - 1))
-    if n != m and not told_by_order:
+    if n != m and math.comb(n + m, m) * ALPHA < 1:
+        # Too few runs for a permutation to tell much: t takes the freedom of the smaller side.
         freedom = min(n, m) - 1
-    p = _p(mean, error, freedom)
-    if told_by_order and p <= ALPHA:
-        p = max(p, _by_permutation(baseline, candidate, ways))
-    return Difference(mean, error, freedom, p)
+    found = Difference(mean, error, freedom, _p(mean, error, freedom))
+    return _dealt(found, baseline, candidate)
+
+
+def _dealt(found: Difference, baseline: Sequence[float], candidate: Sequence[float]) -> Difference:
+    """With what dealing the runs anew tells, where t is sure."""
+    ways = math.comb(len(baseline) + len(candidate), len(candidate))
+    sure = found.p <= ALPHA
+    dealt = _by_permutation(baseline, candidate, ways) if sure else 1.0
+    return replace(found, dealt=dealt, ways=ways)
 
 
 def _p(mean: float, error: float, freedom: float) -> float:

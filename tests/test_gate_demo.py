@@ -1,0 +1,74 @@
+"""The gate on real trainings: quiet where nothing changed, and the cause named where it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from gate_runs import STRAGGLER, record
+
+pytest.importorskip("torch")
+
+from stepsplit.analyzer.compare.verdict.budget import DEFAULT
+from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
+from stepsplit.analyzer.compare.verdict.judge import judge
+from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
+from stepsplit.analyzer.compare.verdict.verdict import Verdict
+from stepsplit.analyzer.gate import facts_at
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BUDGETS = budgets_of(DEFAULT)
+PAIRS, SIDE = 20, 3
+MOST_ALARMS = 1
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> list[RunFacts]:
+    """Six runs of the demo as it is: twenty ways to hold three against the other three."""
+    folder = tmp_path_factory.mktemp("quiet")
+    return [fact for i in range(2 * SIDE) for fact in facts_at(record(folder / f"run{i}"))]
+
+
+def test_of_twenty_pairs_without_a_change_at_most_one_alarms(quiet: list[RunFacts]) -> None:
+    pairs = list(combinations(range(len(quiet)), SIDE))
+    assert len(pairs) == PAIRS
+    answers = [judge([quiet[i] for i in own], _others(quiet, own), BUDGETS).answer for own in pairs]
+    assert answers.count("regressed") <= MOST_ALARMS, answers
+
+
+def _others(quiet: Sequence[RunFacts], own: Sequence[int]) -> list[RunFacts]:
+    return [run for i, run in enumerate(quiet) if i not in own]
+
+
+def judged(quiet: Sequence[RunFacts], candidate: Sequence[RunFacts]) -> Verdict:
+    found = judge(candidate, quiet, BUDGETS)
+    assert found.answer == "regressed", found
+    return found
+
+
+def test_an_all_reduce_more_in_each_layer_is_found_in_one_run(
+    quiet: list[RunFacts], tmp_path: Path
+) -> None:
+    own = facts_at(record(tmp_path / "own", "extra_all_reduce"))
+    cause = judged(quiet, own).causes[0]
+    # Two layers, two microbatches, two ranks.
+    assert cause.message.startswith("dp_replicate all_reduce: +8 calls a step (none before, 8 of")
+    assert (cause.axis, cause.op, cause.group) == ("dp_replicate", "all_reduce", (0, 1))
+
+
+def test_a_halved_bucket_is_found_in_one_run(quiet: list[RunFacts], tmp_path: Path) -> None:
+    own = facts_at(record(tmp_path / "own", "halved_bucket"))
+    found = judged(quiet, own)
+    assert next(one.metric for one in found.gated if one.answer == "regressed") == "calls"
+    assert found.causes[0].message.endswith("the same bytes in smaller pieces")
+
+
+def test_a_straggler_is_found_and_named(quiet: list[RunFacts], tmp_path: Path) -> None:
+    made = [record(tmp_path / f"own{i}", recipe=STRAGGLER) for i in range(SIDE)]
+    found = judged(quiet, [fact for one in made for fact in facts_at(one)])
+    assert [one.metric for one in found.gated if one.answer == "regressed"] == ["exposed_comm"]
+    cause = found.causes[0]
+    assert (cause.bucket, cause.axis, cause.rank) == ("skew", "dp_replicate", STRAGGLER.slow_rank)

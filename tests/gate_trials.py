@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 from gate_builders import CALLS, run
 
-from stepsplit.analyzer.compare.verdict.budget import parse_budget
+from stepsplit.analyzer.compare.verdict.budget import Budget, parse_budget
 from stepsplit.analyzer.compare.verdict.judge import judge
 from stepsplit.analyzer.compare.verdict.run_facts import CallsFact, RunFacts
 
@@ -58,7 +58,7 @@ class Cell:
     added: bool = False
 
 
-def answers(cell: Cell, trials: int, seed: int) -> Counter[str]:
+def answers(cell: Cell, trials: int, seed: int, rules: Sequence[Budget] = RULES) -> Counter[str]:
     """How often the gate says what in so many trials."""
     dice = np.random.default_rng([seed, *cell_seed(cell)])
     found: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def answers(cell: Cell, trials: int, seed: int) -> Counter[str]:
         before = _side("base", cell.baseline, cell, 0.0, CALLS, dice)
         calls = (*CALLS, ADDED) if cell.added else CALLS
         own = _side("own", cell.candidate, cell, cell.effect, calls, dice)
-        found[judge(own, before, RULES).answer] += 1
+        found[judge(own, before, rules).answer] += 1
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gate_trials import STEPS, Cell, answers
+from gate_trials import RULES, STEPS, Cell, answers
 from ground_truth import SEED
 
 from stepsplit.analyzer.compare.verdict import counted, measured, samples, student
@@ -37,7 +37,7 @@ def check_gate(trials: int = TRIALS) -> None:
     assert quiet["regressed"] <= most_by_chance(0.005, trials), quiet
     worse = answers(Cell(5, 5, "normal", 0.02, effect=0.10), trials, SEED)
     assert worse["regressed"] >= 0.95 * trials and not worse["pass"], worse
-    edge = answers(Cell(5, 5, "normal", 0.05, effect=0.06), trials, SEED)
+    edge = answers(Cell(5, 5, "normal", 0.05, effect=0.06), trials, SEED, RULES[:1])
     assert edge["pass"] <= most_by_chance(MISS, trials), edge
     unsure = answers(Cell(5, 5, "normal", 0.10, effect=0.10), trials, SEED)
     assert unsure["pass"] <= most_by_chance(0.001, trials), unsure

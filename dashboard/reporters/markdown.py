@@ -69,11 +69,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text.replace('`', '').replace('|', '')}`"
+    kept = (letter for letter in text if letter.isprintable() and letter not in "`|")
+    return f"`{''.join(kept)}`"
 
 
 def _plain(text: str) -> str:
     """Text of a recording, which must not become markup, links or mentions."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
     for mark in "\\`*_[]<>|#@":
         text = text.replace(mark, f"\\{mark}" if mark not in "<>@" else f"&#{ord(mark)};")
     return " ".join(text.split())
@@ -83,5 +85,7 @@ def _cut(text: str, most_bytes: int) -> str:
     body = text.encode()
     if len(body) <= most_bytes:
         return text
+    if most_bytes < len(_CUT.encode()):
+        return ""
     kept = body[: most_bytes - len(_CUT.encode())].decode(errors="ignore")
     return kept.rpartition("\n")[0] + _CUT

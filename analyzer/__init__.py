@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.compare.plan.plan import Plan
     from stepsplit.analyzer.compare.plan.search import plan
     from stepsplit.analyzer.compare.runs.comparison import RunComparison
+    from stepsplit.analyzer.compare.verdict.verdict import Verdict
     from stepsplit.analyzer.compare.what_if.what_if import WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+    from stepsplit.analyzer.gate import check_runs
     from stepsplit.analyzer.hang.find import find_hang
     from stepsplit.analyzer.hang.hang import Hang
     from stepsplit.analyzer.model.predict import predict
@@ -44,9 +46,11 @@ __all__ = [
     "RunComparison",
     "StepsplitError",
     "UsageError",
+    "Verdict",
     "WhatIfs",
     "analyze",
     "calibrate",
+    "check_runs",
     "compare_runs",
     "examine",
     "find_hang",
@@ -73,9 +77,11 @@ _HOME = {
     "RunComparison": "compare.runs.comparison",
     "StepsplitError": "errors",
     "UsageError": "errors",
+    "Verdict": "compare.verdict.verdict",
     "WhatIfs": "compare.what_if.what_if",
     "analyze": "analysis",
     "calibrate": "compare.calibrate.calibrate",
+    "check_runs": "gate",
     "compare_runs": "two_runs",
     "examine": "analysis",
     "find_hang": "hang.find",

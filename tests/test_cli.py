@@ -123,6 +123,13 @@ HELP = {
         "--json FILE", "--out DIR", "--html FILE", "--workers N", "--run FILE", "--rules FILE",
         "--help",
     ],
+    ("baseline",): ["--out FILE", "--store URL", "--artifacts URL", "--help"],
+    ("check",): [
+        "--baseline B", "--budget FILE|RULE", "--run RUN.toml", "--across-setups", "--json FILE",
+        "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
+        "--openmetrics FILE", "--bencher FILE", "--benchmark-action FILE", "--dashboard URL",
+        "--store URL", "--artifacts URL", "--help",
+    ],
     ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--help"],
     ("compare",): ["--json FILE", "--rules FILE", "--help"],
     ("dashboard",): [

@@ -158,8 +158,8 @@ def test_why_a_straggler_is_named_with_its_group() -> None:
     assert (cause.bucket, cause.axis, cause.rank, cause.group) == ("skew", "tp", 3, (2, 3))
     assert cause.moved_ns == 30 * MS
     assert cause.message == (
-        "skew on tp: +30.0 ms a step and rank; rank 3 (compute) makes others wait 62.0 ms a step "
-        "longer"
+        "skew on tp: +30.0 ms a step and rank; rank 3 (compute) makes its group (2, 3) wait 62.0 "
+        "ms a step longer"
     )
 
 

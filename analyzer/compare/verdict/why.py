@@ -123,7 +123,8 @@ def _wait(row: TimeMoved, moved: _Moved) -> Cause:
     worst = blamed[0]
     group = _group_of(worst.rank, row.axis, moved.candidate)
     longer = units.milliseconds(worst.moved_ns)
-    told += f"; rank {worst.rank} ({worst.cause}) makes others wait {longer} a step longer"
+    whom = f"its group ({units.listed(group)})" if group else "others"
+    told += f"; rank {worst.rank} ({worst.cause}) makes {whom} wait {longer} a step longer"
     op = next((c.op for c in moved.calls if row.axis in (None, c.axis)), None)
     return Cause(row.bucket, row.axis, op, None, worst.rank, group, row.moved_ns, told)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+from stepsplit.dashboard.comm_budget_ranks import Outcome, Ranks
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
@@ -19,14 +20,6 @@ COUNTED = ("calls:exact", "bytes:exact")
 """What a test is held to where it names no budget: the same on every machine, and never by chance.
 """
 WAIT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a test's runs come to: the verdict's answer ("updated" for a new baseline), in words."""
-
-    answer: str
-    words: str
 
 
 @dataclass
@@ -40,6 +33,7 @@ class CommBudget:
     scratch: Path
     recordings: list[Path] = field(default_factory=list)
     rules: list[str] = field(default_factory=list)
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __call__(
         self, *budgets: str, mesh: MeshLike = None, steps: int = 3, warmup: int = 1
@@ -58,9 +52,21 @@ class CommBudget:
 
     def outcome(self, update: bool) -> Outcome:
         """What the runs so far come to; with update they become the baseline. The same on every
-        rank of the job. Raises StepsplitError on rank 0."""
-        found = self._outcome(update) if _rank() == 0 else None
-        return _told_by_first(found) or Outcome("pass", "rank 0 tells")
+        rank of the job, an answer "error" where they cannot be judged."""
+        return self.ranks.outcome(self._tried(update) if self.ranks.first else None)
+
+    def give_up(self) -> None:
+        """The test has failed by itself: the other ranks need not wait for what it comes to."""
+        if self.ranks.first:
+            self.ranks.outcome(Outcome("error", "the test failed on rank 0"))
+
+    def _tried(self, update: bool) -> Outcome:
+        from stepsplit.analyzer import StepsplitError
+
+        try:
+            return self._outcome(update)
+        except StepsplitError as error:
+            return Outcome("error", str(error))
 
     def _outcome(self, update: bool) -> Outcome:
         if update:
@@ -114,9 +120,9 @@ class Block:
     def __enter__(self) -> Self:
         from stepsplit.collectors.profiler import profile_run
 
-        own = self._budget.scratch / f"run{len(self._budget.recordings)}"
-        folder = _told_by_first(own) or own
-        self._budget.recordings.append(folder)
+        budget = self._budget
+        folder = budget.ranks.folder(budget.scratch / f"run{len(budget.recordings)}")
+        budget.recordings.append(folder)
         self._run = profile_run(
             folder, mesh=self._mesh, wait=WAIT, warmup=self._warmup, active=self._steps
         ).start()
@@ -128,9 +134,7 @@ class Block:
         run, self._run = self._run, None
         if run is not None:
             run.stop(failed=kind is not None)
-        if kind is None:
-            # Rank 0 reads what all have written.
-            _told_by_first(None)
+        self._budget.ranks.written(well=kind is None)
 
 
 def _in_words(verdict: Any) -> str:
@@ -142,19 +146,3 @@ def _in_words(verdict: Any) -> str:
     with console.capture() as captured:
         console.print(screen(verdict))
     return captured.get().rstrip()
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _told_by_first(own: Any) -> Any:
-    """What rank 0 says, once all ranks are here; None on the others where there is no job."""
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return own if _rank() == 0 else None
-    told = [own]
-    distributed.broadcast_object_list(told, src=0)
-    distributed.barrier()
-    return told[0]

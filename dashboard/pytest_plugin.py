@@ -52,22 +52,27 @@ def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Judges the runs of the test as a part of it, so that a regression is its failure."""
-    yield
-    budget = item.stash.get(_BUDGET, None)
-    if budget is not None and budget.recordings:
+    try:
+        yield
+    except BaseException:
+        if budget := _recorded(item):
+            budget.give_up()
+        raise
+    if budget := _recorded(item):
         _judge(budget, item.config)
 
 
-def _judge(budget: CommBudget, config: pytest.Config) -> None:
-    from stepsplit.analyzer import StepsplitError
+def _recorded(item: pytest.Item) -> CommBudget | None:
+    """The test's budget, None where it recorded nothing."""
+    budget = item.stash.get(_BUDGET, None)
+    return budget if budget is not None and budget.recordings else None
 
+
+def _judge(budget: CommBudget, config: pytest.Config) -> None:
     __tracebackhide__ = True
-    try:
-        found = budget.outcome(config.getoption("stepsplit_update"))
-    except StepsplitError as error:
-        pytest.fail(str(error), pytrace=False)
+    found = budget.outcome(config.getoption("stepsplit_update"))
     strict = config.getoption("stepsplit_strict")
-    if found.answer == "regressed" or (found.answer == "inconclusive" and strict):
+    if found.answer in ("regressed", "error") or (found.answer == "inconclusive" and strict):
         pytest.fail(found.words, pytrace=False)
     if found.answer == "inconclusive":
         pytest.skip(found.words)

@@ -101,7 +101,7 @@ BUGS = {
     "steps taken for samples": _in_place(student, "_of_two", _steps_as_samples),
     "error not divided by the runs": _in_place(student, "_of_two", _no_root_of_the_runs),
     "sides turned round": _in_place(samples, "difference", _turned_sides),
-    "no permutation": _in_place(student, "_by_permutation", _no_permutation),
+    "no permutation": _in_place(student, "by_permutation", _no_permutation),
     "budget not heeded": _in_place(samples, "_against_baseline", _never_over),
     "a pass without power": _in_place(measured, "_passes", _always_sure),
     "new kinds of calls not seen": _in_place(counted, "_exactly", _totals_alone),

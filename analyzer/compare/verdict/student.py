@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import combinations
 from statistics import fmean, variance
 
-import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtr, stdtrit
+
+from stepsplit.analyzer.compare.verdict.permutation import by_permutation
 
 ALPHA = 0.02
 """A false alarm may be raised so often where nothing changed, over all gated metrics together."""
@@ -27,8 +25,6 @@ POWER = 0.8
 """A detectable effect is one that would be found so often."""
 ALONE = 4.0
 """The p of a single run counts so many times: nothing tells the shape of its noise."""
-_MOST_WAYS, _SEED = 200_000, 0
-"""More ways to deal the runs onto two sides than that are sampled, always by the same dice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ def _dealt(found: Difference, baseline: Sequence[float], candidate: Sequence[flo
     """With what dealing the runs anew tells, where t is sure."""
     ways = math.comb(len(baseline) + len(candidate), len(candidate))
     sure = found.p <= ALPHA
-    dealt = _by_permutation(baseline, candidate, ways) if sure else 1.0
+    dealt = by_permutation(baseline, candidate, ways) if sure else 1.0
     return replace(found, dealt=dealt, ways=ways)
 
 
@@ -126,32 +122,6 @@ def _p(mean: float, error: float, freedom: float) -> float:
     if error == 0:
         return 0.0 if mean > 0 else 1.0
     return float(stdtr(freedom, -mean / error))
-
-
-def _by_permutation(baseline: Sequence[float], candidate: Sequence[float], ways: int) -> float:
-    """Of all ways to deal the runs onto the two sides, those with a candidate no better than it is.
-
-    Where there are too many ways, of a sample of them and the one that happened.
-    """
-    runs, m = np.array([*candidate, *baseline]), len(candidate)
-    if ways <= _MOST_WAYS:
-        dealt = runs[_ways(len(runs), m)].sum(axis=1)
-        return float(np.mean(dealt >= _no_better(candidate)))
-    dice = np.random.default_rng(_SEED)
-    dealt = np.array([dice.permutation(runs)[:m].sum() for _ in range(10_000)])
-    return float((np.sum(dealt >= _no_better(candidate)) + 1) / (len(dealt) + 1))
-
-
-@cache
-def _ways(count: int, chosen: int) -> npt.NDArray[np.int8]:
-    """Each way to choose so many of them, a row of places."""
-    return np.array(list(combinations(range(count), chosen)), dtype=np.int8)
-
-
-def _no_better(candidate: Sequence[float]) -> float:
-    """The candidate's sum, with room for the rounding of sums in another order."""
-    total = math.fsum(candidate)
-    return total - 1e-9 * abs(total)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer import units
@@ -19,7 +19,16 @@ from stepsplit.analyzer.compare.verdict.verdict import CallsMoved, Cause, Judged
 
 MOST = 6
 SAME_BYTES = 0.01
+KINDS = 4
 _WAITS = ("skew", "bubble")
+_BUCKETS_OF: Mapping[str, Sequence[str]] = {
+    **{bucket: (bucket,) for bucket in BUCKETS},
+    **dict.fromkeys(("step", "mfu", "hfu"), BUCKETS),
+    **dict.fromkeys(("exposed_comm", "overlap"), COMMUNICATION),
+    "busbw": ("collective", "p2p"),
+    "bubble_fraction": ("bubble",),
+}
+"""Where to look for what moved a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +62,8 @@ def _of_metric(name: str, moved: _Moved) -> Iterator[Cause]:
     axis = rest.split(".")[0] or None
     if metric in ("calls", "bytes"):
         yield from _more_calls(axis, moved)
-    elif metric == "busbw":
-        yield from _of_buckets(("collective", "p2p"), axis, moved)
-    elif metric in ("overlap", "exposed_comm"):
-        yield from _of_buckets(COMMUNICATION, axis, moved)
-    elif metric in ("step", "mfu", "hfu"):
-        yield from _of_buckets(BUCKETS, axis, moved)
-    elif metric == "bubble_fraction":
-        yield from _of_buckets(("bubble",), axis, moved)
-    elif metric in BUCKETS:
-        yield from _of_buckets((metric,), axis, moved)
+    elif metric in _BUCKETS_OF:
+        yield from _of_buckets(_BUCKETS_OF[metric], axis, moved)
 
 
 def _more_calls(axis: str | None, moved: _Moved) -> Iterator[Cause]:
@@ -101,8 +102,9 @@ def _calls_cause(axis: str, op: str, rows: Sequence[CallsMoved], moved: _Moved) 
 
 def _kinds(rows: Sequence[CallsMoved], side: str) -> str:
     held = [(getattr(row, side), row.message_bytes) for row in rows if getattr(row, side)]
-    told = [f"{n:,} of {'unknown size' if b is None else units.size(b)}" for n, b in held]
-    return " + ".join(told) or "none"
+    told = [f"{n:,} of {'unknown size' if b is None else units.size(b)}" for n, b in held[:KINDS]]
+    rest = sum(n for n, _ in held[KINDS:])
+    return " + ".join([*told, *([f"{rest:,} of other sizes"] if rest else [])]) or "none"
 
 
 def _of_buckets(buckets: Sequence[str], axis: str | None, moved: _Moved) -> Iterator[Cause]:

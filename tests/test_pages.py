@@ -29,6 +29,7 @@ from stepsplit.dashboard.store.headline import headline
 from stepsplit.dashboard.store.numbers import Point
 from stepsplit.dashboard.store.rows import State
 from stepsplit.dashboard.store.store import RunRow, Tag
+from stepsplit.dashboard.store.verdicts import VerdictRow
 
 SAMPLES = Path(__file__).parents[1] / "sample_traces"
 RUN = "abcdef012345"
@@ -208,6 +209,34 @@ def test_runs_are_found_by_all_words_and_sorted_with_the_unknown_last() -> None:
     assert [run.name for run in in_order(rows, "nonsense")] == ["alpha", "beta", "gamma"]
 
 
+def pills(part: Any) -> list[Any]:
+    return [one for one in found(part, html.Span) if "pill" in getattr(one, "className", "")]
+
+
+def test_the_list_tells_what_a_gate_said_and_is_sorted_and_searched_by_it() -> None:
+    rows = [
+        listed("alpha", 1, verdict=VerdictRow("pass", "nothing got worse")),
+        listed("beta", 2),
+        listed("gamma", 3, verdict=VerdictRow("inconclusive", "too few runs")),
+        listed("delta", 4, "failed", verdict=VerdictRow("regressed", "step +12.3 %")),
+    ]
+
+    page = runs_page(rows, Chosen({"sort": "verdict"}))
+
+    assert [
+        (text(one), one.className, one.title) for one in pills(page) if hasattr(one, "title")
+    ] == [
+        ("inconclusive", "pill running", "too few runs"),
+        ("pass", "pill done", "nothing got worse"),
+        ("regressed", "pill failed", "step +12.3 %"),
+    ]
+    (table,) = found(page, html.Table)
+    widths = {sum(cell.colSpan for cell in row.children) for row in table.children[1].children}
+    assert widths == {len(table.children[0].children.children)}
+    assert [text(row.children[3]) for row in table.children[1].children][-1] == ""
+    assert [run.name for run in matching(rows, "regressed")] == ["delta"]
+
+
 def test_the_list_shows_how_far_a_run_is_and_why_one_failed() -> None:
     rows = [
         listed("going", 3, "running", progress=0.4, progress_note="2 of 5 files"),
@@ -233,8 +262,27 @@ def test_history_tells_the_unusual_from_the_budget_and_needs_runs_for_both() -> 
     values = [100.0, 101, 99, 100, 102, 100, 150, 101]
     points = [Point(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
     page = history_page(points, ["branch=main"], Chosen({"budget": "101.5"}))
-    pills = [text(one) for one in found(page, html.Span) if "pill" in getattr(one, "className", "")]
-    assert pills == ["unusual, over budget", "over budget"]
+    assert [text(one) for one in pills(page)] == ["unusual, over budget", "over budget"]
     assert "Too few runs" in text(history_page(points[:1], [], Chosen()))
     few = history_page(points[:4], [], Chosen({"metric": "nonsense", "budget": "x"}))
-    assert not [one for one in found(few, html.Span) if "pill" in getattr(one, "className", "")]
+    assert not pills(few)
+    assert "No lasting change in 8 runs." in text(page)
+
+
+def test_history_tells_and_draws_where_the_level_changed() -> None:
+    values = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
+    points = [Point(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
+
+    page = history_page(points, [], Chosen())
+
+    (section,) = [one for one in found(page, html.Section) if text(one).startswith("Changes")]
+    (table,) = found(section, html.Table)
+    assert [text(cell) for cell in table.children[1].children[0].children] == [
+        "run 6", "100.3 ms", "120.5 ms", "+20.1 %",
+    ]  # fmt: skip
+    assert [link.href for link in found(table, dcc.Link)] == [page_url(f"{6:012x}")]
+    assert "never for a gate" in text(section)
+    (figure,) = [one.figure for one in found(page, dcc.Graph)]
+    (level,) = [trace for trace in figure.data if trace.name == "level"]
+    assert list(level.y) == pytest.approx([100.33, 120.5, 120.5], abs=0.01)
+    assert [one.text for one in figure.layout.annotations] == ["+20.1 %"]

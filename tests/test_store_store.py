@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from report_builders import analysis
+from sqlalchemy import select
 from store_builders import found, queued, state, uploaded
 
 from stepsplit.analyzer.buckets import Split
@@ -15,7 +16,9 @@ from stepsplit.analyzer.report.report import MemoryRow
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.files import FileRow, Held
 from stepsplit.dashboard.store.numbers import METRIC_NAMES, RankRow
+from stepsplit.dashboard.store.schema import VERDICTS
 from stepsplit.dashboard.store.store import Store, Tag
+from stepsplit.dashboard.store.verdicts import VerdictRow
 
 MS = 1_000_000
 
@@ -141,6 +144,20 @@ def test_a_removed_run_leaves_nothing(store: Store, tmp_path: Path) -> None:
     assert store.numbers.history("mfu") == ()
     assert store.jobs.claim("w") is None
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == [kept]
+
+
+def test_the_last_verdict_of_a_run_is_listed_and_found_until_the_run_goes(store: Store) -> None:
+    other, judged = store.add("other"), store.add("judged")
+    store.verdicts.record(judged, "inconclusive", "too few runs")
+
+    store.verdicts.record(judged, "regressed", "step +12.3 %\0\n" + "x" * 600)
+
+    kept = VerdictRow("regressed", "step +12.3 % " + "x" * 486 + "…")
+    assert found(store, judged).verdict == kept
+    assert {run.id: run.verdict for run in store.runs()} == {judged: kept, other: None}
+    assert store.delete(judged)
+    with store._database.reading() as connection:
+        assert connection.execute(select(VERDICTS)).all() == []
 
 
 def test_what_a_crash_left_of_a_removed_run_is_swept(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""A metric over runs: a point a run, the band of its noise, and the budget."""
+"""A metric over runs: a point a run, the band of its noise, its levels, and the budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 import plotly.graph_objects as go
 
-from stepsplit.dashboard.figures.palette import BACKWARD, MUTED, WORSE
+from stepsplit.dashboard.figures.palette import AXES, BACKWARD, MUTED, WORSE
 from stepsplit.dashboard.figures.theme import blank, plain
 
 NEAR, FEWEST = 9, 6
@@ -40,6 +40,16 @@ class Usual:
         return self.low <= value <= self.high
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A level of the metric: the index of its first run, its value in the unit of the points, and
+    words on how it differs from the one before."""
+
+    first: int
+    value: float
+    words: str = ""
+
+
 def usual(values: Sequence[float], at: int) -> Usual | None:
     """What is usual at that run, from the runs nearest to it, itself left out; None with fewer
     than FEWEST runs, which tell nothing."""
@@ -52,7 +62,12 @@ def usual(values: Sequence[float], at: int) -> Usual | None:
     return Usual(middle, middle - spread, middle + spread)
 
 
-def history(points: Sequence[Measured], title: str, budget: float | None = None) -> go.Figure:
+def history(
+    points: Sequence[Measured],
+    title: str,
+    budget: float | None = None,
+    levels: Sequence[Level] = (),
+) -> go.Figure:
     """The points by time of upload; those outside of the band of noise stand out."""
     figure = blank(420, "", title)
     when = [datetime.fromtimestamp(one.unix_ns / 1e9, UTC) for one in points]
@@ -80,10 +95,29 @@ def history(points: Sequence[Measured], title: str, budget: float | None = None)
             showlegend=False,
         )
     )
+    if levels:
+        _draw_levels(figure, when, levels)
     if budget is not None:
         line = {"color": WORSE, "width": 2, "dash": "dash"}
         figure.add_hline(y=budget, line=line, annotation_text="budget")
     return figure
+
+
+def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[Level]) -> None:
+    figure.add_trace(
+        go.Scatter(
+            name="level",
+            mode="lines",
+            x=[*(when[one.first] for one in levels), when[-1]],
+            y=[*(one.value for one in levels), levels[-1].value],
+            line={"color": AXES[1], "width": 2, "shape": "hv"},
+            hoverinfo="skip",
+        )
+    )
+    look = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "xshift": 6, "yshift": 10}
+    for one in levels:
+        if one.words:
+            figure.add_annotation(x=when[one.first], y=one.value, text=plain(one.words), **look)
 
 
 def _edge(when: Sequence[datetime], values: Sequence[float], fill: str | None) -> go.Scatter:

@@ -1,4 +1,4 @@
-"""History: a metric over all runs, with what is usual, and a budget."""
+"""History: a metric over all runs, with what is usual, where it changed, and a budget."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import signed_percent
 from stepsplit.dashboard.figures.history import FEWEST as FEWEST_USUAL
-from stepsplit.dashboard.figures.history import Measured, history, usual
+from stepsplit.dashboard.figures.history import Level, Measured, history, usual
 from stepsplit.dashboard.pages.address import Chosen, page_url
+from stepsplit.dashboard.pages.changes import LOOKED_AT, Change, changes
 from stepsplit.dashboard.pages.parts import (
     Cell,
     choice,
@@ -65,13 +66,16 @@ def history_page(points: Sequence[Point], tags: Sequence[str], chosen: Chosen) -
         told = "A history needs two runs at least: upload more, or choose another metric or tag."
         return [_controls(name, tags, chosen), nothing("Too few runs", told)]
     title = f"{metric.words}, {metric.unit}"
-    figure = graph("history", history(shown, title, _number(chosen.text("budget"))))
+    changed = changes([one.value for one in shown])
+    levels = _levels(changed, len(shown))
+    figure = graph("history", history(shown, title, _number(chosen.text("budget")), levels))
     note = "diamonds lie outside of what the runs around them would have"
     if len(shown) < FEWEST_USUAL:
         note = f"what is usual is told from {FEWEST_USUAL} runs on"
     return [
         _controls(name, tags, chosen),
         section(metric.words.capitalize(), note, figure),
+        _changes(points, changed, metric),
         _table(points, shown, metric, _number(chosen.text("budget"))),
     ]
 
@@ -95,6 +99,40 @@ def _number(text: str | None) -> float | None:
         return None
 
 
+def _levels(changed: Sequence[Change], count: int) -> list[Level]:
+    if not changed:
+        return []
+    first = Level(max(0, count - LOOKED_AT), changed[0].before)
+    return [first, *(Level(one.at, one.after, _moved(one)) for one in changed)]
+
+
+def _moved(change: Change) -> str:
+    return "from zero" if change.ratio is None else signed_percent(change.ratio)
+
+
+def _changes(points: Sequence[Point], changed: Sequence[Change], metric: Metric) -> html.Section:
+    note = "levels of three runs or more that differ beyond chance; to look at, never for a gate"
+    if not changed:
+        none = f"No lasting change in {min(len(points), LOOKED_AT):,} runs."
+        return section("Changes", note, html.P(none, className="told"))
+    heads = ("first run of the new level", "before", "after", "change")
+    rows = [_change_row(points[one.at], one, metric) for one in reversed(changed)]
+    return section("Changes", note, table(heads, rows))
+
+
+def _change_row(point: Point, change: Change, metric: Metric) -> list[Cell]:
+    return [
+        Cell(led(point.name, page_url(point.run_id))),
+        Cell(_with_unit(change.before, metric), number=True),
+        Cell(_with_unit(change.after, metric), number=True),
+        Cell(_moved(change), number=True),
+    ]
+
+
+def _with_unit(value: float, metric: Metric) -> str:
+    return f"{value:,.4g} {metric.unit.split()[0]}"
+
+
 def _table(
     points: Sequence[Point], shown: Sequence[Measured], metric: Metric, budget: float | None
 ) -> html.Section:
@@ -113,7 +151,7 @@ def _row(
     told += ["over budget"] if budget is not None and value > budget else []
     return [
         Cell(led(point.name, page_url(point.run_id))),
-        Cell(f"{value:,.4g} {metric.unit.split()[0]}", number=True),
+        Cell(_with_unit(value, metric), number=True),
         Cell(f"{near.middle:,.4g}" if near else "", number=True),
         Cell(change, number=True),
         Cell(html.Span(", ".join(told), className="pill failed") if told else ""),

@@ -171,6 +171,18 @@ def state_pill(run: RunRow) -> html.Span:
     return html.Span(run.state, className=f"pill {run.state}")
 
 
+_LOOKS = {"pass": "done", "regressed": "failed", "inconclusive": "running"}
+
+
+def verdict_pill(run: RunRow) -> Content:
+    """What a gate said of the run, in one word, its headline under the pointer; nothing where no
+    gate did."""
+    if run.verdict is None:
+        return ""
+    look = _LOOKS.get(run.verdict.answer, "")
+    return html.Span(run.verdict.answer, className=f"pill {look}", title=run.verdict.words)
+
+
 def _swatch(look: Look) -> str:
     return "hatched" if look.hatched else ""
 

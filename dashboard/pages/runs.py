@@ -23,6 +23,7 @@ from stepsplit.dashboard.pages.parts import (
     share_bar,
     state_pill,
     table,
+    verdict_pill,
 )
 from stepsplit.dashboard.pages.runs_order import COLUMNS, NEWEST, in_order, matching
 from stepsplit.dashboard.store.store import RunRow
@@ -30,7 +31,12 @@ from stepsplit.dashboard.store.store import RunRow
 LISTED = 100
 
 
-_ORDER = ("name", "added", "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu")
+_ORDER = (
+    "name", "added", "verdict",
+    "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
+)  # fmt: skip
+_OF_ALL = 3
+"""Columns that a run without numbers has as well."""
 
 
 def upload_zone() -> html.Section:
@@ -101,7 +107,8 @@ def _row(run: RunRow) -> list[Cell]:
     tags = [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
     name = dcc.Link(run.name, href=page_url(run.id), className="run-link")
     added = html.Span(_when(run), className="when")
-    return [Cell(_pick(run)), Cell(html.Div([name, *tags])), Cell(added), *_numbers(run)]
+    known = [Cell(html.Div([name, *tags])), Cell(added), Cell(verdict_pill(run))]
+    return [Cell(_pick(run)), *known, *_numbers(run)]
 
 
 def _pick(run: RunRow) -> Content:
@@ -120,7 +127,7 @@ def _pick(run: RunRow) -> Content:
 def _numbers(run: RunRow) -> list[Cell]:
     numbers = run.headline
     if numbers is None or numbers.middle is None:
-        return [Cell(_standing(run), columns=len(_ORDER) - 2)]
+        return [Cell(_standing(run), columns=len(_ORDER) - _OF_ALL)]
     middle = numbers.middle
     shares = (middle.share(*COMPUTE), middle.share(*COLLECTIVE), middle.share(*BUBBLE))
     return [

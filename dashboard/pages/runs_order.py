@@ -33,6 +33,7 @@ def _step_ns(run: RunRow) -> float | None:
 COLUMNS = {
     "name": Column("run", lambda run: run.name.lower()),
     "added": Column("added", lambda run: run.created_unix_ns),
+    "verdict": Column("verdict", lambda run: run.verdict.answer if run.verdict else None),
     "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
     "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
     "step": Column("step", _step_ns),
@@ -44,7 +45,7 @@ COLUMNS = {
 
 
 def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
-    """The runs with all words of the question in their name, tags, mesh, backend or state."""
+    """The runs with all words of the question in what is told of them: name, tags, verdict, ..."""
     words = (asked or "").lower().split()
     return [run for run in runs if all(word in _text(run) for word in words)]
 
@@ -52,6 +53,7 @@ def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
 def _text(run: RunRow) -> str:
     numbers = run.headline
     known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
+    known += [run.verdict.answer] if run.verdict else []
     tags = [f"{tag.key}={tag.value}" for tag in run.tags]
     return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
 

@@ -1,0 +1,76 @@
+"""Lasting changes of a metric: found where they are, and seldom where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from stepsplit.dashboard.pages.changes import LOOKED_AT, Change, changes
+
+QUIET = (100.0, 101, 99, 100, 102, 98, 100, 101)
+SEED, SDS = 20, (0.02, 0.05, 0.10)
+
+
+def histories(runs: int, sd: float, count: int, step: float = 0.0) -> Iterator[tuple[float, ...]]:
+    """Runs with noise of that sd, as a ratio; the later half is that much higher, in sds."""
+    dice = np.random.default_rng([SEED, runs, round(1000 * sd)])
+    level = np.where(np.arange(runs) < runs // 2, 100.0, 100.0 * (1 + step * sd))
+    for _ in range(count):
+        yield tuple(level * np.exp(sd * dice.standard_normal(runs)))
+
+
+def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
+    high = tuple(value + 20 for value in QUIET)
+
+    assert changes(QUIET + high + QUIET) == (
+        Change(8, 100.125, 120.125),
+        Change(16, 120.125, 100.125),
+    )
+
+
+@pytest.mark.parametrize("odd", [50.0, 150.0, 1000.0])
+@pytest.mark.parametrize("at", [0, 4, 8])
+def test_one_run_that_stands_out_is_no_change(odd: float, at: int) -> None:
+    runs = (*QUIET, *QUIET)
+
+    assert changes((*runs[:at], odd, *runs[at:])) == ()
+
+
+def test_two_runs_are_no_level_and_three_are() -> None:
+    assert changes((*QUIET, 130.0, 131.0)) == ()
+    assert changes((*QUIET, 130.0, 131.0, 129.0)) == (Change(8, 100.125, 130.0),)
+
+
+def test_what_never_varies_changes_at_once_but_by_one_percent_at_least() -> None:
+    assert changes([8.0] * 6 + [10.0] * 6) == (Change(6, 8.0, 10.0),)
+    assert changes([8.0] * 6 + [8.07] * 6) == ()
+    assert changes([0.0] * 6 + [2.0] * 6) == (Change(6, 0.0, 2.0),)
+    assert changes([5.0] * 40) == changes([0.0] * 40) == changes([0.1] * 5) == ()
+
+
+def test_a_change_is_told_by_what_the_level_was() -> None:
+    assert (Change(3, 8.0, 10.0).ratio, Change(3, 8.0, 6.0).ratio) == (0.25, -0.25)
+    assert Change(3, 0.0, 1.0).ratio is None
+
+
+def test_of_a_long_history_the_newest_runs_are_looked_at() -> None:
+    old = [50.0] * 30
+    newest = [100.0] * (LOOKED_AT - 10) + [110.0] * 10
+
+    assert changes(old + newest) == (Change(30 + LOOKED_AT - 10, 100.0, 110.0),)
+
+
+@pytest.mark.parametrize(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
+@pytest.mark.parametrize("sd", SDS)
+def test_noise_alone_seldom_changes_a_level(runs: int, count: int, sd: float) -> None:
+    alarms = sum(bool(changes(one)) for one in histories(runs, sd, count))
+
+    assert alarms <= 0.05 * count
+
+
+def test_a_step_of_three_sds_is_found_in_its_place() -> None:
+    made = [changes(one) for sd in SDS for one in histories(30, sd, 8, step=3.0)]
+
+    assert sum(any(abs(one.at - 15) <= 1 for one in found) for found in made) >= 0.8 * len(made)

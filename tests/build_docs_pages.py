@@ -13,6 +13,10 @@ from browser_builders import ARGS, CHROMIUM
 from dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer import UsageError, examine
+from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
+from stepsplit.analyzer.compare.verdict.facts_of import facts_of
+from stepsplit.analyzer.compare.verdict.judge import judge as check
+from stepsplit.dashboard.reporters.verdict_words import headline
 from stepsplit.dashboard.store.store import Store, Tag
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +37,14 @@ def imported(store: Store) -> dict[str, str]:
         tags = (Tag("branch", "main"), Tag("commit", f"{len(ids):07x}"))
         ids[name] = store.import_report(name, made.report, made.tables, tags)
     return ids
+
+
+def judge(store: Store, ids: dict[str, str]) -> None:
+    """Holds two of the runs against others, which the list of runs then tells."""
+    for own, before in (("pp2_m8", "pp2_m2"), ("dp4", "fsdp4")):
+        sides = [facts_of(store.report(ids[name]), name) for name in (own, before)]
+        verdict = check(sides[:1], sides[1:], budgets_of(("calls:exact",)), across_setups=True)
+        store.verdicts.record(ids[own], verdict.answer, headline(verdict))
 
 
 def addresses(ids: dict[str, str]) -> dict[str, str]:
@@ -69,6 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         with open_store(Path(name)) as store:
             ids = imported(store)
+            judge(store, ids)
         with running_dashboard(Path(name), "--workers", "0") as dashboard:
             photograph(dashboard.url, ids, folder)
     sys.stdout.write(f"{len(list(folder.iterdir()))} pictures in {folder}\n")

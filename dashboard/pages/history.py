@@ -138,7 +138,7 @@ def _table(
 ) -> html.Section:
     values = [one.value for one in shown]
     rows = [_row(points[i], values, i, metric, budget) for i in reversed(range(len(values)))]
-    heads = ("run", metric.words, "usual", "difference", "verdict")
+    heads = ("run", metric.words, "usual", "difference", "remark")
     return section("Runs", "newest first", table(heads, rows[:ROWS]))
 
 

@@ -13,9 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests marked in_turn a third runs each time."""
+    """Of the tests marked in_turn a fifth runs each time."""
     marked = [item for item in items if item.get_closest_marker("in_turn")]
-    chosen = set(in_turn([item.nodeid for item in marked])) if len(marked) > 3 else None
+    chosen = set(in_turn([item.nodeid for item in marked])) if len(marked) > 5 else None
     if chosen is None:
         return
     left = [item for item in marked if item.nodeid not in chosen]

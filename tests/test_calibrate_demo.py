@@ -8,7 +8,6 @@ from statistics import median
 
 import pytest
 from benchmarks import busy
-from turns import in_turn
 
 pytest.importorskip("torch")
 
@@ -22,7 +21,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.collectors.launch import launch_workload
 from stepsplit.collectors.recipe import Recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn, pytest.mark.timeout(1800)]
 
 STEP_OFF = 0.2
 """How far off a predicted step may be, a ratio of the measured one."""
@@ -34,7 +33,7 @@ QUIET_CORES = 0.15
 UNDISTURBED = 0.15
 """By how much a run may be longer than the shortest of its layout: other programs slow it down."""
 RECIPE = Recipe(steps=6, active=4, layers=2, hidden=512, microbatches=4, micro_batch=8, seq_len=128)
-KNOWN, OTHERS = "tp=2", in_turn(("dp=2", "pp=2", "fsdp=2"))
+KNOWN, OTHERS = "tp=2", ("dp=2", "pp=2", "fsdp=2")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,9 @@ class Measured:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunSeen]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[RunSeen]]:
     """At least three undisturbed runs of each layout, in turns; skips where other programs, or
     other machines on the same processor, leave no such.
 
@@ -54,7 +55,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RunSeen]]:
     between the runs told less than the runs themselves: it halved while they took as long as ever.
     """
     folder = tmp_path_factory.mktemp("runs")
-    found: dict[str, list[RunSeen]] = {layout: [] for layout in (KNOWN, *OTHERS)}
+    asked = [item.name for item in request.session.items if item.path == request.path]
+    others = [layout for layout in OTHERS if any(f"[{layout}]" in name for name in asked)]
+    found: dict[str, list[RunSeen]] = {layout: [] for layout in (KNOWN, *others)}
     for turn in range(MOST_TURNS):
         for layout, seen in found.items():
             out, begin = folder / f"{layout}-{turn}", busy.now()

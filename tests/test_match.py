@@ -14,6 +14,9 @@ from stepsplit.analyzer.split.calls.shifts import Sequence, paired
 PAIR = [("0", "", [0, 1])]
 
 
+US = 1_000
+
+
 def sequence(sizes: list[int], ends: list[int]) -> Sequence:
     return Sequence(np.array(sizes, dtype=np.int64)[:, np.newaxis], np.array(ends, dtype=np.int64))
 
@@ -37,6 +40,20 @@ def test_where_times_do_not_tell_the_pairing_it_is_called_ambiguous() -> None:
     even = [100_000 * n for n in range(8)]
     found = paired(sequence([8] * 6, even[:6]), sequence([8] * 8, even), one_clock=False)
     assert (found.place.tolist(), found.ambiguous) == ([0, 1, 2, 3, 4, 5], True)
+
+
+def test_late_ends_on_a_busy_machine_shift_no_calls() -> None:
+    """Three steps of a real job over gloo, in us: the second rank ends its calls 7, 4 and 0 ms
+    earlier than the first, and its next calls 0.6 and 4 ms after the first's last ones."""
+    here = sequence([8] * 3, [US * end for end in (548_696, 556_414, 564_509)])
+    there = sequence([8] * 3, [US * end for end in (555_797, 560_168, 564_560)])
+    assert paired(here, there, one_clock=True).place.tolist() == [0, 1, 2]
+
+
+def test_on_one_clock_windows_that_begin_apart_are_told_by_time() -> None:
+    here = sequence([8] * 3, [US * end for end in (2_000, 3_000, 4_000)])
+    there = sequence([8] * 3, [US * end for end in (1_010, 2_010, 3_010)])
+    assert paired(here, there, one_clock=True).place.tolist() == [1, 2, -1]
 
 
 def test_a_lost_call_leaves_the_others_in_their_places() -> None:

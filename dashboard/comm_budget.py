@@ -134,7 +134,7 @@ class Block:
         run, self._run = self._run, None
         if run is not None:
             run.stop(failed=kind is not None)
-        self._budget.ranks.written(well=kind is None)
+        self._budget.ranks.written()
 
 
 def _in_words(verdict: Any) -> str:

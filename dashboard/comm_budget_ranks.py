@@ -10,7 +10,6 @@ import msgspec
 
 PATIENCE_S, POLL_S = 300.0, 0.05
 """So long a rank waits for another, which may still pack its files."""
-_WELL, _FAILED = "well", "failed"
 _NUMBERS = count()
 """Ranks run the same tests in the same order, so that they number alike what they tell."""
 
@@ -36,7 +35,7 @@ class Ranks:
         told = self._from_first(str(own))
         return own if told is None else Path(told)
 
-    def written(self, well: bool) -> None:
+    def written(self) -> None:
         """Every rank has written its files, as rank 0 knows when this returns."""
         from stepsplit.collectors import presence
 
@@ -45,7 +44,7 @@ class Ranks:
         if backend == "none":
             return
         if not self.first:
-            presence.tell(f"comm_budget/{number}/{rank}", _WELL if well else _FAILED)
+            presence.tell(f"comm_budget/{number}/{rank}", "written")
             return
         for other in range(1, world_size):
             presence.heard(f"comm_budget/{number}/{other}", PATIENCE_S, POLL_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepsplit.analyzer.compare.verdict.metrics import metric_named
+from stepsplit.analyzer.compare.verdict.metrics import meaning_of
 from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
 from stepsplit.dashboard.reporters.verdict_words import one_line
 
@@ -38,15 +38,13 @@ def benchmark_action(verdict: Verdict) -> bytes:
 
 
 def _row(one: Judged, verdict: Verdict) -> _Benchmark:
-    meaning = metric_named(one.metric)
-    assert meaning is not None and one.candidate is not None
+    assert one.candidate is not None
     name = f"{_name(verdict)}: {one.metric}"
-    return _Benchmark(name, meaning.unit, one.candidate, one_line(one))
+    return _Benchmark(name, meaning_of(one.metric).unit, one.candidate, one_line(one))
 
 
 def _smaller_is_better(one: Judged) -> bool:
-    meaning = metric_named(one.metric)
-    return meaning is not None and meaning.worse > 0 and one.candidate is not None
+    return meaning_of(one.metric).worse > 0 and one.candidate is not None
 
 
 def _name(verdict: Verdict) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepsplit.analyzer.compare.verdict.metrics import Unit, metric_named
+from stepsplit.analyzer.compare.verdict.metrics import Unit, meaning_of
 from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
 from stepsplit.dashboard.reporters.verdict_words import one_line
 
@@ -58,8 +58,7 @@ def open_metrics(verdict: Verdict) -> str:
 
 
 def _metric(one: Judged) -> Iterator[str]:
-    meaning = metric_named(one.metric)
-    assert meaning is not None
+    meaning = meaning_of(one.metric)
     unit = _UNITS[meaning.unit]
     stem = one.metric.replace(".", "_")
     name = f"stepsplit_{stem}" + ("" if stem == unit else f"_{unit}")

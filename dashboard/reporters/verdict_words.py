@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.verdict.metrics import Metric, metric_named
+from stepsplit.analyzer.compare.verdict.metrics import meaning_of
 from stepsplit.analyzer.compare.verdict.verdict import Answer, Judged, Shifted, SideFacts, Verdict
 
 MARKS: dict[Answer, str] = {"pass": "✓", "regressed": "✗", "inconclusive": "?"}
@@ -39,7 +39,7 @@ def value(metric: str, of: float | None) -> str:
     """The metric's value with its unit, "" where unknown."""
     if of is None:
         return ""
-    unit = _meaning(metric).unit
+    unit = meaning_of(metric).unit
     if unit == "share":
         return units.percent(of)
     if unit == "ns":
@@ -53,16 +53,16 @@ def change(judged: Judged | Shifted) -> str:
     """Candidate less baseline: points of shares, counts as they are, else percent."""
     if judged.harm is None:
         return ""
-    return difference(judged.metric, _meaning(judged.metric).worse * judged.harm, judged.baseline)
+    return difference(judged.metric, meaning_of(judged.metric).worse * judged.harm, judged.baseline)
 
 
 def interval(judged: Judged | Shifted) -> str:
     """The 96 % interval of the change, "" where there is none."""
     if judged.low is None or judged.high is None:
         return ""
-    worse = _meaning(judged.metric).worse
+    worse = meaning_of(judged.metric).worse
     low, high = sorted((worse * judged.low, worse * judged.high))
-    if _meaning(judged.metric).unit == "share":
+    if meaning_of(judged.metric).unit == "share":
         return units.signed_between(low, high, "pt")
     if judged.baseline:
         return units.signed_between(low / judged.baseline, high / judged.baseline, "%")
@@ -73,13 +73,13 @@ def detectable(judged: Judged) -> str:
     """The smallest harm that would be found in 4 of 5 cases, "" where nothing is tested."""
     if judged.detectable is None:
         return ""
-    worse = _meaning(judged.metric).worse
+    worse = meaning_of(judged.metric).worse
     return difference(judged.metric, worse * judged.detectable, judged.baseline)
 
 
 def difference(metric: str, of: float, baseline: float | None) -> str:
     """A difference in the metric's unit, of a baseline where there is one, with its sign."""
-    unit = _meaning(metric).unit
+    unit = meaning_of(metric).unit
     if unit == "share":
         return units.signed_points(of)
     if unit == "count":
@@ -98,9 +98,3 @@ def one_line(judged: Judged) -> str:
     span = interval(judged)
     told += f", 96 % interval {span}" if span else ""
     return told + (f"; {judged.note}" if judged.note else "")
-
-
-def _meaning(metric: str) -> Metric:
-    found = metric_named(metric)
-    assert found is not None, metric
-    return found

@@ -29,7 +29,7 @@ def side_of(report: Report) -> Side:
         high_ns=max(steps_ns),
         mean=mean_split(rows),
         bubble_fraction=None if report.pipeline is None else report.pipeline.bubble_fraction,
-        peak_allocated_bytes=_peak_bytes(report),
+        peak_allocated_bytes=peak_bytes(report),
         mfu=report.mfu,
     )
 
@@ -50,6 +50,7 @@ def _steps_ns(rows: Sequence[StepRow]) -> list[int]:
     return [int(median(row.step_ns for row in rows if row.step == n)) for n in numbers]
 
 
-def _peak_bytes(report: Report) -> int | None:
+def peak_bytes(report: Report) -> int | None:
+    """The peak of the fullest rank, None where none is known."""
     peaks = [row.peak_allocated_bytes for row in report.memory or ()]
     return max((peak for peak in peaks if peak is not None), default=None)

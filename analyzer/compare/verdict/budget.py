@@ -16,7 +16,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from stepsplit.analyzer.compare.verdict.metrics import METRICS, Metric, Unit, metric_named
+from stepsplit.analyzer.compare.verdict.metrics import (
+    METRICS,
+    Metric,
+    Unit,
+    meaning_of,
+    metric_named,
+)
 from stepsplit.analyzer.errors import UsageError
 
 Against = Literal["baseline", "limit", "model"]
@@ -53,9 +59,7 @@ class Budget:
     @property
     def meaning(self) -> Metric:
         """The metric that is meant."""
-        found = metric_named(self.metric)
-        assert found is not None, self.metric
-        return found
+        return meaning_of(self.metric)
 
 
 def parse_budget(rule: str) -> Budget:
@@ -106,8 +110,7 @@ def _amount(metric: Metric, text: str, name: str) -> float:
 
 
 def _senseless(name: str, text: str) -> UsageError:
-    metric = metric_named(name)
-    assert metric is not None
+    metric = meaning_of(name)
     units = " ".join(unit or "4" for unit in _SCALES[metric.unit])
     bound = "<=" if metric.worse > 0 else ">="
     return UsageError(

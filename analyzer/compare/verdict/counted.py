@@ -18,11 +18,10 @@ _Counts = Mapping[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The least and the most that a run of one side has, by axis and op, and in all."""
+    """The least and the most that a run of one side has, by axis and op, and the most in all."""
 
     least: _Counts
     most: _Counts
-    least_total: int
     most_total: int
 
 
@@ -86,7 +85,6 @@ def _side(budget: Budget, runs: Sequence[RunFacts]) -> _Side:
     return _Side(
         {kind: min(one.get(kind, 0) for one in counts) for kind in kinds},
         {kind: max(one.get(kind, 0) for one in counts) for kind in kinds},
-        min(totals),
         max(totals),
     )
 

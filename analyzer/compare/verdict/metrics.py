@@ -50,6 +50,13 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+def meaning_of(name: str) -> Metric:
+    """What the name of a judged metric means; judged ones have one."""
+    found = metric_named(name)
+    assert found is not None, name
+    return found
+
+
 def metric_named(name: str) -> Metric | None:
     """What a name means, its axis and op left out; None where it means nothing."""
     first, *rest = name.split(".")

@@ -8,6 +8,7 @@ from statistics import median
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.busbw import busbw_factor
+from stepsplit.analyzer.compare.runs.side import peak_bytes
 from stepsplit.analyzer.compare.verdict.metrics import COMMUNICATION
 from stepsplit.analyzer.compare.verdict.run_facts import Value
 from stepsplit.analyzer.report.medians import full_steps
@@ -32,12 +33,11 @@ def steady_steps(report: Report) -> _ByStep:
 def values_of(report: Report, steps: _ByStep) -> tuple[Value, ...]:
     """All values that the report tells."""
     values = [*_times(steps), *_by_axis(report, steps), *_busbw(report), *_calls(report)]
-    peaks = [row.peak_allocated_bytes for row in report.memory or ()]
     others = {
         "bubble_fraction": report.pipeline.bubble_fraction if report.pipeline else None,
         "mfu": report.mfu,
         "hfu": report.hfu,
-        "peak_memory": max((peak for peak in peaks if peak is not None), default=None),
+        "peak_memory": peak_bytes(report),
     }
     known = [Value(name, float(value)) for name, value in others.items() if value is not None]
     return (*values, *known)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.rank_record import RankRecord, read_record, spec_of
-from stepsplit.collectors.run_spec import RunSpec, from_json, write_run_json
+from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, write_run_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,8 @@ def _copy(folder: Path, out: Path) -> None:
         if there.exists() and not filecmp.cmp(path, there, shallow=False):
             raise CollectError(f"{there} is there, and {path} differs: are they of one run?")
         if not there.exists():
-            there.parent.mkdir(parents=True, exist_ok=True)
-            draft = there.with_name(f".{there.name}")
-            shutil.copy2(path, draft)
-            draft.replace(there)
+            with replace_whole(there) as draft:
+                shutil.copy2(path, draft)
 
 
 def _files(folder: Path) -> Iterable[Path]:

@@ -10,6 +10,7 @@ import torch
 
 from stepsplit.collectors.optimizers import Listener, leave, listen
 from stepsplit.collectors.rank_record import MemoryState
+from stepsplit.collectors.run_spec import replace_whole
 
 _Which = tuple[int, int]
 """An optimizer and the first of the weights that it steps."""
@@ -102,13 +103,10 @@ def _peak_over(changes: list[tuple[int, int]], begin: int, end: int) -> int:
 
 def _write_snapshot(path: Path) -> None:
     """What CUDA's allocator noted, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
     try:
-        torch.cuda.memory._dump_snapshot(str(draft))
-        draft.replace(path)
+        with replace_whole(path) as draft:
+            torch.cuda.memory._dump_snapshot(str(draft))
     finally:
-        draft.unlink(missing_ok=True)
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

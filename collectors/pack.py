@@ -2,8 +2,9 @@
 
 python pack.py [--thin] RAW OUT [RAW OUT ...]
 
-Knows nothing of stepsplit or torch, so that it starts at once in whatever Python the job has. It
-runs at the lowest priority, outlives the rank that started it, and leaves nothing half written.
+Needs nothing but the standard library and run_spec.py beside it, so that it starts at once in
+whatever Python the job has. It runs at the lowest priority, outlives the rank that started it, and
+leaves nothing half written.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ import gzip
 import json
 import os
 import re
+import runpy
 import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from stepsplit.collectors.run_spec import whole_file
+else:
+    whole_file = runpy.run_path(str(Path(__file__).with_name("run_spec.py")))["whole_file"]
 
 _LEVEL = 6
 _CHUNK = 1 << 20
@@ -66,18 +73,10 @@ def pack(raw: Path, out: Path, thin: bool = False) -> None:
     that was itself cut off.
     """
     _check_whole(raw)
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            # mtime 0: the same record is the same file.
-            with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
-                for part in _thinned(raw) if thin and "_trace" in out.name else _parts(raw):
-                    packed.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)
+    # mtime 0: the same record is the same file.
+    with whole_file(out) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+        for part in _thinned(raw) if thin and "_trace" in out.name else _parts(raw):
+            packed.write(part)
 
 
 def drop(raw: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
@@ -15,6 +17,9 @@ SCHEMA = "stepsplit.run/1"
 _T = TypeVar("_T")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
+_DESCRIPTOR = re.compile(r"/proc/(?P<pid>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
+_MOST_LINKS = 40
+"""Symbolic links in a path, as for Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,7 @@ def write_run_json(folder: Path, spec: RunSpec) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes the file so that a reader sees all of it or none."""
+    """Writes the file so that a reader sees all of it or none, as whole_file does."""
     with whole_file(path) as file:
         file.write(content)
     return path
@@ -234,17 +239,99 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, of which a reader sees all or nothing: write, fsync, rename."""
+    """A file to write, of which a reader sees all or nothing; every output is written by this.
+
+    A regular file is written beside its place, synced, and renamed: see replace_whole. Anything
+    else is opened and written as it is: see open_special.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    special = open_special(path)
+    if special is not None:
+        with special:
+            yield special
+        return
+    with replace_whole(path) as draft, draft.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def replace_whole(path: Path) -> Iterator[Path]:
+    """A draft to write, which is synced and takes the place of the file when all is written.
+
+    Of a symbolic link the file that it leads to is replaced, not the link. A file that was there
+    keeps its mode, and its owner as far as the system permits. Where the path is a device, a pipe
+    or a socket the draft is the path itself, and nothing is replaced.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _is_special(path):
+        yield path
+        return
+    target = path.resolve() if path.is_symlink() else path
+    # Two threads may write one file at a time.
+    draft = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    known = target.stat() if target.exists() else None
     try:
-        with draft.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        # Nobody reads a draft who may not read the file.
+        mode = 0o666 if known is None else stat.S_IMODE(known.st_mode) & 0o777 | stat.S_IWUSR
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        yield draft
+        _sync(draft)
+        if known is not None:
+            _set_owner_and_mode(draft, known)
+        draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def open_special(path: Path) -> BinaryIO | None:
+    """Opens what must not be replaced: a device, a pipe, /dev/stdout. None for a regular file.
+
+    /dev/stdout, /dev/fd/N and /proc/self/fd/N are written through the open descriptor, after what
+    was written to it before. Raises OSError where the place cannot be opened.
+    """
+    if (descriptor := _descriptor(path)) is not None:
+        if descriptor["pid"] == Path("/proc/self").resolve().name:
+            return os.fdopen(os.dup(int(descriptor["number"])), "wb")
+    elif not _is_special(path):
+        return None
+    # Without O_CREAT: Linux refuses that for another user's pipe in /tmp.
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOCTTY), "wb")
+
+
+def _is_special(path: Path) -> bool:
+    try:
+        return _descriptor(path) is not None or not stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _descriptor(path: Path) -> re.Match[str] | None:
+    """The open descriptor of a process that the path leads to, whatever that is open on."""
+    for _ in range(_MOST_LINKS):
+        found = _DESCRIPTOR.fullmatch(str(path.parent.resolve() / path.name))
+        if found or not path.is_symlink():
+            return found
+        path = path.parent / path.readlink()
+    return None
+
+
+def _set_owner_and_mode(draft: Path, known: os.stat_result) -> None:
+    made = draft.stat()
+    # Only root may give a file away; some file systems have no owners and no modes.
+    for uid, gid in ((-1, known.st_gid), (known.st_uid, -1)):
+        if uid not in (-1, made.st_uid) or gid not in (-1, made.st_gid):
+            with suppress(PermissionError):
+                os.chown(draft, uid, gid)
+    with suppress(PermissionError):
+        draft.chmod(stat.S_IMODE(known.st_mode))
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_WRONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def group_of(body: Mapping[str, Any]) -> GroupInfo:

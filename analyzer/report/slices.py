@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.collectors.run_spec import whole_file
 
 FILE_NAME = "slices.parquet"
 _NUMBERS = {
@@ -47,16 +47,13 @@ class Slices:
 
 def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     """Writes the slices of every rank, a row group a rank, whole or not at all."""
-    path = folder / FILE_NAME
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with pq.ParquetWriter(draft, _SCHEMA, compression="zstd") as file:
-            for rank in slices:
-                table = _table(rank, slices[rank])
-                file.write_table(table, row_group_size=max(1, len(table)))
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with (
+        whole_file(folder / FILE_NAME) as file,
+        pq.ParquetWriter(file, _SCHEMA, compression="zstd") as writer,
+    ):
+        for rank in slices:
+            table = _table(rank, slices[rank])
+            writer.write_table(table, row_group_size=max(1, len(table)))
 
 
 class StoredSlices(Mapping[int, Slices]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from stepsplit.analyzer.report.slices import FILE_NAME as SLICES
 from stepsplit.analyzer.report.slices import Slices, StoredSlices, write_slices
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.collectors.run_spec import whole_file
 
 PHASES = ("forward", "backward", "weight")
 Text = npt.NDArray[np.str_]
@@ -95,13 +95,9 @@ def write_tables(folder: Path, tables: Tables) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for table in (tables.segments, tables.boxes, tables.waits):
         path = _path(folder, type(table))
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
-        try:
-            pq.write_table(pa.table(columns), draft, compression="zstd")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with whole_file(path) as file:
+            pq.write_table(pa.table(columns), file, compression="zstd")
     write_slices(folder, tables.slices)
 
 

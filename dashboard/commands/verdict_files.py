@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stepsplit.analyzer.compare.verdict.verdict import Verdict
 from stepsplit.analyzer.written import unwritable, write
+from stepsplit.collectors.run_spec import open_special
 from stepsplit.dashboard.reporters.benchmarks import bencher, benchmark_action
 from stepsplit.dashboard.reporters.github import summary
 from stepsplit.dashboard.reporters.gitlab import code_quality, open_metrics
@@ -45,7 +46,8 @@ def _content(option: str, verdict: Verdict, named: str) -> bytes:
 
 def _add(path: Path, verdict: Verdict) -> None:
     try:
-        with path.open("ab") as file:
-            file.write(summary(verdict, file.tell()).encode())
+        with open_special(path) or path.open("ab") as file:
+            held_bytes = file.tell() if file.seekable() else 0
+            file.write(summary(verdict, held_bytes).encode())
     except (OSError, ValueError) as error:
         raise unwritable(path, error) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from stepsplit.analyzer.report.files import TABLES_NAME
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.report.wire import REPORT_NAME
+from stepsplit.collectors.run_spec import replace_whole
 from stepsplit.dashboard.store.artifacts import INPUT_NAME, make_folder, save_synced
 
 
@@ -81,13 +81,8 @@ class RemoteArtifacts:
         target = self.local / name
         if target.exists():
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_name(f".{uuid.uuid4().hex}")
-        try:
+        with replace_whole(target) as draft:
             self._files.get_file(f"{self._root}/{name}", str(draft))
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def open_remote(url: str, local: Path) -> RemoteArtifacts:

@@ -9,7 +9,9 @@ from turns import in_turn
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the samples' reports")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the samples' reports and tests/golden"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.collectors.control import wire
 from stepsplit.collectors.control.attach import attach
@@ -33,6 +34,8 @@ from stepsplit.collectors.control.wire import (
 from stepsplit.collectors.errors import CollectError
 from stepsplit.collectors.plan import Plan
 
+NO_PROCESS = 1 << 22
+"""Linux gives no process this id or a higher one."""
 PLAN = Plan(out="/runs/a", name="a", first=None, steps=3)
 
 
@@ -65,7 +68,7 @@ class Rank:
 
 
 def status(rank: int, steps: int, pid: int = 0, job: str = "host:29500") -> Status:
-    return Status(pid or 1000 + rank, rank, 2, 2, "host", job, steps, 100_000_000, False)
+    return Status(pid or NO_PROCESS + rank, rank, 2, 2, "host", job, steps, 100_000_000, False)
 
 
 def test_all_ranks_are_asked_for_the_same_steps_ahead_of_the_foremost() -> None:
@@ -100,12 +103,15 @@ def test_where_no_rank_records_the_reason_is_told() -> None:
 
 
 def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
-    own = Rank(status(0, 40, pid=os.getpid()))
-    Rank(status(0, 7, job="other"))
+    """Named by what started it: here that is the test, whose own parent may be process 1."""
+    with subprocess.Popen(["sleep", "30"]) as child:
+        own = Rank(status(0, 40, pid=child.pid))
+        Rank(status(0, 7, job="other"))
 
-    with pytest.raises(CollectError, match="2 jobs stand by here: name a process of one"):
-        attach(None, PLAN)
-    attach(os.getppid(), PLAN)
+        with pytest.raises(CollectError, match="2 jobs stand by here: name a process of one"):
+            attach(None, PLAN)
+        attach(os.getpid(), PLAN)
+        child.kill()
 
     assert len(own.plans) == 1
 
@@ -116,8 +122,8 @@ def test_without_a_job_the_mend_is_named() -> None:
 
 
 def test_nobody_answers_where_no_agent_is() -> None:
-    assert ask_status(4242) is None
-    assert ask_record(4242, PLAN) is None
+    assert ask_status(NO_PROCESS) is None
+    assert ask_record(NO_PROCESS, PLAN) is None
 
 
 def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
@@ -127,7 +133,7 @@ def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
         socket_path(1)
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
+@for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
 def test_a_line_that_is_no_question_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
         asked(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
+from cases import for_each
 
 from stepsplit.dashboard.pages.changes import LOOKED_AT, Change, changes
 
@@ -30,8 +30,8 @@ def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
     )
 
 
-@pytest.mark.parametrize("odd", [50.0, 150.0, 1000.0])
-@pytest.mark.parametrize("at", [0, 4, 8])
+@for_each("odd", [50.0, 150.0, 1000.0])
+@for_each("at", [0, 4, 8])
 def test_one_run_that_stands_out_is_no_change(odd: float, at: int) -> None:
     runs = (*QUIET, *QUIET)
 
@@ -62,8 +62,8 @@ def test_of_a_long_history_the_newest_runs_are_looked_at() -> None:
     assert changes(old + newest) == (Change(30 + LOOKED_AT - 10, 100.0, 110.0),)
 
 
-@pytest.mark.parametrize(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
-@pytest.mark.parametrize("sd", SDS)
+@for_each(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
+@for_each("sd", SDS)
 def test_noise_alone_seldom_changes_a_level(runs: int, count: int, sd: float) -> None:
     alarms = sum(bool(changes(one)) for one in histories(runs, sd, count))
 

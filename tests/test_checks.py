@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.spec.checks import check, first_fault
@@ -45,7 +46,7 @@ def message(impossible: Job) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "possible",
     [
         job(),
@@ -72,7 +73,7 @@ def test_what_can_be_is_let_through(possible: Job) -> None:
     assert first_fault(possible) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("impossible", "told"),
     [
         (job(tp=0), "tp 0 < 1; mend tp"),

@@ -6,6 +6,7 @@ from dataclasses import astuple
 from statistics import mean, median
 
 import pytest
+from cases import for_each
 from published_sweeps import (
     A100,
     ALPS,
@@ -114,14 +115,14 @@ def test_two_gpus_of_a_mesh_share_one_of_its_links() -> None:
     assert 4 * GIB / took == pytest.approx(47.671, rel=0.07)
 
 
-@pytest.mark.parametrize("op", OPS)
+@for_each("op", OPS)
 def test_a_rank_alone_and_an_empty_message_cost_nothing(op: str) -> None:
     assert time_of(op, GIB, Span(1, 1), PLAIN) == Band(0, 0, 0)
     assert time_of(op, 0, TWO, PLAIN) == Band(0, 0, 0)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("hardware", [A100, H200, B200, ALPS, MI300X])
+@for_each("op", OPS)
+@for_each("hardware", [A100, H200, B200, ALPS, MI300X])
 def test_a_larger_message_never_takes_less(op: str, hardware: Hardware) -> None:
     for nodes in (1, 2, 3, 16, 256):
         span = Span(4 * nodes, 4)
@@ -156,7 +157,7 @@ def test_what_cannot_be_is_refused(op: str, message_bytes: int, span: Span, told
     assert str(refused.value).startswith(told)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "ranks", "gigabytes_per_s"),
     [
         ("all_reduce", 4, 363.3), ("all_reduce", 5, 414.2), ("all_reduce", 6, 435.6),

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.collectors import launch
 from stepsplit.collectors.launch import RANK_BYTES, LaunchError, affordable, parse_parallel
@@ -23,7 +24,7 @@ def test_axes_of_one_rank_are_left_out_but_never_all() -> None:
     assert parse_parallel("pp=1") == Mesh(("dp_replicate",), (1,))
 
 
-@pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
+@for_each("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
 def test_nonsense_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match="write tp=2,pp=2,dp=2") as refused:
         parse_parallel(text)

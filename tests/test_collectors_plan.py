@@ -1,6 +1,7 @@
 """What is to be recorded: which steps of which ranks in what detail."""
 
 import pytest
+from cases import for_each
 
 from stepsplit.collectors.plan import Plan, detail, listed, plan
 from stepsplit.collectors.run_spec import GroupInfo
@@ -31,7 +32,7 @@ def test_ranks_are_listed_as_people_write_them() -> None:
 PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp", (1, 5, 9, 13))]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "rank", "groups", "kept"),
     [
         ("all", 5, PIPELINES[1:], "full"),

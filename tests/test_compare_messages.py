@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from builders import CpuTrace, GpuTrace
+from cases import for_each
 from prediction_builders import MS, prediction
 
 from stepsplit.analyzer.compare.measured import MeasuredMessages, measured_messages
@@ -118,7 +119,7 @@ def test_a_rank_without_the_calls_of_its_fellows_differs() -> None:
     assert [(row.axis, row.varies) for row in rows] == [("cp", True), ("tp", True)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("of_mesh", "of_model"),
     [
         ({"dp_replicate"}, {"dp_replicate"}),

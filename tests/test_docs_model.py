@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.memory.frameworks import coefficients
@@ -112,7 +113,7 @@ def test_the_refusal_of_the_page_is_what_the_command_says() -> None:
     assert f"stepsplit: {told}\n" == refused
 
 
-@pytest.mark.parametrize(("section", "key"), WRITTEN)
+@for_each(("section", "key"), WRITTEN)
 def test_every_key_of_the_page_is_accepted_as_it_is_written(section: str, key: str) -> None:
     told = refusal(lines(section, key))
     assert not told.startswith(f"RUN.toml: {section}"), told

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 from gap_builders import (
     US,
     Expected,
@@ -153,7 +154,7 @@ def test_what_is_not_sent_is_fewer_calls(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mesh", "word"),
     [
         ({"dp_replicate": 2}, "dp_replicate"),

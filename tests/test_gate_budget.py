@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.compare.verdict.budget import DEFAULT, Budget, parse_budget
 from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
 from stepsplit.analyzer.errors import DataError, UsageError
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "budget"),
     [
         ("exposed_comm:5%", Budget("exposed_comm", "5%", "baseline", ratio=0.05)),
@@ -35,7 +36,7 @@ def test_a_rule(rule: str, budget: Budget) -> None:
     assert parse_budget(rule) == budget
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "told"),
     [
         ("exposed_comm", "names no limit; write exposed_comm:5%"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
+from cases import for_each
 from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, run, runs
 from msgspec.structs import replace
 from scipy import stats
@@ -27,7 +28,7 @@ def judged(candidate: list, baseline: list, *rules: str) -> Judged:
     return verdict.gated[0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "rule", "answer"),
     [
         (MORE, "exposed_comm:5%", "regressed"),
@@ -182,7 +183,7 @@ def test_what_moved_without_a_budget_is_told_beside() -> None:
     assert [one.metric for one in verdict.others] == ["idle"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("setting", "told"),
     [
         ({"mesh": "tp 4"}, "mesh is dp_replicate 2 tp 2 in base0, tp 4 in own0"),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 torch = pytest.importorskip("torch")
 
@@ -53,7 +54,7 @@ def test_options_that_make_no_recording_are_refused_before_the_training(tmp_path
         LateRun(tmp_path, active=0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "word"),
     [
         (torch.bfloat16, "bf16"),
@@ -68,7 +69,7 @@ def test_dtypes_have_one_word(said: object, word: str) -> None:
     assert dtype_word(said) == word
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "word"),
     [
         ("adamw_torch_fused", "adam"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import CpuTrace, GpuTrace
+from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer.readers.calls import to_calls
@@ -69,7 +70,7 @@ def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
     assert families(read(tmp_path, trace)) == (KernelFamily(0, "other", 1, 10_000, 1.0),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("family", "names"),
     [
         ("gemm", ["Cijk_Alik_Bljk_BBS_BH_MT256x192x64", "nvjet_hsh_128x64", "gemvNSP_kernel<float>",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from builders import CpuTrace, GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.recording import read_recording
@@ -131,7 +132,7 @@ def recorded(folder: Path) -> tuple[RankTrace, ...]:
     return read_recording([folder]).traces
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("description", "found"),
     [
         ("mesh_tp", Named(("tp",), whole=True)),

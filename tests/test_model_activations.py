@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.memory.activations import LayerActivations, layer_activations
@@ -27,7 +28,7 @@ def test_a_layer_with_flash_attention_item_by_item() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tp", "sequence_parallel", "recompute", "total"),
     [
         (1, False, "none", 128 * (34 + 40)),
@@ -89,7 +90,7 @@ def test_an_expert_layer_keeps_what_its_routed_tokens_and_latents_need() -> None
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recompute", "every", "held", "rerun"),
     [
         ("none", 1, 4 * 4352, 0),
@@ -153,7 +154,7 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
             assert found == pytest.approx(float(row[name]), rel=1e-4)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@for_each("framework", FRAMEWORKS)
 def test_every_framework_says_where_its_coefficients_come_from(framework: Framework) -> None:
     found = coefficients(framework)
     assert found.framework == framework

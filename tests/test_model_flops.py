@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.spec.layout import Layout
@@ -47,7 +48,7 @@ def test_the_conventions_of_a_small_gpt_worked_out_by_hand() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recompute", "layers", "core"),
     [("none", 3, 3), ("selective", 3, 6), ("full", 4, 4), ("every", 4, 4), ("sqrt", 4, 4)],
 )

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.comm.data import Bucket, buckets
@@ -126,7 +127,7 @@ def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pp", "policy", "framework", "forward", "backward", "gradients"),
     [
         (1, "default", "fsdp2", 8, 8, 8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.spec.layout import Layout
@@ -52,7 +53,7 @@ def test_biases_of_queries_keys_and_values_alone_can_be_counted() -> None:
     assert total_parameters(with_biases) - total_parameters(plain) == 2 * (16 + 2 * 8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "count"),
     [
         (llama(32, 4096, 32, 32, 11008, 32000), 6_738_415_616),

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from work_builders import DEVICE, TINY, job
@@ -122,7 +123,7 @@ def equal_stages(one: Job) -> tuple[StageTime, ...]:
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedule) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     layout = Layout(pp=4, schedule=schedule, chunks=chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from prediction_builders import GIB, GPT, MS, job, prediction
 from rich.console import Console, RenderableType
 
@@ -183,7 +184,7 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
     assert shown(listing([one], [two])) == LISTING
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         (units.count(8_030_261_248), "8.03B"),

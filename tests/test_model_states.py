@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cases import for_each
 from work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.memory.offload import deepspeed_host_bytes, offload
@@ -21,7 +22,7 @@ PAPER = Recipe(16, 1, 1, framework="zero-paper")
 DEEPSPEED = Recipe(16, 1, 1, dtype="fp16", framework="deepspeed")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("framework", "dtype", "gradients", "each"),
     [
         ("zero-paper", "bf16", "fp32", ParameterBytes(2, 2, 12)),
@@ -43,7 +44,7 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
     assert parameter_bytes(recipe) == each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("optimizer", "bytes_each", "beside"),
     [
         ("adam", 12, 0), ("adam-8bit", 6, 0), ("sgd", 4, 0), ("sgd-momentum", 8, 0),

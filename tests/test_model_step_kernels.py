@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import for_each
 from work_builders import DEVICE, LITE, TINY, job
 
 from stepsplit.analyzer.errors import UsageError
@@ -157,7 +158,7 @@ def test_cut_experts_are_narrower_and_see_the_tokens_of_their_group() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "layout"),
     [
         (TINY, Layout()),

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import for_each
 from dash import dcc, html
 from report_builders import MS, analysis
 
@@ -67,7 +68,7 @@ def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRo
     return RunRow(f"{created:012x}", name, created, state, more.pop("error", None), done, **more)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "page"),
     [("/", "runs"), (f"/run/{RUN}", "overview"), (f"/run/{RUN}/timeline", "timeline"),
      ("/compare", "compare"), ("/history", "history"), (f"/run/{RUN}/", "overview")],
@@ -78,7 +79,7 @@ def test_every_page_has_its_address(path: str, page: str) -> None:
     assert (address.page, address.chosen.whole("step"), address.chosen.whole("tp")) == (page, 4, 8)
 
 
-@pytest.mark.parametrize("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
+@for_each("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
 def test_other_addresses_are_none(path: str | None) -> None:
     assert address_of(path, "") is None or path is None
 

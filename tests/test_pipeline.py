@@ -7,6 +7,7 @@ from statistics import quantiles
 
 import pytest
 from builders import COMM_STREAM, CpuTrace, GpuTrace
+from cases import for_each
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
@@ -88,7 +89,7 @@ def test_the_ideal_bubble_of_each_schedule_on_four_ranks_with_eight_microbatches
     assert ideal_bubble_fraction("interleaved", 4, 2, 2) == 5 / 9
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
+@for_each("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
 def test_the_ideal_is_what_is_left_when_the_order_is_played(schedule: str) -> None:
     """Not of dualpipe, whose two actions at once are played one after the other."""
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
@@ -119,8 +120,8 @@ def test_the_ideal_is_none_where_it_is_not_known() -> None:
 # Which schedule.
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+@for_each("schedule", SCHEDULES)
+@for_each(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
 def test_every_schedule_is_told_by_its_boxes(schedule: str, ranks: int, microbatches: int) -> None:
     line = played(schedule, ranks, microbatches, 2 if schedule == "interleaved" else 1)
     assert schedule_of(line) == schedule

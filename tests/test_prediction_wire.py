@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from prediction_builders import GIB, MS, prediction
 
 from stepsplit.analyzer.errors import DataError
@@ -64,7 +65,7 @@ def test_keys_of_a_newer_version_are_passed_over() -> None:
     assert from_json(json.dumps(body)) == prediction()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "instead", "problem"),
     [
         ('"stepsplit.prediction/1"', '"stepsplit.prediction/9"',

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
@@ -64,12 +65,12 @@ def test_deepseek_has_latent_attention_and_experts_after_three_dense_layers() ->
     )
 
 
-@pytest.mark.parametrize("name", model_names())
+@for_each("name", model_names())
 def test_every_model_preset_loads_under_its_own_name(name: str) -> None:
     assert transformer(name).name == name
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@for_each("name", COUNTED)
 def test_a_preset_has_as_many_parameters_as_its_publishers_say(name: str) -> None:
     published = published_parameters(name)
     assert published is not None
@@ -116,21 +117,21 @@ def test_the_link_between_nodes_and_the_size_of_a_node_can_be_told() -> None:
     assert (told.inter, told.gpus_per_node) == (link("roce-400"), 4)
 
 
-@pytest.mark.parametrize("name", hardware_names())
+@for_each("name", hardware_names())
 def test_every_hardware_preset_loads_under_its_own_name(name: str) -> None:
     device = hardware(name)
     assert device.name == name
     assert min(device.memory_bytes, device.memory_bytes_per_s, device.gpus_per_node) >= 1
 
 
-@pytest.mark.parametrize("name", hardware_names())
+@for_each("name", hardware_names())
 def test_lower_precision_is_never_slower(name: str) -> None:
     peaks = dict(hardware(name).peaks_flops_per_s)
     order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize("name", link_names())
+@for_each("name", link_names())
 def test_a_ring_reaches_no_more_than_the_link_was_sold_for(name: str) -> None:
     found = link(name)
     assert isinstance(found, Link) and found.name == name
@@ -141,7 +142,7 @@ def test_nvlink_is_told_per_direction() -> None:
     assert [link(f"nvlink-{n}").bytes_per_s for n in (2, 3, 4, 5)] == [150e9, 300e9, 450e9, 900e9]
 
 
-@pytest.mark.parametrize("family", families())
+@for_each("family", families())
 def test_no_family_reaches_more_than_its_peaks(family: str) -> None:
     found = efficiency(family)
     assert isinstance(found, Efficiency) and found.launch_ns >= 0
@@ -161,7 +162,7 @@ def test_an_unknown_gpu_or_link_names_the_near_ones() -> None:
         hardware("h100-sxm", nodes_link="ndr-400")
 
 
-@pytest.mark.parametrize("file", LISTED, ids=lambda file: file.stem)
+@for_each("file", LISTED, ids=lambda file: file.stem)
 def test_every_number_has_a_source(file: Path) -> None:
     assert list(_without_source(file.stem, read_table(file).values, sourced=False)) == []
 

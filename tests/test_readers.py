@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.readers.communication import element_bytes, message_bytes, op_named
@@ -26,7 +27,7 @@ def begun(content: bytes) -> bytes:
     return content[:100]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "problem"),
     [
         (b"", "empty"),
@@ -85,7 +86,7 @@ def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:
         analyze(tmp_path)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shape",
     [
         lambda trace: trace,
@@ -134,7 +135,7 @@ def test_a_rank_is_its_contents_then_its_names_then_its_places(tmp_path: Path) -
     assert [note.code for note in recording.notes] == ["rank_guessed"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "op"),
     [
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),

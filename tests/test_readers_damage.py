@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from builders import CpuTrace, GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.readers.kineto import byte_ranges
@@ -49,7 +50,7 @@ def x(**fields: Any) -> str:
     return json.dumps({"ph": "X", "name": "x", "ts": 5, "dur": 1, "cat": "kernel"} | fields)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "whole", "lost"),
     [
         (f'[{A},{{"ph":"X","args":{{"l":[{{"ph":"X","ts":9}},{{"ph":"X"', ["a"], 0),
@@ -85,7 +86,7 @@ def test_digits_beyond_a_float_survive_a_cut(tmp_path: Path) -> None:
     assert cut.rows.t0_unix_ns == 1_721_000_000_000_001_123
 
 
-@pytest.mark.parametrize(
+@for_each(
     "odd",
     [
         '"ts": "NaN"', '"ts": "1E+1000000"', '"ts": 1e99999999999999999999', '"dur": "-Infinity"',
@@ -106,7 +107,7 @@ def test_an_odd_value_breaks_nothing(tmp_path: Path, odd: str) -> None:
     assert report.steps[0].compute_ns >= 5_000
 
 
-@pytest.mark.parametrize("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
+@for_each("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
 def test_odd_shapes_are_no_size(tmp_path: Path, dims: list[Any]) -> None:
     args = {"Input Dims": dims, "Input type": ["float"], "Collective name": "allreduce"}
     trace = GpuTrace().step(1, 0, 10).kernel("ncclDevKernel_AllReduce", 2, 5, launched=1)
@@ -145,8 +146,8 @@ def test_the_fields_behind_the_events_are_read_to_their_end(tmp_path: Path) -> N
     assert read(tmp_path, packed, "t.json.gz").header.distributed.rank == 5
 
 
-@pytest.mark.parametrize("size", [100, 1 << 16, 2 << 20])
-@pytest.mark.parametrize("at", [30, 9_000, 20_000, -5])
+@for_each("size", [100, 1 << 16, 2 << 20])
+@for_each("at", [30, 9_000, 20_000, -5])
 def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, size: int) -> None:
     content = np.random.default_rng(1).integers(97, 105, 60_000, dtype=np.uint8).tobytes()
     packed = bytearray(gzip.compress(content))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
@@ -260,7 +261,7 @@ def test_a_packed_trace_that_is_cut_says_so(tmp_path: Path) -> None:
     assert codes(found) == ["file_cut"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [b"", b'{"nodes": []}', b'{"nodes": [', b'{"nodes": [' + b"[" * 90_000, b"\x00" * 999],
 )

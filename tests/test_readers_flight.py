@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
@@ -175,7 +176,7 @@ def test_version_1_has_one_sequence_and_says_nothing_of_p2p(tmp_path: Path) -> N
     assert dump.calls.world_size == 4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "rank"),
     [
         ("_dump_14", 14), ("rank3_flight.json.gz", 3), ("rank_3", 3), ("nccl_trace_rank_3", 3),
@@ -231,7 +232,7 @@ def test_odd_entries_are_left_out_and_counted(tmp_path: Path, write: Writer) -> 
     assert dump.notes == (Note("flight_odd", "6 odd entries of the dump are left out", 3),)
 
 
-@pytest.mark.parametrize("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])
+@for_each("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])
 def test_sizes_that_are_none_are_unknown(tmp_path: Path, sizes: object) -> None:
     content = modern()
     content["entries"][0]["input_sizes"] = sizes
@@ -291,7 +292,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         b"",
@@ -378,9 +379,7 @@ def test_a_peer_is_a_global_rank_in_every_group() -> None:
     assert set(calls.peer[calls.is_message].tolist()) == {2}
 
 
-@pytest.mark.parametrize(
-    "file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40]
-)
+@for_each("file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40])
 def test_nothing_else_is_taken_for_a_dump(file: Path) -> None:
     if file.is_file():
         assert not recognizes(head_of(DiskFile(file)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
@@ -101,7 +102,7 @@ def numbers(device: DeviceMemory) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@for_each("protocol", range(6))
 def test_a_snapshot_is_its_state_and_the_way_there(tmp_path: Path, protocol: int) -> None:
     record = record_of(tmp_path, snapshot(), protocol)
     assert (record.kind, record.categories, record.notes) == ("snapshot", (), ())
@@ -116,7 +117,7 @@ def test_a_snapshot_is_its_state_and_the_way_there(tmp_path: Path, protocol: int
     assert device.peak_reserved_bytes == 6 * MIB
 
 
-@pytest.mark.parametrize("lost", range(9))
+@for_each("lost", range(9))
 def test_a_trace_that_lost_its_beginning_ends_the_same(tmp_path: Path, lost: int) -> None:
     whole = record_of(tmp_path, snapshot()).devices[0].curve
     content = snapshot()
@@ -311,7 +312,7 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
     assert record.categories[4] == CategoryMemory("activation", 2_746_497_024, 2_592_465_920)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
 )
 def test_nothing_else_is_taken_for_memory(file: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
@@ -94,7 +95,7 @@ DUMPS = {
 }
 
 
-@pytest.mark.parametrize("dump", DUMPS.values(), ids=DUMPS)
+@for_each("dump", DUMPS.values(), ids=DUMPS)
 def test_every_shape_says_the_same(tmp_path: Path, dump: bytes) -> None:
     log = read(tmp_path, dump)
     assert rows(log) == EXPECTED
@@ -106,7 +107,7 @@ def test_every_shape_says_the_same(tmp_path: Path, dump: bytes) -> None:
     assert measured.busbw_bytes_per_s.tolist() == [3.75e9, 3.75e9, 1e9]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "op", "input_bytes", "message_bytes"),
     [
         ("AllReduce", "all_reduce", 100, 100),
@@ -211,7 +212,7 @@ def test_a_packed_dump_that_is_cut_says_so(tmp_path: Path) -> None:
     assert "file_cut" in [note.code for note in log.notes]
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
+@for_each("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
 def test_what_is_no_dump_is_said(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match="no whole Inspector record"):
         read(tmp_path, content)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
@@ -95,7 +96,7 @@ def test_two_ranks_call_on_the_communicator_that_they_set_up(tmp_path: Path) -> 
     assert (log.lines, log.nccl_lines, log.torn) == (6, 6, 0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "input_bytes", "message_bytes"),
     [
         ("AllReduce", 32, 32),
@@ -118,7 +119,7 @@ def test_bytes_follow_nccl_tests(
     assert rows(calls)[0][0] != "unknown"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "prefix",
     [
         "", " 0: ", "14: ", "[default0]:", "[1,0]<stdout>:", "    ", "[rank0]: ",
@@ -276,7 +277,7 @@ def test_what_the_setup_tells_belongs_to_its_communicator(tmp_path: Path) -> Non
     assert log.links == (Link(0, 0, 1, 1, "P2P", "CUMEM"),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "link"),
     [
         ("Channel 00 : 0[1b000] -> 1[1c000] via P2P/IPC/read", (0, 1, 0, "P2P", "IPC/read")),
@@ -369,7 +370,7 @@ def test_the_cost_table_in_blocks_of_algorithms(tmp_path: Path) -> None:
     assert first.cells[-1] == CostCell("all_reduce", "PAT", "Simple", 8_000, 2 * 10**9, 640)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "choice"),
     [
         ("8 Bytes -> Algo 1 proto 0 time 9.304444",

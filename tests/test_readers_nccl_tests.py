@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
@@ -57,7 +58,7 @@ def read(tmp_path: Path, text: str | bytes) -> Sweeps:
     return read_sweeps(DiskFile(file))
 
 
-@pytest.mark.parametrize("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
+@for_each("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
 def test_a_table_of_today(tmp_path: Path, prefix: str) -> None:
     text = "".join(prefix + line + "\r\n" for line in NEW.splitlines())
     found = read(tmp_path, text)
@@ -75,7 +76,7 @@ def test_a_table_of_today(tmp_path: Path, prefix: str) -> None:
     assert recognizes(text.encode())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("row", "op", "root"),
     [
         ("1048576 262144 float sum -1 9 9.00 12.00 0", "all_reduce", -1),
@@ -252,7 +253,7 @@ def test_no_damage_raises(tmp_path: Path) -> None:
 TABLES = "nccl_tests"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "op", "largest_busbw", "average"),
     [
         ("allreduce", "all_reduce", 235_260_000_000, 68_404_800_000),

@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from nsys_builders import EPOCH_NS, NEW, OLD, Export
 from required import shared_trace
 
@@ -141,7 +142,7 @@ def export_tid(pid: int) -> int:
     return 0x2A << 56 | 0x01 << 48 | pid << 24 | pid
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "environment", "rank", "guessed"),
     [
         ("profile_node0_rank3.sqlite", "", 3, False),

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +38,8 @@ def refused(data: bytes) -> str:
     return caught.value.problem
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
+@for_each("protocol", range(6))
+@for_each("value", PLAIN, ids=range(len(PLAIN)))
 def test_plain_values_come_back(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert recognizes(data)
@@ -87,7 +88,7 @@ def test_what_asks_for_code_is_refused_and_does_not_run(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         b"cos\nsystem\n(S'true'\ntR.",
@@ -119,13 +120,13 @@ def test_an_extension_that_python_has_cached_is_refused_too() -> None:
         copyreg.clear_extension_cache()
 
 
-@pytest.mark.parametrize("cut", range(0, 60, 3))
+@for_each("cut", range(0, 60, 3))
 def test_a_cut_pickle_is_said(cut: int) -> None:
     data = pickle.dumps({"version": "2.9", "entries": [{"a": (1, 2)}, "é" * 9]}, 2)
     assert refused(data[:cut]) == "the pickle is cut off or damaged"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [
         b"\x80\x05\x8e" + struct.pack("<Q", 1 << 62) + b".",
@@ -160,7 +161,7 @@ def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.Monkey
     assert "values" in refused(pickle.dumps(list(range(1000))))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data", [b"", b"{", b'{"a": 1}', b"\x1f\x8b\x08\x00", b"\x80", b"\x80\x06}.", b"[1, 2]", b"]\n"]
 )
 def test_what_is_no_pickle_is_not_taken_for_one(data: bytes) -> None:

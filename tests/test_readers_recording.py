@@ -14,6 +14,7 @@ import fsspec
 import pyarrow as pa
 import pytest
 from builders import GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.readers.any_file import read_files
@@ -46,7 +47,7 @@ def codes(recording: Recording) -> list[str]:
     return [note.code for note in recording.notes]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "names",
     [
         ["rank-0.Aug_01_10.pt.trace.json.gz", "rank-1.Aug_01_10.pt.trace.json.gz"],  # HTA
@@ -325,7 +326,7 @@ def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: 
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("odd", "compute_ns"),
     [
         (b'"dur": NaN', []),

@@ -12,6 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
@@ -48,7 +49,7 @@ def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "framework", "row"),
     [
         (
@@ -318,7 +319,7 @@ def test_deepspeed_lines_fill_the_row_of_megatrons_line(tmp_path: Path) -> None:
     assert log.memory.max_allocated_bytes.tolist() == [int(19.5 * GIB)] * 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "rows"),
     [
         (
@@ -439,7 +440,7 @@ TIMEOUT = "[Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNu
 CANCELED = "slurmstepd: error: *** JOB 7 ON r1 CANCELLED AT 2021-05-23T08:46:02 ***"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tail", "crashed", "error"),
     [
         ("", False, ""),
@@ -480,7 +481,7 @@ def test_a_file_without_a_run_is_one_line(tmp_path: Path) -> None:
 WHOLE = (megatron(1, 2152.25) + titan(1, before="[rank0]:") + megatron(2, 1381.75)).encode()
 
 
-@pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))
+@for_each("cut", range(1, len(WHOLE), 7))
 def test_a_cut_number_is_never_taken_for_a_whole_one(tmp_path: Path, cut: int) -> None:
     try:
         log = read(tmp_path, WHOLE[:cut])
@@ -498,7 +499,7 @@ def test_a_cut_packed_log_is_read_up_to_there(tmp_path: Path) -> None:
     assert [note.code for note in log.notes] == ["file_torn"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "line",
     [
         "iteration 9/ 10 | elapsed time per iteration (ms): 1E9999 | global batch size: 1e300 |",
@@ -564,7 +565,7 @@ def test_the_other_runs_have_as_many_rows_as_lines(file: str, framework: str, ro
     assert (log.steps.median_step_ns is None) == (rows == 0)
 
 
-@pytest.mark.parametrize("file", sorted(SHARED_TRACES.glob(f"{BIGSCIENCE}/*.out")), ids=str)
+@for_each("file", sorted(SHARED_TRACES.glob(f"{BIGSCIENCE}/*.out")), ids=str)
 def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
     stated = re.findall(r"per iteration \(ms\): ([\d.]+)", file.read_text(errors="replace"))
     log = read_train_log(DiskFile(file))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import DataError, examine, read_rules
 from stepsplit.analyzer.readers.kineto import cache
@@ -21,7 +22,7 @@ from stepsplit.dashboard import cli
 NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "kind", "op"),
     [
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "communication", "all_reduce"),
@@ -128,7 +129,7 @@ def test_a_users_rules_come_before_the_built_in_ones_which_stay(tmp_path: Path) 
     assert found.family_of("nvjet_hsh") == "gemm"
 
 
-@pytest.mark.parametrize("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
+@for_each("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
 def test_a_rule_is_found_in_names_of_any_case(tmp_path: Path, match: str) -> None:
     found = read_rules(written(tmp_path, f"[[kernel]]\nmatch = '{match}'\nis = 'fused'\n"))
     names = ("void mykernel<1>", "MYKERNEL", "MyKernel")
@@ -153,7 +154,7 @@ def test_rules_arrive_whole_in_another_process() -> None:
 KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "problem", "mend"),
     [
         ("kernel =", "not TOML", "docs/rules.md"),

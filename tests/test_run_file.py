@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.spec.hardware import Hardware, Link
@@ -176,7 +177,7 @@ def test_latent_attention_has_a_table() -> None:
     assert found == LatentAttention(query_rank=0, kv_rank=64, nope=32, rope=16, value=32)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parallel", "framework", "replicate", "shard", "zero"),
     [
         ({"dp": 8}, "megatron", 8, 1, 0),
@@ -202,7 +203,7 @@ def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
     assert run(parallel={"dp": 8}).recipe.framework == "megatron"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stated", "framework", "hidden"),
     [
         ({}, "megatron", set()),
@@ -230,7 +231,7 @@ def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None
     assert (recipe.recompute, recipe.recompute_every) == (recompute, every)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stated", "states", "target"),
     [
         ({}, set(), "cpu"),
@@ -245,7 +246,7 @@ def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -
     assert (recipe.offload, recipe.offload_to) == (states, target)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("framework", "dtype", "gradients", "activations"),
     [
         ("megatron", "bf16", "fp32", "bf16"),
@@ -302,7 +303,7 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
         job_of('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tables", "told"),
     [
         (
@@ -383,7 +384,7 @@ def test_every_error_is_one_line() -> None:
     assert "\n" not in refusal(model={"preset": "a\nb"})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "told"),
     [
         (b"[model", "not TOML (Expected ']'"),

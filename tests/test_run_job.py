@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import UsageError
 from stepsplit.analyzer.compare.job.hardware_seen import preset_of
@@ -181,7 +182,7 @@ preset = "h100-sxm"
     assert (made.layout.world_size, made.microbatches) == (2, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "preset"),
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.model.schedule.closed import bubble_ns, bubble_rate
 from stepsplit.analyzer.model.schedule.engine import Timeline, simulate
@@ -44,7 +45,7 @@ def own_idle_ns(timeline: Timeline) -> float:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "column"),
     [
         ("1f1b", "bubble_1F1B"),
@@ -80,8 +81,8 @@ def test_playing_the_orders_gives_the_rates_that_the_paper_prints(
         assert idle / (idle + m * sum(times)) == pytest.approx(float(row[column]), abs=1e-4)
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("transfer_ns", [0.0, 0.01])
+@for_each("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
+@for_each("transfer_ns", [0.0, 0.01])
 def test_equal_stages_idle_as_the_closed_form_says(schedule: Schedule, transfer_ns: float) -> None:
     for p in (2, 4, 5, 8):
         for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 21, 24):

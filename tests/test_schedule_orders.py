@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from cases import for_each
 from simulator.schedules import SCHEDULES as SIMULATED
 from simulator.schedules import actions
 
@@ -81,7 +82,7 @@ def test_chunks_lie_every_p_stages_or_in_a_v_or_in_two_copies_of_the_model() -> 
     assert places("1f1b", 3) == ((0,), (1,), (2,))
 
 
-@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one in SIMULATED])
+@for_each("schedule", [one for one in SCHEDULES if one in SIMULATED])
 def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> None:
     for p, rounds in product((2, 4, 6), (2, 3, 5)):
         chunks = 3 if schedule == "interleaved" else 1
@@ -94,7 +95,7 @@ def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> N
             ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedule) -> None:
     p, m = 4, 8
     chunks = 2 if schedule in TWO_STAGES or schedule == "interleaved" else 1
@@ -108,7 +109,7 @@ def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedul
         assert len(forwards) == len(set(forwards)) == (m if schedule == "dualpipe" else chunks * m)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "sizes", "line"),
     [
         ("dualpipe", (4, 6, 1), "dualpipe needs 2 pp = 8 microbatches, not 6; use 8"),

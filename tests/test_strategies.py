@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer import analyze
@@ -151,7 +152,7 @@ STORIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("story", "expected"), STORIES.values(), ids=STORIES)
+@for_each(("story", "expected"), STORIES.values(), ids=STORIES)
 def test_a_story_is_recognized(story: str, expected: list[tuple], tmp_path: Path) -> None:
     assert strategies(tmp_path, story) == expected
 
@@ -267,7 +268,7 @@ def test_what_a_checkpoint_keeps_is_not_computed_again(tmp_path: Path) -> None:
     assert analyze(tmp_path).run.strategies == (Strategy("recompute", detail="selective"),)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@for_each("name", KNOWN)
 def test_a_sample_is_recognized_without_its_run_json(name: str, tmp_path: Path) -> None:
     copy = tmp_path / name
     shutil.copytree(SAMPLES / name, copy)

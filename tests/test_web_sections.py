@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import for_each
 from dash import dcc, html
 from dash.development.base_component import Component
 from report_builders import MS, analysis
@@ -287,7 +288,7 @@ def test_a_whole_and_measured_recording_needs_no_reserve() -> None:
     assert holds(analysis().report) == []
 
 
-@pytest.mark.parametrize("section", [idle, stragglers, compute, overlap, holds])
+@for_each("section", [idle, stragglers, compute, overlap, holds])
 def test_a_section_without_rows_is_absent(section: Any) -> None:
     assert section(with_rows()) == []
 

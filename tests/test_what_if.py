@@ -8,6 +8,7 @@ from statistics import mean
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 from replay_builders import scene
 
 from stepsplit.analyzer import analyze, what_if
@@ -25,12 +26,12 @@ def mean_step_ns(name: str) -> float:
     return mean(row.step_ns for row in analyze(SAMPLES / name).steps if row.kind == "full")
 
 
-@pytest.mark.parametrize("words", EXAMPLES)
+@for_each("words", EXAMPLES)
 def test_a_change_is_written_as_it_is_read(words: str) -> None:
     assert str(change_of(words)) == words
 
 
-@pytest.mark.parametrize("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
+@for_each("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
 def test_other_words_are_refused_and_shown_how(words: str) -> None:
     with pytest.raises(UsageError, match="microbatches=8"):
         change_of(words)

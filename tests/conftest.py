@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from databases import database_url, postgres  # noqa: F401
 from ground_truth import SEED
+from hypothesis import settings
 from turns import in_turn
+
+MOST_WORKERS = 4
+# No limit of time for an example: the quick tier measures none. Without STEPSPLIT_SEED the examples
+# are the same in every run.
+settings.register_profile(
+    "stepsplit", deadline=None, derandomize="STEPSPLIT_SEED" not in os.environ
+)
+settings.load_profile("stepsplit")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """The quick tier uses up to four processors; a few chosen files and slow tests run in one.
+
+    PYTEST_XDIST_AUTO_NUM_WORKERS, which xdist reads, names another number."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    chosen = config.option.keyword or not any(Path(one).is_dir() for one in config.args)
+    if chosen or config.option.markexpr != "not slow":
+        return 0
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +54,9 @@ def pytest_report_header() -> str:
     return f"simulated jobs: seed {SEED} (STEPSPLIT_SEED={SEED} repeats them)"
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes what the user has cached."""
-    monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes what the user has cached; all tests of a session share a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -11,6 +11,7 @@ from required import absent
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # HTA's own, for pandas 3
+@pytest.mark.seeded
 def test_a_slow_rank_is_told_by_stepsplit_and_called_communication_by_hta() -> None:
     if find_spec("hta") is None:
         absent("hta", "HolisticTraceAnalysis is not installed")

@@ -39,6 +39,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_path: Path) -> None:
     found = told(name, SEED, tmp_path)

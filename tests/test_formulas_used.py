@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from cases import for_each
 from prediction_builders import GPT, H100, job
 
 from stepsplit.analyzer.model.comm.measured import Rates
@@ -48,7 +49,7 @@ def test_one_rank_rests_on_no_message() -> None:
     assert tuple(formula.id for formula in one) == ALONE
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layout", "formulas"),
     [
         (Layout(dp_replicate=8), {"comm.ddp"}),
@@ -146,6 +147,7 @@ def test_no_formula_is_named_twice_and_all_that_are_explained_are_named() -> Non
     assert explained - set(named) == {"link.nvlink", "link.nic"}
 
 
+@pytest.mark.slow
 def test_naming_them_is_cheap() -> None:
     a_job, started = job(), time.perf_counter()
     for _ in range(1000):

@@ -13,6 +13,7 @@ from ground_truth import SEED
 from stepsplit.analyzer.compare.verdict import counted, measured, samples, student
 from stepsplit.analyzer.compare.verdict.student import MISS, Difference, difference
 
+pytestmark = pytest.mark.seeded
 TRIALS = 150
 ALARMS = 0.025
 """So many trials of a hundred may raise an alarm where nothing changed."""

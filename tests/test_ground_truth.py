@@ -1,4 +1,4 @@
-"""The analyzer against the truth of simulated jobs, on fresh seeds."""
+"""The analyzer against the truth of simulated jobs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 from simulator.truth import truth_of
 
+pytestmark = pytest.mark.seeded
 QUICK = ("tp_slow_rank", "ddp_host_stall", "fsdp_four_hosts", "pp_1f1b", "tp_pp_dp_slow_rank")
 EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SCENARIOS]
 SOME = ("tp", "ddp_two_hosts", "fsdp", "cp_ring", "ep", "pp_1f1b", "pp_gpipe", "tp_pp_dp_slow_rank")

@@ -51,6 +51,11 @@ SYNC, TRITON = (
 )
 QWEN = "kineto_tracelens/h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz"
 RESNET = "kineto_tracelens/mi300__resnet_act_checkpoint.json.gz"
+LARGE = (
+    "kineto_hta/df_index_resolver__df_index_resolver.json.gz",
+    "kineto_hta/trace_diff__control__control.json.gz",
+)
+"""HTA's loader takes seconds for each."""
 DEVICE_NAMES = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
 
 
@@ -166,7 +171,15 @@ def in_whole_us(trace: RankTrace) -> bool:
     return not (trace.events.start_ns % 1000).any() and not (trace.events.dur_ns % 1000).any()
 
 
-@pytest.mark.parametrize("name", [p for p in real_traces() if p.values[0] not in UNREADABLE])
+def traces_for_htas_loader() -> list[Any]:
+    return [
+        pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.values[0] in LARGE else ())
+        for p in real_traces()
+        if p.values[0] not in UNREADABLE
+    ]
+
+
+@pytest.mark.parametrize("name", traces_for_htas_loader())
 def test_compute_idle_and_overlap_are_htas(name: str, tmp_path: Path) -> None:
     """To the microsecond, since HTA holds a time of today in a float; else to the last digit."""
     trace, theirs = trace_of(name), without_other_work(loaded_by_hta(name, tmp_path))
@@ -179,18 +192,16 @@ def test_compute_idle_and_overlap_are_htas(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", real_traces())
-def test_compute_and_idle_are_htas_to_the_nanosecond_through_the_bridge(name: str) -> None:
-    trace = trace_of(name)
-    assert of_hta(in_hta([in_one_step(trace)])).close(of_stepsplit(trace), 0.0005)
+def test_compute_idle_and_copies_are_htas_through_the_bridge(name: str) -> None:
+    """Compute and idle to the nanosecond; memory is copies outside of compute and communication.
 
-
-@pytest.mark.parametrize("name", real_traces())
-def test_copies_outside_of_compute_and_communication_are_htas_memory(name: str) -> None:
-    """HTA cuts each stretch to whole microseconds, so elsewhere the sums are smaller."""
+    HTA cuts each stretch of memory to whole microseconds, so elsewhere the sums are smaller."""
     trace = in_one_step(trace_of(name))
+    handed = in_hta([trace])
+    assert of_hta(handed).close(of_stepsplit(trace_of(name)), 0.0005)
     work, communication = work_of(trace), communication_of(trace)
     bare = without(without(work.copy, work.compute), communication)
-    kinds = in_hta([trace]).get_gpu_kernel_breakdown(visualize=False)[0].set_index("kernel_type")
+    kinds = handed.get_gpu_kernel_breakdown(visualize=False)[0].set_index("kernel_type")
     theirs = int(kinds["sum"].get("MEMORY", 0)) * 1000
     lost = 0 if in_whole_us(trace) else 1000 * (2 * len(work.copy) + len(communication) + 1)
     assert 0 <= bare.total_ns - theirs <= lost
@@ -255,7 +266,10 @@ BOTH_WAYS = (
 )
 
 
-@pytest.mark.parametrize("name", BOTH_WAYS, ids=lambda name: name[7:50])
+@pytest.mark.parametrize(
+    "name", [pytest.param(BOTH_WAYS[0], marks=pytest.mark.slow), *BOTH_WAYS[1:]],
+    ids=lambda name: name[7:50],
+)  # fmt: skip
 def test_hta_says_the_same_of_what_it_loads_and_of_what_it_is_handed(
     name: str, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_prediction_loads_nothing_heavy(run_file: Path) -> None:
     assert json.loads(done.stdout)["schema"] == "stepsplit.prediction/1"
 
 
+@pytest.mark.slow
 def test_one_prediction_is_there_at_once(run_file: Path) -> None:
     assert min(_seconds(run_file) for _ in range(5)) < MOST_S * slowness()
 
@@ -106,6 +107,7 @@ def thousand_jobs(seq_len: int) -> list[Job]:
     ]
 
 
+@pytest.mark.slow
 def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
     jobs = thousand_jobs(1024)
     assert len(set(jobs)) == 1000

@@ -123,7 +123,13 @@ def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
     assert sixteen.best.step_ns == steps[0]
 
 
-@pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(MIDDLE, id="dense"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_shown_is_what_timing_everything_shows(
     one: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +252,7 @@ def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
         plan(odd, 3, frozenset({"tp"}))
 
 
+@pytest.mark.slow
 def test_ten_thousand_layouts_take_less_than_thirty_seconds() -> None:
     start = time.perf_counter()
     considered = plan(NODE, 64).searched.considered

@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ground_truth import SEED, check, trial
+from ground_truth import SEED, Trial, check, trial
 from planted_bugs import BUGS, Bug
+
+from stepsplit.analyzer import analyze
+
+pytestmark = pytest.mark.seeded
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "right").mkdir()
-    (tmp_path / "wrong").mkdir()
-    scenario = bug.scenario(SEED)
-    check(trial(scenario, tmp_path / "right"))
+    right = trial(bug.scenario(SEED), tmp_path)
+    check(right)
     bug.plant(monkeypatch)
     with pytest.raises(AssertionError):
-        check(trial(scenario, tmp_path / "wrong"))
+        check(Trial(right.scenario, right.run, analyze(tmp_path)))

@@ -16,7 +16,11 @@ from stepsplit.analyzer.readers.sources import DiskFile
 
 
 @pytest.fixture(autouse=True)
-def small_files_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_files_too(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each test has a cache of its own, which keeps files of any size."""
+    monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(cache, "LEAST_BYTES", 0)
 
 

@@ -231,14 +231,14 @@ class Trial:
         self.tried += 1
         self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
 
-    def judge(self, least_share: float) -> None:
-        """Fails where too few gave something, or one took too long; prints the shares."""
+    def judge(self, least_share: float, timed: bool) -> None:
+        """Fails where too few gave something or, if timed, one took too long; prints both."""
         share = self.gave / self.tried
         sys.stdout.write(
             f"{self.tried} damaged, {share:.0%} read, slowest {self.slowest_s:.2f} s\n"
         )
         assert share >= least_share
-        assert self.slowest_s < MOST_SECONDS
+        assert not timed or self.slowest_s < MOST_SECONDS
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * MOST_BYTES
 
 
@@ -265,7 +265,7 @@ def test_damaged_traces_are_read_or_refused_in_one_line(
         random = Random(seed)
         content = damaged(random, random.choice(seeds))
         trial.read("rank0_trace.json", content, seed, traces_read)
-    trial.judge(0.5)
+    trial.judge(0.5, timed=divisor == PART)
 
 
 @pytest.mark.parametrize(("million", "divisor"), FEW)
@@ -277,7 +277,7 @@ def test_damaged_archives_are_read_or_refused_in_one_line(
     for seed in range(million * 1_000_000, million * 1_000_000 + 8_000 // divisor):
         random = Random(seed)
         trial.read(*badly_packed(random, random.choice(seeds)), seed, traces_read)
-    trial.judge(0.2)
+    trial.judge(0.2, timed=divisor == PART)
 
 
 @pytest.mark.parametrize(("million", "divisor"), FEW)
@@ -291,7 +291,7 @@ def test_damaged_files_of_other_kinds_are_read_or_refused_in_one_line(
         random = Random(seed)
         name = random.choice(list(seeds))
         trial.read(name, damaged(random, seeds[name]), seed, anything_read)
-    trial.judge(0.3)
+    trial.judge(0.3, timed=divisor == PART)
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_what_was_read_of_damaged_traces_can_be_analyzed(tmp_path: Path) -> None
         random = Random(seed)
         content = damaged(random, random.choice(seeds))
         trial.read("rank0_trace.json", content, seed, lambda file: analyze(file) is not None)
-    trial.judge(0.5)
+    trial.judge(0.5, timed=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -108,6 +108,7 @@ def test_sums_that_begin_during_the_backward_are_waited_for_together(tmp_path: P
     assert steps_us(earlier(graph, moves)) == [90, 90]
 
 
+@pytest.mark.seeded
 @pytest.mark.parametrize("name", QUICK)
 def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name](SEED)

@@ -6,6 +6,7 @@ import random
 from time import perf_counter
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule import steady
@@ -75,7 +76,7 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
         pipeline_ns("interleaved", 2, 2, 2, UNEQUAL)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_equal_stages_leave_the_ideal_bubble(schedule: Schedule) -> None:
     """With equal times of the three kinds of pass, as the formulas of the V shapes assume."""
     chunks = 2 if schedule == "interleaved" else 1
@@ -104,7 +105,7 @@ def drawn_costs(dice: random.Random, stages: int) -> Costs:
     return tuple(costs[:1] * (stages - 1) + costs[-1:] if dice.random() < 0.4 else costs)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_the_fast_way_is_the_whole_simulation_to_a_billionth(schedule: Schedule) -> None:
     dice = random.Random(schedule)
     for _ in range(30):
@@ -154,15 +155,18 @@ def test_bubble_fraction_is_of_the_window_and_bubble_overhead_of_the_useful_time
     assert (time.bubble_fraction, time.bubble_overhead) == (16 / 52, 16 / 36)
 
 
-def test_sixteen_ranks_with_128_microbatches_take_milliseconds_and_nothing_the_second_time() -> (
-    None
-):
+@pytest.mark.slow
+def test_sixteen_ranks_with_128_microbatches_take_milliseconds() -> None:
     """About 0.4 ms, 2.5 ms with the graph; the limits are wide, for a machine under load."""
     pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
     since = perf_counter()
     for last in range(20):
         pipeline_ns("1f1b", 16, 128, 1, ((1e6, 1e6, 1e6),) * 15 + ((1e6 + last, 1e6, 1e6),))
     assert perf_counter() - since < 20 * 0.01
+
+
+def test_the_same_stages_are_simulated_once() -> None:
+    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
     hits = pipeline_ns.cache_info().hits
     pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
     assert pipeline_ns.cache_info().hits == hits + 1

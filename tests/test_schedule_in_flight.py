@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
+from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.in_flight import in_flight, peak
@@ -45,7 +45,7 @@ def test_zero_bubble_schedules_hold_as_much_on_every_rank() -> None:
     assert held("dualpipe-v", 4, 8) == [9, 9, 9, 9]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_the_formula_counts_what_the_order_holds(schedule: Schedule) -> None:
     counted = 0
     for p, m, chunks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 7, 8, 12, 16, 24), (1, 2, 3)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import for_each
 
 from stepsplit.analyzer import units
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shown", "expected"),
     [
         (units.milliseconds(1_234_567), "1.23 ms"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from collector_jobs.starting import heed_interrupts
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import processes
@@ -98,7 +99,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     temporary.mkdir()
     job = subprocess.Popen(
         [sys.executable, program], env=os.environ | {"TMPDIR": str(temporary)},
-        start_new_session=True, stderr=subprocess.DEVNULL,
+        start_new_session=True, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts,
     )  # fmt: skip
     _until(lambda: len(list(temporary.rglob("held"))) == 2)
     os.killpg(job.pid, signal.SIGINT)

@@ -99,6 +99,21 @@ def browser(chromium) -> Iterator[object]:  # type: ignore[no-untyped-def]
         context.close()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A server for all tests that only look at runs of their own, and the folder of its store."""
+
+    url: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    folder = tmp_path_factory.mktemp("shared")
+    with running_server(folder) as url:
+        yield Shared(url, folder)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
     with running_server(tmp_path) as url:
@@ -115,13 +130,13 @@ FIGURES = {
 }
 
 
-def test_every_page_of_a_run_draws_itself(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run_id = _import(tmp_path)
+def test_every_page_of_a_run_draws_itself(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
     watch = Watch()
     page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
 
     for path, figures in FIGURES.items():
-        page.goto(f"{server}/run/{run_id}{path}")
+        page.goto(f"{shared.url}/run/{run_id}{path}")
         page.wait_for_selector(".tabs .on")
         for figure in figures:
             page.wait_for_selector(f"#{figure} .point")
@@ -129,13 +144,15 @@ def test_every_page_of_a_run_draws_itself(server: str, browser, tmp_path: Path) 
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
 
 
-def test_the_overviews_numbers_are_the_reports(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run_id = _import(tmp_path)
+def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
     page = browser.new_page()
 
-    page.goto(f"{server}/run/{run_id}")
+    page.goto(f"{shared.url}/run/{run_id}")
     page.wait_for_selector(".card.number")
-    report = from_json(page.request.get(f"{server}/api/v1/runs/{run_id}/report.json").body(), "it")
+    report = from_json(
+        page.request.get(f"{shared.url}/api/v1/runs/{run_id}/report.json").body(), "it"
+    )
 
     shown = dict(zip(page.locator(".number .label").all_inner_texts(),
                      page.locator(".number .value").all_inner_texts(), strict=True))  # fmt: skip
@@ -154,16 +171,16 @@ def test_the_overviews_numbers_are_the_reports(server: str, browser, tmp_path: P
 
 
 def test_a_bar_leads_to_its_timeline_and_a_menu_into_the_address(
-    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+    shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
-    run_id = _import(tmp_path)
+    run_id = _import(shared.folder)
     page = browser.new_page()
 
-    page.goto(f"{server}/run/{run_id}")
+    page.goto(f"{shared.url}/run/{run_id}")
     page.locator(f"#by-rank {BARS}").nth(2).click(force=True)
     page.wait_for_url("**/timeline?rank=2*")
 
-    page.goto(f"{server}/run/{run_id}/pipeline")
+    page.goto(f"{shared.url}/run/{run_id}/pipeline")
     page.locator("select").select_option("7")
     page.wait_for_url("**/pipeline?step=7")
     page.get_by_text("step 7 took").wait_for()
@@ -202,13 +219,13 @@ def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -
 
 
 def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
-    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+    shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     run = examine([SAMPLES / "tp2_pp2"])
-    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
     watch = Watch()
     page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
-    page.goto(f"{server}/run/{run_id}/timeline")
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
     page.wait_for_selector("#timeline-view[data-drawn]")
 
     _click(page, _LONGEST_WAIT)
@@ -241,14 +258,14 @@ _PERFETTO = """<script>
 </script>"""
 
 
-def test_perfetto_is_handed_the_trace_in_the_browser(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
     """Perfetto's own protocol with a page that stands in for its own."""
-    run_id = _import(tmp_path)
+    run_id = _import(shared.folder)
     context = browser.new_context()
     stand_in = {"body": _PERFETTO, "content_type": "text/html"}
     context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(**stand_in))
     page = context.new_page()
-    page.goto(f"{server}/run/{run_id}/timeline")
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
     page.wait_for_selector("#timeline-view[data-drawn]")
 
     with context.expect_page() as opened:
@@ -259,12 +276,12 @@ def test_perfetto_is_handed_the_trace_in_the_browser(server: str, browser, tmp_p
 
 
 def test_a_changed_model_is_beside_the_run_and_in_the_address(
-    server: str, browser, tmp_path: Path  # type: ignore[no-untyped-def]
+    shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     run = examine([SAMPLES / "tp2_pp2"], run="auto")
-    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
     page = browser.new_page()
-    page.goto(f"{server}/run/{run_id}/model")
+    page.goto(f"{shared.url}/run/{run_id}/model")
     before = page.locator(".number .value").first.inner_text()
 
     page.locator("select[data-choice=micro_batch]").select_option("4")
@@ -276,10 +293,10 @@ def test_a_changed_model_is_beside_the_run_and_in_the_address(
     _until(page, lambda: page.locator(".number .value").first.inner_text() == before)
 
 
-def test_the_timeline_answers_the_keyboard(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run_id = _import(tmp_path)
+def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
     page = browser.new_page()
-    page.goto(f"{server}/run/{run_id}/timeline")
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
     page.wait_for_selector("#timeline-view[data-drawn]")
     page.locator("#timeline-view canvas").focus()
 
@@ -293,20 +310,20 @@ def test_the_timeline_answers_the_keyboard(server: str, browser, tmp_path: Path)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(server: str, browser, tmp_path: Path, scheme: str) -> None:  # type: ignore[no-untyped-def]
+def test_axe_finds_nothing_serious(shared: Shared, browser, scheme: str) -> None:  # type: ignore[no-untyped-def]
     from axe_playwright_python.sync_playwright import Axe
 
     run = examine([SAMPLES / "tp2_pp2"], run="auto")
-    run_id = _store(tmp_path).import_report("tp2_pp2", run.report, run.tables)
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
     page = browser.new_page(color_scheme=scheme)
     found = {}
     for path in ("", "/timeline", *list(FIGURES)[1:]):
-        page.goto(f"{server}/run/{run_id}{path}")
+        page.goto(f"{shared.url}/run/{run_id}{path}")
         page.wait_for_selector(".tabs .on")
         page.wait_for_timeout(300)
         found[path] = _serious(Axe().run(page).response)
     for path in ("/", "/history", "/compare"):
-        page.goto(f"{server}{path}")
+        page.goto(f"{shared.url}{path}")
         page.wait_for_selector("h1")
         found[path] = _serious(Axe().run(page).response)
     assert not any(found.values()), found
@@ -441,10 +458,10 @@ def test_a_dropped_file_is_uploaded(server: str, browser, tmp_path: Path) -> Non
     assert (tmp_path / "artifacts" / run.id / "input" / "rank0.json").read_text() == "dropped"
 
 
-def test_the_policy_is_in_force(server: str, browser) -> None:  # type: ignore[no-untyped-def]
+def test_the_policy_is_in_force(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
     watch = Watch()
     page = watch.on(browser.new_page())
-    page.goto(server)
+    page.goto(shared.url)
     page.wait_for_selector("#drop-zone")
 
     page.evaluate(_INLINE)

@@ -48,7 +48,14 @@ def start(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
+
+
+def heed_interrupts() -> None:
+    """In a child about to run: Ctrl-C ends it, also where the tests run in the background and
+    ignore it, as under nohup."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[str]) -> Ended:

@@ -10,7 +10,7 @@ import pytest
 from databases import database_url, postgres  # noqa: F401
 from ground_truth import SEED
 from hypothesis import settings
-from turns import in_turn
+from turns import describe_turn, select_in_turn
 
 MOST_WORKERS = 4
 # No limit of time for an example: the quick tier measures none. Without STEPSPLIT_SEED the examples
@@ -39,19 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests marked in_turn a fifth runs each time."""
-    marked = [item for item in items if item.get_closest_marker("in_turn")]
-    chosen = set(in_turn([item.nodeid for item in marked])) if len(marked) > 5 else None
-    if chosen is None:
+    """Slow tests take turns, where whole folders of tests run."""
+    if not any(Path(one).is_dir() for one in config.args):
         return
-    left = [item for item in marked if item.nodeid not in chosen]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+    chosen = select_in_turn(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
-def pytest_report_header() -> str:
-    return f"simulated jobs: seed {SEED} (STEPSPLIT_SEED={SEED} repeats them)"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [f"simulated jobs: seed {SEED} (STEPSPLIT_SEED={SEED} repeats them)"]
+    return lines if config.option.markexpr == "not slow" else [*lines, describe_turn()]
 
 
 @pytest.fixture(scope="session", autouse=True)

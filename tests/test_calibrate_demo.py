@@ -21,7 +21,11 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.collectors.launch import launch_workload
 from stepsplit.collectors.recipe import Recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.in_turn("analyzer/compare/calibrate"),
+    pytest.mark.timeout(1800),
+]
 
 STEP_OFF = 0.2
 """How far off a predicted step may be, a ratio of the measured one."""

@@ -10,7 +10,6 @@ from ground_truth import SEED
 from planted_causes import told
 from replay_builders import scene
 from simulator.planted import PLANTED
-from turns import in_turn
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.compare.causes.backwards import Backwards
@@ -34,8 +33,9 @@ PAIR = [("0", "mesh_tp", [0, 1])]
 
 
 SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in in_turn(name for name in PLANTED if name not in QUICK)
+    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.in_turn("analyzer/compare/causes")))
+    for name in PLANTED
+    if name not in QUICK
 ]
 
 

@@ -40,7 +40,7 @@ from collector_jobs.starting import (
 from stepsplit.collectors.control.wire import Status, agents, ask_status
 
 torch = pytest.importorskip("torch")
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 RANK_0, RANK_1 = (
     [f"rank{rank}_{name}" for name in ("flight.json.gz", "record.json", "trace.json.gz")]

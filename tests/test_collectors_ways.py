@@ -15,7 +15,7 @@ from stepsplit.collectors.rank_record import read_record
 from stepsplit.collectors.step_times import KEPT
 
 pytest.importorskip("torch")
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "plain_ddp.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

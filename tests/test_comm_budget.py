@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+IN_TURN = pytest.mark.in_turn("dashboard/pytest_plugin.py", "dashboard/comm_budget.py")
 
 STEP = '''
 import os
@@ -105,7 +106,7 @@ def test_a_job_is_held_against_its_baseline(tmp_path: Path) -> None:
     assert "all_reduce: +2 calls a step (4 of 262 kB before, 6 of 262 kB now)" in more.stdout
 
 
-@pytest.mark.in_turn
+@IN_TURN
 def test_a_recording_that_the_test_launched_itself(tmp_path: Path) -> None:
     (tmp_path / "test_launched.py").write_text(LAUNCHES)
     places = {"RANKS": str(JOBS / "ranks.py"), "DEMO": str(JOBS / "planted_demo.py")}
@@ -125,7 +126,7 @@ def test_without_baseline(comm_budget):
 """
 
 
-@pytest.mark.in_turn
+@IN_TURN
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 def test_what_cannot_be_told_is_skipped_or_fails_where_one_is_strict(
     strict: bool, tmp_path: Path

@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 from example_runs import Outcome, outcome, record_example  # noqa: E402
 from jobs import EXAMPLES, Example  # type: ignore[import-not-found]  # noqa: E402
 from required import absent  # noqa: E402
-from turns import in_turn  # noqa: E402
 
 from stepsplit.analyzer import analyze  # noqa: E402
 
@@ -64,12 +63,8 @@ SEEN = {
 """The strategies and the mesh that the traces alone tell, by the run."""
 
 
-TURN = in_turn(example.name for example in EXAMPLES)
-
-
-@pytest.mark.parametrize(
-    "example", [e for e in EXAMPLES if e.name in TURN], ids=lambda example: example.name
-)
+@pytest.mark.in_turn("examples")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_each_strategy_is_recorded_recognized_and_counted(example: Example, tmp_path: Path) -> None:
     if "deepspeed" in example.script:
         _need_deepspeed()

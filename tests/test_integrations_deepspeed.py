@@ -7,7 +7,7 @@ from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
 
 from stepsplit.collectors.run_spec import Mesh, Training, from_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 AXES = {1: "dp_replicate", 3: "dp_shard"}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 
 def test_the_traces_of_use_pytorch_profiler_are_read(tmp_path: Path) -> None:

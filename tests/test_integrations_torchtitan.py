@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 
 def test_our_recorder_runs_where_its_profiler_would(tmp_path: Path) -> None:

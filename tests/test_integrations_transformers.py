@@ -7,7 +7,7 @@ from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
 
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training, from_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 
 def test_the_callback_records_optimizer_steps_and_leaves_the_training_as_it_was(

@@ -44,7 +44,7 @@ HOSTILE = (
 )  # fmt: skip
 MOST_SECONDS = 5
 PART = 2 if os.environ.get("STEPSPLIT_EVERY") else 8
-SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn)
+SLOW_IN_TURN = (pytest.mark.slow, pytest.mark.in_turn("analyzer/readers/kineto"))
 MOST_BYTES = 1 << 30
 _BLANK = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()

@@ -16,7 +16,6 @@ from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
-from turns import in_turn
 
 from stepsplit.analyzer.compare.replay.build import graph_of
 from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
@@ -123,7 +122,8 @@ def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", in_turn(name for name in SCENARIOS if name not in QUICK))
+@pytest.mark.in_turn("analyzer/compare/replay")
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in QUICK])
 def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
     test_simulated_jobs_replay_as_they_were(name, tmp_path)
 

@@ -1,17 +1,118 @@
-"""Slow tests that take turns: a fifth of them runs each time, by the seed; all with
-STEPSPLIT_EVERY=1."""
+"""Slow tests that take turns: a fifth of them runs each time, and all that a change concerns.
+
+A test marked `in_turn("collectors", ...)` runs where a file under one of these paths has changed,
+or the test's own file, or a module beside it that it imports. Of the others a fifth runs, by the
+seed. STEPSPLIT_EVERY=1 runs all.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
+import pytest
 from ground_truth import SEED
 
+ROOT = Path(__file__).parent.parent
 _TURNS = 5
 
 
-def in_turn(names: Iterable[str]) -> tuple[str, ...]:
-    """Those whose turn it is, of these names."""
-    every = tuple(names)
-    return every if os.environ.get("STEPSPLIT_EVERY") else every[SEED % _TURNS :: _TURNS]
+@dataclass(frozen=True)
+class Change:
+    """The files that differ from a commit, relative to the root; none where there is no commit."""
+
+    since: str
+    paths: frozenset[str]
+
+    def touches(self, folders: Collection[str]) -> bool:
+        return any(path == f or path.startswith(f"{f}/") for path in self.paths for f in folders)
+
+
+@cache
+def read_change() -> Change:
+    """What changed since STEPSPLIT_CHANGED_SINCE, with what is not committed.
+
+    Without it: since this branch left origin's, or, where it has no commits of its own, since the
+    commit before the last. Files that were only moved have not changed.
+    """
+    since = os.environ.get("STEPSPLIT_CHANGED_SINCE") or _find_base()
+    if not since:
+        return Change("", frozenset())
+    if not _git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
+        raise pytest.UsageError(f"STEPSPLIT_CHANGED_SINCE: no commit {since} here")
+    changed = {
+        path
+        for status, *paths in (
+            line.split("\t") for line in _git("diff", "--name-status", "-M", since).splitlines()
+        )
+        if status != "R100"
+        for path in paths
+    }
+    new = _git("ls-files", "--others", "--exclude-standard").splitlines()
+    return Change(since, frozenset({*changed, *new}))
+
+
+def select_in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of the items that run this time; items without the mark always do."""
+    marked = [item for item in items if item.get_closest_marker("in_turn")]
+    if os.environ.get("STEPSPLIT_EVERY"):
+        return list(items)
+    turn = set(marked[SEED % _TURNS :: _TURNS])
+    left = {item for item in marked if item not in turn and not _is_concerned(item)}
+    return [item for item in items if item not in left]
+
+
+def describe_turn() -> str:
+    change = read_change()
+    turn = f"slow tests: turn {SEED % _TURNS + 1} of {_TURNS}"
+    if not change.since:
+        return turn
+    return f"{turn}, and those of {len(change.paths)} files changed since {change.since[:10]}"
+
+
+def _is_concerned(item: pytest.Item) -> bool:
+    folders = {f for mark in item.iter_markers("in_turn") for f in mark.args}
+    absent = [f for f in folders if not (ROOT / f).exists()]
+    if absent:
+        raise pytest.UsageError(f"{item.nodeid}: in_turn names {absent[0]}, which does not exist")
+    return read_change().touches(folders | _find_sources(item.path))
+
+
+@cache
+def _find_sources(test: Path) -> frozenset[str]:
+    """The test's file, and the modules and packages of the tests that it imports."""
+    names = set()
+    for node in ast.walk(ast.parse(test.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    tests = Path(__file__).parent
+    beside = [path for name in names for path in (tests / f"{name}.py", tests / name)]
+    found = [test, *(path for path in beside if path.exists() and path.stem != "simulator")]
+    return frozenset(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def _find_base() -> str:
+    head = _git("rev-parse", "HEAD")
+    for branch in ("origin/HEAD", "origin/main"):
+        base = _git("merge-base", branch, "HEAD")
+        if base and base != head:
+            return base
+    return _git("rev-parse", "--verify", "--quiet", "HEAD~1")
+
+
+def _git(*words: str) -> str:
+    """What git says; nothing where it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -23,6 +23,7 @@ from stepsplit.collectors.recipe import Recipe
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.in_turn("analyzer/compare/calibrate"),
     pytest.mark.timeout(1800),
 ]

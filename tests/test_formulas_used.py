@@ -148,6 +148,7 @@ def test_no_formula_is_named_twice_and_all_that_are_explained_are_named() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_naming_them_is_cheap() -> None:
     a_job, started = job(), time.perf_counter()
     for _ in range(1000):

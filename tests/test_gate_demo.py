@@ -18,7 +18,7 @@ from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
 from stepsplit.analyzer.compare.verdict.verdict import Verdict
 from stepsplit.analyzer.gate import facts_at
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 BUDGETS = budgets_of(DEFAULT)
 PAIRS, SIDE = 20, 3

@@ -72,6 +72,7 @@ def test_a_prediction_loads_nothing_heavy(run_file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_one_prediction_is_there_at_once(run_file: Path) -> None:
     assert min(_seconds(run_file) for _ in range(5)) < MOST_S * slowness()
 
@@ -108,6 +109,7 @@ def thousand_jobs(seq_len: int) -> list[Job]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
     jobs = thousand_jobs(1024)
     assert len(set(jobs)) == 1000

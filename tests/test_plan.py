@@ -253,6 +253,7 @@ def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_ten_thousand_layouts_take_less_than_thirty_seconds() -> None:
     start = time.perf_counter()
     considered = plan(NODE, 64).searched.considered

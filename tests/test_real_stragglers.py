@@ -12,7 +12,7 @@ from stepsplit.collectors.launch import launch_workload
 from stepsplit.collectors.recipe import Recipe
 
 LATE_MS = 400
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def recorded(folder: Path, parallel: str, kind: str, microbatches: int) -> Report:

@@ -156,6 +156,7 @@ def test_bubble_fraction_is_of_the_window_and_bubble_overhead_of_the_useful_time
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_sixteen_ranks_with_128_microbatches_take_milliseconds() -> None:
     """About 0.4 ms, 2.5 ms with the graph; the limits are wide, for a machine under load."""
     pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.spec.job import Job
     from stepsplit.analyzer.model.spec.run_file import read_job
     from stepsplit.analyzer.model.validate.validation import validate
-    from stepsplit.analyzer.readers.any_file import FileRead, read_files
-    from stepsplit.analyzer.readers.rules import Rules
-    from stepsplit.analyzer.readers.rules_file import read_rules
+    from stepsplit.analyzer.readers.kernel_rules import Rules, read_rules
+    from stepsplit.analyzer.readers.registry import FileRead, read_files
     from stepsplit.analyzer.report.report import Report
     from stepsplit.analyzer.two_runs import compare_runs
 
@@ -67,13 +66,13 @@ __all__ = [
 _HOME = {
     "Analysis": "analysis",
     "DataError": "errors",
-    "FileRead": "readers.any_file",
+    "FileRead": "readers.registry",
     "Hang": "hang.hang",
     "Job": "model.spec.job",
     "Plan": "compare.plan.plan",
     "Prediction": "model.prediction",
     "Report": "report.report",
-    "Rules": "readers.rules",
+    "Rules": "readers.kernel_rules",
     "RunComparison": "compare.runs.comparison",
     "StepsplitError": "errors",
     "UsageError": "errors",
@@ -87,10 +86,10 @@ _HOME = {
     "find_hang": "hang.find",
     "plan": "compare.plan.search",
     "predict": "model.predict",
-    "read_files": "readers.any_file",
+    "read_files": "readers.registry",
     "read_job": "model.spec.run_file",
     "read_rates": "model.rates_file",
-    "read_rules": "readers.rules_file",
+    "read_rules": "readers.kernel_rules",
     "validate": "model.validate.validation",
     "what_if": "compare.what_if.what_if",
 }

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from stepsplit.analyzer.compare.causes.find import find_causes
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.readers.processes import Progress, no_progress
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.workers import Progress, no_progress
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.build_tables import build_tables
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow

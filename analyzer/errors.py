@@ -7,6 +7,10 @@ StepsplitError                  catch this one
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from stepsplit.collectors.run_spec import write_whole
+
 RECORD_AGAIN = "record it again or leave it out"
 """How a file that is beyond use is mended."""
 
@@ -30,3 +34,20 @@ class DataError(StepsplitError):
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
         """Errors come back whole from worker processes."""
         return DataError, (self.where, self.problem, self.mend, self.rank)
+
+
+# Files that people ask for: written whole or not at all, refused in one line.
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes the file, whole or not at all. Raises UsageError where it cannot be written."""
+    try:
+        write_whole(path, content)
+    except (OSError, ValueError) as error:
+        raise unwritable(path, error) from None
+
+
+def unwritable(path: Path, error: OSError | ValueError) -> UsageError:
+    """The error for a place that cannot be written, with the system's reason."""
+    reason = getattr(error, "strerror", None) or "not a file"
+    return UsageError(f"{path}: {reason}; choose a place that can be written")

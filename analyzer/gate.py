@@ -13,8 +13,8 @@ from stepsplit.analyzer.compare.verdict.facts_of import facts_of
 from stepsplit.analyzer.compare.verdict.judge import judge
 from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
 from stepsplit.analyzer.compare.verdict.verdict import Verdict
-from stepsplit.analyzer.readers.processes import Progress, no_progress
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+from stepsplit.analyzer.readers.workers import Progress, no_progress
 from stepsplit.analyzer.two_runs import report_at
 
 Place = str | Path

@@ -8,9 +8,8 @@ from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.compare.runs.compare import compare_reports
 from stepsplit.analyzer.compare.runs.comparison import RunComparison
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.readers.processes import Progress, no_progress
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.workers import Progress, no_progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.wire import REPORT_NAME, is_report, read_report
 

@@ -89,7 +89,7 @@ class CommBudget:
 
     def _updated(self) -> Outcome:
         from stepsplit.analyzer.compare.verdict.baseline_file import to_json
-        from stepsplit.analyzer.written import write
+        from stepsplit.analyzer.errors import write
 
         write(self.baseline, to_json(self._facts))
         return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")

@@ -11,7 +11,8 @@ import pytest
 from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
-from stepsplit.analyzer.readers.kineto import device_calls
+from stepsplit.analyzer.arrays import Intervals, empty
+from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import attribute, classify, run_split, steps
 from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.blame import lags, levels
@@ -19,7 +20,6 @@ from stepsplit.analyzer.split.calls import arrivals, identity, waits
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW, Pieces
 from stepsplit.analyzer.split.clocks import ends, fit
-from stepsplit.analyzer.split.intervals import Intervals, empty
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -161,7 +161,7 @@ BUGS = (
     Bug(
         "batches unread",
         SCENARIOS["pp_uneven_layers"],
-        _wrapped(device_calls, "posted_before", _batches_unread),
+        _wrapped(calls, "posted_before", _batches_unread),
     ),
     Bug(
         "messages off by one",

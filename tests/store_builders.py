@@ -8,7 +8,7 @@ from pathlib import Path
 from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
-from stepsplit.analyzer.readers.processes import Progress
+from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.files import FileRow
 from stepsplit.dashboard.store.jobs import Job
 from stepsplit.dashboard.store.store import RunRow, Store

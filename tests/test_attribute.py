@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.attribute import attribute
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
 from stepsplit.analyzer.split.classify import Work
-from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.steps import StepWindow
 
 Span = tuple[int, int]

@@ -184,7 +184,7 @@ def test_the_contract_of_options_is_frozen(
             "stepsplit.analyzer.analysis",
             ["torch", "dash", "plotly", "flask", "sqlalchemy", "click", "rich", "pandas"],
         ),
-        ("stepsplit.analyzer.readers.kineto.trace_files", ["pyarrow", "pandas"]),
+        ("stepsplit.analyzer.readers.kineto.reader", ["pyarrow", "pandas"]),
         ("stepsplit.collectors", ["torch", "numpy", "pandas", "msgspec"]),
         ("stepsplit.dashboard.cli", ["torch", "dash", "plotly", "pandas"]),
     ],

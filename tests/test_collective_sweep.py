@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.comm.table import Cost, TunerTable, tuner_table, t
 from stepsplit.analyzer.model.comm.time import time_of
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.spec.span import Span
-from stepsplit.analyzer.readers.nccl import sweep_nouns as read
+from stepsplit.analyzer.readers.nccl import nccl_tests as read
 from stepsplit.analyzer.readers.nccl.log import read_nccl_log
 from stepsplit.analyzer.readers.sources import DiskFile
 

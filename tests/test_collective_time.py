@@ -20,13 +20,13 @@ from published_sweeps import (
     measured,
 )
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm.algorithms import ring_ns, tree_ns, tree_until_bytes
 from stepsplit.analyzer.model.comm.time import OPS, time_of
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.spec.hardware import Hardware, Link
 from stepsplit.analyzer.model.spec.span import Span
+from stepsplit.analyzer.ops import busbw_factor
 
 US, MS = 1_000, 1_000_000
 PLAIN = cluster(Link("nvlink", 400e9, 0.5, 1_000), Link("net", 25e9, 0.8, 10_000), 4)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.split.intervals import Intervals, meet, overlap_ns, own, union, without
+from stepsplit.analyzer.arrays import Intervals, meet, overlap_ns, own, union, without
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
 

@@ -12,9 +12,8 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from required import shared_trace
 
-from stepsplit.analyzer.readers.calls import to_calls
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
 from stepsplit.analyzer.split.calls.waits import COLLECTIVE, SKEW, Pieces
 from stepsplit.analyzer.split.compute.contention import Contention, slowdown_under_communication
 from stepsplit.analyzer.split.compute.kernels import KernelFamily, kernel_families
@@ -25,7 +24,7 @@ from stepsplit.analyzer.split.compute.slow_ranks import (
     slow_ranks,
 )
 from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
-from stepsplit.analyzer.trace import Category, Events, Lane, RankTrace
+from stepsplit.analyzer.trace import Category, Events, Lane, RankTrace, to_calls
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
 PAIR = [("0", "", [0, 1])]

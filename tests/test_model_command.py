@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
@@ -42,9 +41,8 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A RUN.toml whose prediction is the one that is laid down by hand."""
-    stub = ModuleType("stepsplit.analyzer.model.predict")
-    stub.predict = lambda job, rates: prediction()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    module = "stepsplit.analyzer.model.predict"
+    monkeypatch.setattr(f"{module}.predict", lambda job, rates: prediction())
     file = tmp_path / "RUN.toml"
     file.write_text(RUN)
     return file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals
 from stepsplit.analyzer.split.calls.waits import COLLECTIVE, P2P, SKEW, Pieces
-from stepsplit.analyzer.split.intervals import Intervals
 from stepsplit.analyzer.split.overlap import Overlap, overlaps_of, overlaps_together
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OP_CODE, Calls

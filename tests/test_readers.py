@@ -12,7 +12,7 @@ from builders import GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.readers.communication import element_bytes, message_bytes, op_named
+from stepsplit.analyzer.ops import element_bytes, message_bytes, op_named
 from stepsplit.analyzer.readers.recording import read_recording
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)

@@ -10,8 +10,8 @@ import pytest
 from builders import GpuTrace
 
 from stepsplit.analyzer.readers.kineto import cache
-from stepsplit.analyzer.readers.kineto.trace import KinetoFile, read_kineto
-from stepsplit.analyzer.readers.kineto.trace_files import read_or_recall
+from stepsplit.analyzer.readers.kineto.reader import read_or_recall
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, read_kineto
 from stepsplit.analyzer.readers.sources import DiskFile
 
 
@@ -21,7 +21,7 @@ def small_files_too(
 ) -> None:
     """Each test has a cache of its own, which keeps files of any size."""
     monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cache, "LEAST_CACHED_BYTES", 0)
 
 
 @pytest.fixture

@@ -18,16 +18,17 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.readers.kineto import byte_ranges
-from stepsplit.analyzer.readers.kineto.byte_ranges import ranges_of, read_range
-from stepsplit.analyzer.readers.kineto.trace import (
+from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.readers.kineto import json_stream
+from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
+from stepsplit.analyzer.readers.kineto.trace_file import (
     KinetoFile,
     joined,
     opening_of_file,
     read_kineto,
+    read_range,
 )
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.readers.unpack import unpacked
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 A, B, C = (json.dumps({"ph": "X", "name": name, "ts": 1, "dur": 2}) for name in "abc")
@@ -184,7 +185,7 @@ def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
 def test_ranges_of_a_sample_are_the_trace(
     sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_ranges, "LEAST_BYTES", 1 << 16)
+    monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
     file = tmp_path / "trace.json"
     file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
     opening, whole = opening_of_file(DiskFile(file)), read_kineto(DiskFile(file))

@@ -13,10 +13,10 @@ from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.execution.trace import (
+from stepsplit.analyzer.readers.execution_trace import (
     ExecutionTrace,
+    is_execution_trace,
     read_execution_trace,
-    recognizes,
 )
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.trace import OPS, Group
@@ -141,7 +141,7 @@ def test_traces_before_chakra_are_read(tmp_path: Path) -> None:
     body = {"schema": "1.0.1", "pid": 77, "time": "", "start_ts": 1, "nodes": [old]}
     content = json.dumps(body).encode()
     found = read(tmp_path, content)
-    assert recognizes(content)
+    assert is_execution_trace(content)
     assert rows(found) == [(40, "all_gather", "5", 12, -1, "float32", 6000, 12000)]
     nodes = found.nodes
     assert (nodes.parent[0], nodes.tid[0], nodes.seq_id[0], found.schema) == (4, 3, 5, "1.0.1")
@@ -278,7 +278,7 @@ def test_damage_is_never_another_error(tmp_path: Path) -> None:
         damaged = bytearray(content)
         for _ in range(chance.randint(1, 6)):
             damaged[chance.randrange(len(damaged))] = chance.choice(b'0129{}[]",:-\\ab\xff\x00')
-        recognizes(bytes(damaged))
+        is_execution_trace(bytes(damaged))
         try:
             read(tmp_path, bytes(damaged))
         except DataError:
@@ -287,16 +287,16 @@ def test_damage_is_never_another_error(tmp_path: Path) -> None:
 
 def test_traces_are_known_by_their_contents() -> None:
     for indent in (None, 2):
-        assert recognizes(trace(indent=indent))
+        assert is_execution_trace(trace(indent=indent))
     for other in (b"", b"\xff" * 99, b'{"nodes": [{"id": 7}]}', b'{"traceEvents": [], "nodes": [{'):
-        assert not recognizes(other)
+        assert not is_execution_trace(other)
 
 
 def test_no_other_real_file_is_taken_for_a_trace() -> None:
     taken = []
     for file in shared_trace(MEGATRON).parent.rglob("*.*"):
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
-            if recognizes(content.read(1 << 16)):
+            if is_execution_trace(content.read(1 << 16)):
                 taken.append(file.name)
     assert sorted(taken) == ["pytorch_et_0.json", "pytorch_et_1.json"]
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.flight.dump import (
+from stepsplit.analyzer.readers.compression import head_of
+from stepsplit.analyzer.readers.flight_recorder import (
     FlightDump,
     FlightEntry,
     Frame,
     GroupStatus,
+    is_flight_dump,
     read_dump,
     read_flight,
-    recognizes,
 )
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.readers.unpack import head_of
 from stepsplit.analyzer.trace import OPS, Group, Note
 
 T0 = 1_790_000_000_000_000_000
@@ -46,7 +46,7 @@ def as_pickle(content: Content) -> bytes:
 def dump_of(folder: Path, content: bytes, name: str = "dump_3") -> FlightDump:
     file = folder / name
     file.write_bytes(content)
-    assert recognizes(head_of(DiskFile(file)))
+    assert is_flight_dump(head_of(DiskFile(file)))
     return read_dump(DiskFile(file))
 
 
@@ -285,7 +285,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
         content[place] = data.draw(st.integers(0, 255))
     file = tmp_path_factory.getbasetemp() / "dump_3"
     file.write_bytes(content)
-    recognizes(bytes(content))
+    is_flight_dump(bytes(content))
     try:
         read_dump(DiskFile(file))
     except DataError as error:
@@ -308,7 +308,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
     ],
 )
 def test_what_is_no_dump_is_told(tmp_path: Path, content: bytes) -> None:
-    assert not recognizes(content)
+    assert not is_flight_dump(content)
     file = tmp_path / "rank0.json"
     file.write_bytes(content)
     with pytest.raises(DataError, match="not a Flight Recorder dump"):
@@ -382,4 +382,4 @@ def test_a_peer_is_a_global_rank_in_every_group() -> None:
 @for_each("file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40])
 def test_nothing_else_is_taken_for_a_dump(file: Path) -> None:
     if file.is_file():
-        assert not recognizes(head_of(DiskFile(file)))
+        assert not is_flight_dump(head_of(DiskFile(file)))

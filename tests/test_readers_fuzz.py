@@ -25,16 +25,17 @@ from machine import slowness
 from nsys_builders import Export
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.readers.kinds import kinds_of
-from stepsplit.analyzer.readers.kineto import blocks, byte_ranges
-from stepsplit.analyzer.readers.kineto.byte_ranges import ranges_of, read_range
-from stepsplit.analyzer.readers.kineto.trace import (
+from stepsplit.analyzer.readers.kineto import json_stream
+from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
+from stepsplit.analyzer.readers.kineto.trace_file import (
     KinetoFile,
     joined,
     opening_of_file,
     read_kineto,
+    read_range,
 )
 from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.readers.registry import kinds_of
 from stepsplit.analyzer.readers.sources import DiskFile
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
@@ -122,7 +123,7 @@ def test_a_trace_cut_anywhere_gives_every_event_that_is_whole_before(
     shape: str, indent: int | None, block_bytes: int, stride: int, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(json_stream, "BLOCK_BYTES", block_bytes)
     text = json.dumps(SHAPES[shape], indent=indent, ensure_ascii=False)
     content, file = text.encode(), tmp_path / "trace.json"
     begin, ends = entry_ends(text)
@@ -309,7 +310,7 @@ def test_what_was_read_of_damaged_traces_can_be_analyzed(tmp_path: Path) -> None
 def test_ranges_of_a_hostile_trace_are_the_trace(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_ranges, "LEAST_BYTES", 100)
+    monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 100)
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(SHAPES[shape]))
     opening, whole = opening_of_file(DiskFile(file)), read_kineto(DiskFile(file))

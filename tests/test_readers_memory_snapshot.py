@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.memory.record import CategoryMemory, DeviceMemory, MemoryRecord
-from stepsplit.analyzer.readers.memory.snapshot import read_memory, recognizes
+from stepsplit.analyzer.readers.compression import head_of
+from stepsplit.analyzer.readers.memory_snapshot import (
+    CategoryMemory,
+    DeviceMemory,
+    MemoryRecord,
+    is_memory_snapshot,
+    read_memory,
+)
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.readers.unpack import head_of
 
 MIB = 1 << 20
 BASE = 0x7F00_0000_0000
@@ -33,7 +38,7 @@ def record_of(folder: Path, content: object, protocol: int = 4) -> MemoryRecord:
 def read_bytes(folder: Path, content: bytes) -> MemoryRecord:
     file = folder / "snapshot.pickle"
     file.write_bytes(content)
-    assert recognizes(head_of(DiskFile(file)))
+    assert is_memory_snapshot(head_of(DiskFile(file)))
     return read_memory(DiskFile(file))
 
 
@@ -284,7 +289,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
     content = content[: data.draw(st.integers(0, len(content)))]
     file = tmp_path_factory.getbasetemp() / "memory"
     file.write_bytes(content)
-    recognizes(bytes(content))
+    is_memory_snapshot(bytes(content))
     try:
         read_memory(DiskFile(file))
     except DataError as error:
@@ -316,4 +321,4 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
     "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
 )
 def test_nothing_else_is_taken_for_memory(file: Path) -> None:
-    assert recognizes(head_of(DiskFile(file))) == (file.name == REAL)
+    assert is_memory_snapshot(head_of(DiskFile(file))) == (file.name == REAL)

@@ -15,7 +15,7 @@ from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl.inspector import InspectorLog, read_inspector, recognizes
+from stepsplit.analyzer.readers.nccl.inspector import InspectorLog, is_inspector_log, read_inspector
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.trace import OPS, Group
 
@@ -224,7 +224,7 @@ def test_damage_is_never_another_error(tmp_path: Path) -> None:
         dump = bytearray(DUMPS["headers once"] + DUMPS["a header each"])
         for _ in range(chance.randint(1, 6)):
             dump[chance.randrange(len(dump))] = chance.randrange(256)
-        recognizes(bytes(dump))
+        is_inspector_log(bytes(dump))
         try:
             read(tmp_path, bytes(dump))
         except DataError:
@@ -235,9 +235,9 @@ def test_dumps_are_known_by_their_contents() -> None:
     torn_first = DUMPS["a header each"][100:]
     for head in (*DUMPS.values(), torn_first, lines(marker(0, 0, dropped=1))):
         head = gzip.decompress(head) if head.startswith(b"\x1f\x8b") else head
-        assert recognizes(head)
+        assert is_inspector_log(head)
     for other in (b"", b"\xff" * 100, b'{"header": 1, "n_ranks": 2}', b'{"header":{"n_ranks":8}}'):
-        assert not recognizes(other)
+        assert not is_inspector_log(other)
 
 
 def test_no_other_real_file_is_taken_for_a_dump() -> None:
@@ -245,7 +245,7 @@ def test_no_other_real_file_is_taken_for_a_dump() -> None:
     assert files
     for file in files:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
-            assert not recognizes(content.read(1 << 16)), file
+            assert not is_inspector_log(content.read(1 << 16)), file
 
 
 def samples() -> list[str]:

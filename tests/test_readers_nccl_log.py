@@ -11,8 +11,8 @@ from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl.log import read_nccl_log, recognizes
-from stepsplit.analyzer.readers.nccl.nouns import (
+from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
+from stepsplit.analyzer.readers.nccl.records import (
     Choice,
     Communicator,
     CostCell,
@@ -64,9 +64,9 @@ def rows(calls: RankCalls) -> list[tuple[str, int, int, int, int]]:
 
 
 def test_only_what_nccl_writes_is_recognized() -> None:
-    assert recognizes(b"noise\n" + call("Send", 10, "0xa0").encode())
-    assert recognizes(b"\n[2026-05-05 06:16:47] n:1:1 [3] plugin/net.cc:334 (open) NCCL WARN no")
-    assert not recognizes(b"set NCCL_DEBUG=INFO, then look for NCCL INFO lines")
+    assert is_nccl_log(b"noise\n" + call("Send", 10, "0xa0").encode())
+    assert is_nccl_log(b"\n[2026-05-05 06:16:47] n:1:1 [3] plugin/net.cc:334 (open) NCCL WARN no")
+    assert not is_nccl_log(b"set NCCL_DEBUG=INFO, then look for NCCL INFO lines")
 
 
 def test_two_ranks_call_on_the_communicator_that_they_set_up(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_launchers_prefix_their_lines(tmp_path: Path, prefix: str) -> None:
     log = read(tmp_path, prefix + call("AllReduce", 10, "0xa0") + "\r")
     (calls,) = log.calls
     assert (calls.host, rows(calls)) == ("node0", [("all_reduce", 0, -1, 32, 32)])
-    assert recognizes((prefix + call("AllReduce", 10, "0xa0")).encode())
+    assert is_nccl_log((prefix + call("AllReduce", 10, "0xa0")).encode())
     assert log.torn == 0
 
 
@@ -155,7 +155,7 @@ def test_the_log_files_of_docker_wrap_each_line(tmp_path: Path) -> None:
     (calls,) = log.calls
     assert (calls.host, calls.t0_unix_ns) == ("node0", 1_742_333_151_250_000_000)
     assert (log.neighbors, log.nccl_lines) == ((RingNeighbors(0, 0, 1, 0, 1),), 3)
-    assert recognizes("\n".join(wrapped).encode())
+    assert is_nccl_log("\n".join(wrapped).encode())
 
 
 @pytest.mark.parametrize("suffix", ["", " acc (nil)"])
@@ -434,7 +434,7 @@ def test_no_damage_raises_anything_but_a_data_error(tmp_path: Path) -> None:
     ]:  # fmt: skip
         file.write_bytes(content)
         read_nccl_log(DiskFile(file))
-        recognizes(content[:65536])
+        is_nccl_log(content[:65536])
     file.write_bytes(gzip.compress(text)[:-9])
     assert read_nccl_log(DiskFile(file)).notes[0].code == "nccl_torn_file"
     with pytest.raises(DataError, match="No such file"):
@@ -513,7 +513,7 @@ def test_every_real_log_is_known_and_read() -> None:
     deep = "64xV100"  # its first line of NCCL's comes after 139,840 bytes
     for file in sorted(shared_trace(LOGS).glob("*.*")):
         expected = file.name != "SOURCE.txt" and deep not in file.name
-        assert recognizes(file.read_bytes()[:65536]) == expected, file.name
+        assert is_nccl_log(file.read_bytes()[:65536]) == expected, file.name
         content = file.read_bytes()
         log = read_nccl_log(DiskFile(file))
         assert log.nccl_lines == sum(

@@ -11,14 +11,14 @@ from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl.log import recognizes as is_nccl_log
-from stepsplit.analyzer.readers.nccl.sweeps import (
+from stepsplit.analyzer.readers.nccl.log import is_nccl_log as is_nccl_log
+from stepsplit.analyzer.readers.nccl.nccl_tests import (
     Sweep,
     SweepRow,
     Sweeps,
     Timing,
+    is_sweep,
     read_sweeps,
-    recognizes,
 )
 from stepsplit.analyzer.readers.sources import DiskFile
 
@@ -73,7 +73,7 @@ def test_a_table_of_today(tmp_path: Path, prefix: str) -> None:
         ),
     )
     assert found.notes == ()
-    assert recognizes(text.encode())
+    assert is_sweep(text.encode())
 
 
 @for_each(
@@ -171,7 +171,7 @@ REPORT: dict[str, Any] = {
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_report_says_the_same_as_the_table(tmp_path: Path, indent: int | None) -> None:
     text = json.dumps(REPORT, indent=indent)
-    assert recognizes(text.encode())
+    assert is_sweep(text.encode())
     assert read(tmp_path, text).sweeps == read(tmp_path, NEW).sweeps
 
 
@@ -230,8 +230,8 @@ def test_times_in_milliseconds_and_microseconds(tmp_path: Path, heading: str, ti
 def test_a_page_with_a_pasted_table(tmp_path: Path) -> None:
     page = f"# Results\n\nRun it:\n```bash\n./all_gather_perf -g 2\n```\n\n```\n{NEW}```\n"
     assert read(tmp_path, page).sweeps[0].rows == (ROW,)
-    assert recognizes(page.encode())
-    assert not recognizes(b"We like all_reduce_perf of nccl-tests: size, count, type, busbw.")
+    assert is_sweep(page.encode())
+    assert not is_sweep(b"We like all_reduce_perf of nccl-tests: size, count, type, busbw.")
 
 
 def test_torn_rows_are_counted(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_no_damage_raises(tmp_path: Path) -> None:
         b"9 " * 2_000_000,
     ]:  # fmt: skip
         read(tmp_path, content)
-        recognizes(content[:65536])
+        is_sweep(content[:65536])
 
 
 TABLES = "nccl_tests"
@@ -285,7 +285,7 @@ def test_a_table_between_nccl_lines_is_both() -> None:
     assert sweep.avg_busbw_bytes_per_s == 20_263_500_000
     assert found.notes[0].message.endswith("scatter or gather")
     head = file.read_bytes()[:65536]
-    assert (recognizes(head), is_nccl_log(head)) == (True, True)
+    assert (is_sweep(head), is_nccl_log(head)) == (True, True)
 
 
 def test_times_sizes_and_bandwidths_of_real_rows_agree() -> None:
@@ -309,7 +309,7 @@ def test_no_other_real_file_is_a_table() -> None:
     known = {
         file.name
         for file in SHARED_TRACES.rglob("*")
-        if file.is_file() and recognizes(file.read_bytes()[:65536])
+        if file.is_file() and is_sweep(file.read_bytes()[:65536])
     }
     assert {name.split("_")[0] for name in known} == {"superbench", "aws", "issue", "full"}
     assert {name for name in known if name.startswith("full")} == {

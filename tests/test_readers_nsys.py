@@ -15,7 +15,7 @@ from required import shared_trace
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.readers.nsys.export import read_nsys, recognizes
+from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.split.run_split import split_run
 from stepsplit.analyzer.trace import OPS, Category, Group, Lane, RankTrace
@@ -251,7 +251,7 @@ def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
         damaged.append(bytes(change))
     for content in damaged:
         torn.write_bytes(content)
-        assert isinstance(recognizes(content[: 1 << 16]), bool)
+        assert isinstance(is_nsys_export(content[: 1 << 16]), bool)
         try:
             read_nsys(DiskFile(torn))
         except DataError as error:
@@ -302,18 +302,18 @@ def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:
 
 def test_exports_are_known_by_their_tables(tmp_path: Path) -> None:
     head = small(tmp_path).read_bytes()[: 1 << 16]
-    assert recognizes(head)
+    assert is_nsys_export(head)
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE runs (id INTEGER)")
     connection.close()
-    assert not recognizes(other.read_bytes())
-    assert not recognizes(b"")
-    assert not recognizes(head[15:])
+    assert not is_nsys_export(other.read_bytes())
+    assert not is_nsys_export(b"")
+    assert not is_nsys_export(head[15:])
 
 
 def test_no_other_real_file_is_taken_for_an_export() -> None:
     folder = shared_trace("kineto_megatron_tp2_v100").parent
     for path in (p for p in folder.rglob("*") if p.is_file()):
         with path.open("rb") as content:
-            assert not recognizes(content.read(1 << 16)), path
+            assert not is_nsys_export(content.read(1 << 16)), path

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.pickles import walkable
-from stepsplit.analyzer.readers.pickles.machine import load_plain, plain_value, recognizes
+from stepsplit.analyzer.readers import pickle as walkable
+from stepsplit.analyzer.readers.pickle import load_plain, plain_value, recognizes
 
 PLAIN: list[Any] = [
     {}, [], {"a": 1}, [1, [2, [3]]], {"t": (), "u": (1,), "v": (1, 2), "w": (1, 2, 3, 4)},
@@ -157,7 +157,7 @@ def test_keys_whose_hash_takes_forever_are_refused() -> None:
 
 
 def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsplit.analyzer.readers.pickles.machine.MOST_VALUES", 100)
+    monkeypatch.setattr("stepsplit.analyzer.readers.pickle.MOST_VALUES", 100)
     assert "values" in refused(pickle.dumps(list(range(1000))))
 
 

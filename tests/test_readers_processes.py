@@ -16,11 +16,11 @@ from builders import GpuTrace
 from collector_jobs.starting import heed_interrupts
 
 from stepsplit.analyzer import DataError
-from stepsplit.analyzer.readers import processes
-from stepsplit.analyzer.readers.kineto import byte_ranges, trace_files
-from stepsplit.analyzer.readers.kineto.trace import KinetoFile
-from stepsplit.analyzer.readers.processes import Task, no_progress, run_all
+from stepsplit.analyzer.readers import workers as processes
+from stepsplit.analyzer.readers.kineto import json_stream, reader
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import DiskFile
+from stepsplit.analyzer.readers.workers import Task, no_progress, run_all
 
 
 def halved(number: int) -> int:
@@ -63,8 +63,8 @@ def test_a_large_file_read_in_ranges_is_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "LEAST_BYTES", 0)
-    monkeypatch.setattr(byte_ranges, "LEAST_BYTES", 2_000)
-    monkeypatch.setattr(trace_files, "LEAST_BYTES", 2_000)
+    monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 2_000)
+    monkeypatch.setattr(reader, "LEAST_RANGE_BYTES", 2_000)
     trace = GpuTrace()
     for start in range(0, 1000, 10):
         trace.kernel("gemm<{a}, {b}>", start, start + 5)
@@ -72,7 +72,7 @@ def test_a_large_file_read_in_ranges_is_the_file(
     plain = tmp_path / "rank0.json"
     plain.write_bytes(gzip.decompress(file.read_bytes()))
     alone, shared = (
-        trace_files.read_traces([DiskFile(plain)], workers, no_progress)[0] for workers in (1, 2)
+        reader.read_traces([DiskFile(plain)], workers, no_progress)[0] for workers in (1, 2)
     )
     assert isinstance(alone, KinetoFile)
     assert isinstance(shared, KinetoFile)
@@ -87,7 +87,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     program = tmp_path / "read.py"
     program.write_text(
         "import sys, time, tempfile, pathlib\n"
-        "from stepsplit.analyzer.readers.processes import Task, run_all\n"
+        "from stepsplit.analyzer.readers.workers import Task, run_all\n"
         "def hold():\n"
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        pathlib.Path(folder, 'held').write_text('x')\n"

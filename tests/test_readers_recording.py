@@ -17,8 +17,8 @@ from builders import GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.readers.any_file import read_files
 from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.readers.registry import read_files
 from stepsplit.analyzer.trace import OPS, Group
 
 

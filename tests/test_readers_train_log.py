@@ -16,11 +16,15 @@ from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers import training_log as golden_values
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, head_of
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.readers.training import golden_values as golden_values
-from stepsplit.analyzer.readers.training.golden_values import read_golden_values
-from stepsplit.analyzer.readers.training.log import TrainLog, read_train_log, recognizes
-from stepsplit.analyzer.readers.unpack import HEAD_BYTES, head_of
+from stepsplit.analyzer.readers.training_log import (
+    TrainLog,
+    is_training_log,
+    read_golden_values,
+    read_train_log,
+)
 
 BIGSCIENCE = "trainlog_bigscience_v100"
 MS, S, TERA, GIB, MIB = 10**6, 10**9, 1e12, 1 << 30, 1 << 20
@@ -216,7 +220,7 @@ def test_every_framework_says_the_same_in_its_own_words(
                steps.global_batch)  # fmt: skip
     assert [column[0] for column in columns] == pytest.approx(row, nan_ok=True)
     assert (log.framework, len(steps), log.unparsed) == (framework, 1, 0)
-    assert recognizes(line.encode())
+    assert is_training_log(line.encode())
 
 
 def composer(heading: str, loss: float) -> str:
@@ -237,7 +241,7 @@ def test_composer_states_a_metric_a_line(tmp_path: Path) -> None:
     rates = steps.samples_per_s, steps.tokens_per_s_per_gpu, steps.flops_per_s_per_gpu, steps.mfu
     assert [rate.tolist() for rate in rates] == [[rate] * 2 for rate in (3.25, 412.5, 7.5e13, 0.25)]
     assert [note.code for note in log.notes] == ["no_step_time"]
-    assert recognizes(text.encode())
+    assert is_training_log(text.encode())
 
 
 def test_composer_counts_batches_of_an_epoch(tmp_path: Path) -> None:
@@ -252,8 +256,8 @@ def test_lines_of_transformers_name_no_step_and_are_counted(tmp_path: Path) -> N
     )
     log = read(tmp_path, text)
     assert (log.framework, len(log.steps), log.unparsed) == ("transformers", 0, 1)
-    assert recognizes(text.encode())
-    assert not recognizes(f"# It prints {text}".replace("\n{", "\n# {").encode())
+    assert is_training_log(text.encode())
+    assert not is_training_log(f"# It prints {text}".replace("\n{", "\n# {").encode())
 
 
 def test_the_first_row_of_a_start_and_slow_ones_after_it_are_warm_up(tmp_path: Path) -> None:
@@ -417,7 +421,7 @@ def test_the_mesh_is_what_the_log_states(
 ) -> None:
     log = read(tmp_path, f"{text}\n")
     assert (log.world_size, log.mesh) == (world_size, mesh)
-    assert recognizes(text.encode())
+    assert is_training_log(text.encode())
 
 
 def test_arguments_are_as_printed_and_the_last_of_a_name_stands(tmp_path: Path) -> None:
@@ -546,7 +550,7 @@ def test_three_runs_have_the_medians_that_are_known(
     assert set(log.memory.step) == {20}
     assert (log.crashed, log.error[:22]) == (False, "slurmstepd: error: ***")
     assert {"forward-recv", "backward-send-forward-recv"} < set(log.timers.names)
-    assert recognizes(head_of(file)), "its first 64 KiB are a batch script's echo"
+    assert is_training_log(head_of(file)), "its first 64 KiB are a batch script's echo"
 
 
 @pytest.mark.parametrize(
@@ -577,22 +581,22 @@ def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
 def test_no_other_real_file_is_taken_for_a_training_log() -> None:
     folder = shared_trace(BIGSCIENCE).parent
     files = [file for file in folder.rglob("*") if file.is_file()]
-    taken = {file.name for file in files if recognizes(head_of(DiskFile(file)))}
+    taken = {file.name for file in files if is_training_log(head_of(DiskFile(file)))}
     logs = {file.name for file in files if file.suffix == ".out"}
     assert taken == logs | {"full_bigscience_2.7.8_64xV100_megatron_tp4_pp16.log"}
 
 
 def test_a_head_full_of_echo_may_be_a_log_and_a_short_or_nccl_one_is_not() -> None:
     echo = b"++ module load pytorch-gpu/py3/1.8.0\n" * 4000
-    assert recognizes(echo[:HEAD_BYTES])
-    assert not recognizes(echo[:1000])
-    assert not recognizes((b"r1:1:1 [0] NCCL INFO NET/IB\n" + echo)[:HEAD_BYTES])
+    assert is_training_log(echo[:HEAD_BYTES])
+    assert not is_training_log(echo[:1000])
+    assert not is_training_log((b"r1:1:1 [0] NCCL INFO NET/IB\n" + echo)[:HEAD_BYTES])
 
 
 def test_recognizing_never_raises() -> None:
     for junk in (b"", b"\xff\xfe" * 999, bytes(65536), b"\x1b[" * 999, b"iteration " * 6000):
-        assert not recognizes(junk)
-    assert not recognizes(json.dumps({"text": megatron(1)}).encode())
+        assert not is_training_log(junk)
+    assert not is_training_log(json.dumps({"text": megatron(1)}).encode())
 
 
 # Megatron-LM's golden values
@@ -608,8 +612,8 @@ def test_golden_values_of_both_ages_are_steps(tmp_path: Path, values: object) ->
     memory = golden({"0": 1024.0, "5": 2048.0})
     file.write_text(json.dumps({"iteration-time": golden(values), "mem-allocated-bytes": memory}))
     log = read_golden_values(DiskFile(file))
-    assert golden_values.recognizes(file.read_bytes())
-    assert not recognizes(file.read_bytes())
+    assert golden_values.is_golden_values(file.read_bytes())
+    assert not is_training_log(file.read_bytes())
     assert log.steps.step.tolist() == [0, 5, 10]
     assert log.steps.step_ns.tolist() == [8_500_000_000, 250_000_000, -1]
     assert log.steps.steps_in_row.tolist() == [1, 1, 1]
@@ -637,7 +641,7 @@ def test_real_golden_values_state_a_time_a_step(tmp_path: Path) -> None:
     for file in files[::20]:
         told = json.loads(file.read_bytes())["iteration-time"]["values"]
         log = read_golden_values(DiskFile(file))
-        assert golden_values.recognizes(head_of(DiskFile(file)))
+        assert golden_values.is_golden_values(head_of(DiskFile(file)))
         known = [ns for ns in log.steps.step_ns.tolist() if ns >= 0]
         seconds = [s for s in told.values() if s != "nan"] if isinstance(told, dict) else told
         assert known == [round(s * S) for s in seconds]

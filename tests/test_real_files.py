@@ -10,9 +10,9 @@ from fnmatch import fnmatch
 import pytest
 from required import shared_trace
 
-from stepsplit.analyzer.readers.any_file import UNKNOWN, FileRead, read_files
-from stepsplit.analyzer.readers.nccl.nouns import NcclLog
-from stepsplit.analyzer.readers.training.log import TrainLog
+from stepsplit.analyzer.readers.nccl.records import NcclLog
+from stepsplit.analyzer.readers.registry import UNKNOWN, FileRead, read_files
+from stepsplit.analyzer.readers.training_log import TrainLog
 
 REFUSED = {
     "*SOURCE.txt",

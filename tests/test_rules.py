@@ -11,11 +11,17 @@ from builders import GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, examine, read_rules
+from stepsplit.analyzer.readers.kernel_rules import (
+    BUILT_IN,
+    BUILT_IN_FILE,
+    FamilyRule,
+    KernelRule,
+    Rules,
+    rules_in,
+)
 from stepsplit.analyzer.readers.kineto import cache
-from stepsplit.analyzer.readers.kineto.trace import KinetoFile
-from stepsplit.analyzer.readers.kineto.trace_files import read_or_recall
-from stepsplit.analyzer.readers.rules import FamilyRule, KernelRule, Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN, BUILT_IN_FILE, rules_in
+from stepsplit.analyzer.readers.kineto.reader import read_or_recall
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.dashboard import cli
 
@@ -219,7 +225,7 @@ def test_the_command_line_takes_a_file_of_rules(
 def test_what_was_cached_under_other_rules_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(cache, "LEAST_CACHED_BYTES", 0)
     file = GpuTrace().step(1, 0, 20).kernel("my_exchange", 8, 12).write(tmp_path)
     text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\n'
     rules = read_rules(written(tmp_path, text))

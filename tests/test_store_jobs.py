@@ -12,7 +12,7 @@ from store_builders import claimed, found, known_analysis, queued, state
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.processes import Progress
+from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.ingest import ingest, reporting
 from stepsplit.dashboard.store.store import Store
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.readers.kineto.timestamps import exact_ns, exact_ns_of_decimal
+from stepsplit.analyzer.readers.kineto.schema import exact_ns, exact_ns_of_decimal
 
 
 @given(st.lists(st.integers(0, 2**43 * 1000 - 1), min_size=1))

@@ -15,7 +15,7 @@ import pytest
 from flask.testing import FlaskClient
 from store_builders import claimed, state
 
-from stepsplit.analyzer.readers import unpack
+from stepsplit.analyzer.readers import compression
 from stepsplit.dashboard.store.analysis_of import analysis_of
 from stepsplit.dashboard.store.ingest import ingest
 from stepsplit.dashboard.store.store import Store
@@ -75,7 +75,7 @@ def test_an_archive_stays_in_its_folder(client: FlaskClient, store: Store, tmp_p
 def test_a_bomb_fails_with_a_line(
     name: str, client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpack, "FREE_BYTES", 16 << 20)
+    monkeypatch.setattr(compression, "FREE_BYTES", 16 << 20)
     zeros = b'{"traceEvents": [' + b" " * (20 << 20)
     packed = gzip.compress(zeros, 1) if name.endswith("gz") else _zip({"rank0.json": zeros})
 

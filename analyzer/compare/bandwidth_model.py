@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.compare.gap.wires import wires_of
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm.time import OPS, time_of
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.span import span_of
+from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.predicted import job_of_report
 from stepsplit.analyzer.report.report import Report
 

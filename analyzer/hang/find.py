@@ -22,9 +22,9 @@ from stepsplit.analyzer.hang.messages import stuck_messages
 from stepsplit.analyzer.hang.progress import Progress, progress_of
 from stepsplit.analyzer.hang.scene import Scene
 from stepsplit.analyzer.hang.verdict import whole
-from stepsplit.analyzer.readers.flight.dump import FlightDump, read_dump
-from stepsplit.analyzer.readers.kinds import FLIGHT, NSYS, TRACE, kinds_of
-from stepsplit.analyzer.readers.listing import files_of
+from stepsplit.analyzer.readers.compression import files_of
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
+from stepsplit.analyzer.readers.registry import FLIGHT, NSYS, TRACE, kinds_of
 from stepsplit.analyzer.readers.sources import Source
 
 _GUESSED = "the dumps do not list the members of groups: taken are the ranks that called on them"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepsplit.analyzer.readers.flight.dump import FlightDump
+from stepsplit.analyzer.readers.flight_recorder import FlightDump
 from stepsplit.analyzer.readers.ranks import MOST_RANKS
 from stepsplit.analyzer.trace import Group
 

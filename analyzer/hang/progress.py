@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.hang.groups import JobGroup, JobGroups
-from stepsplit.analyzer.readers.flight.dump import FlightDump, FlightEntry, Frame
-from stepsplit.analyzer.readers.flight.entries import op_of
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, FlightEntry, Frame, op_of
 
 MISSING, ENQUEUED, STARTED, COMPLETED = "missing", "enqueued", "started", "completed"
 _JOINS = "coalesced"

@@ -63,9 +63,9 @@ def _measured(places: list[Path], ranks_per_node: int) -> Rates:
     """The readers bring numpy along, so they are loaded only where something was measured."""
     from stepsplit.analyzer.model.comm.sweep import sweeps_of
     from stepsplit.analyzer.model.comm.table import tuner_tables
-    from stepsplit.analyzer.readers.any_file import read_files
-    from stepsplit.analyzer.readers.nccl.nouns import NcclLog
-    from stepsplit.analyzer.readers.nccl.sweeps import Sweeps
+    from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
+    from stepsplit.analyzer.readers.nccl.records import NcclLog
+    from stepsplit.analyzer.readers.registry import read_files
 
     found = Rates()
     for place in places:

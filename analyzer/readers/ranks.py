@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.listing import natural
+from stepsplit.analyzer.readers.compression import natural
 from stepsplit.analyzer.trace import Note, RankTrace
 
 MOST_RANKS = 10_000_000

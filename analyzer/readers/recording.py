@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.file_kinds import (
-    NAME_A_TRACE,
-    Files,
-    skipped,
-    sorted_out,
-    with_neighbors,
-)
-from stepsplit.analyzer.readers.flight.dump import FlightEntry, read_dump
-from stepsplit.analyzer.readers.kinds import FLIGHT
-from stepsplit.analyzer.readers.kineto.rank_trace import to_rank_trace
-from stepsplit.analyzer.readers.kineto.trace import KinetoFile
-from stepsplit.analyzer.readers.kineto.trace_files import read_traces
-from stepsplit.analyzer.readers.listing import files_of, is_url
-from stepsplit.analyzer.readers.membership import with_members
-from stepsplit.analyzer.readers.nsys.export import read_nsys
-from stepsplit.analyzer.readers.processes import Progress, no_progress
-from stepsplit.analyzer.readers.rank_record import read_rank_record
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import files_of, is_url, unpacked
+from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.reader import read_traces, to_rank_trace
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
+from stepsplit.analyzer.readers.nsys import read_nsys
 from stepsplit.analyzer.readers.ranks import MOST_RANKS, Found, rank_in_name, ranked
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.registry import (
+    FLIGHT,
+    NSYS,
+    RECORD,
+    TRACE,
+    kinds_of,
+    read_rank_record,
+)
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.unpack import unpacked
-from stepsplit.analyzer.trace import Note, RankTrace
+from stepsplit.analyzer.readers.workers import Progress, no_progress
+from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, spec_of
 from stepsplit.collectors.run_spec import RunSpec, from_json
 
@@ -199,3 +195,125 @@ def _of_this_run(
         Note("stale_rank", f"{trace.source.name}: {text}", trace.rank) for trace in stale
     )
     return tuple(trace for trace in traces if trace.rank < size), notes
+
+
+# Which of a recording's files are what: traces, what a recorder left beside them, and the rest.
+
+RUN_NAME = "run.json"
+
+NAME_A_TRACE = "name a torch.profiler trace"
+
+EXPORT = "export it with nsys export --type sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a recording by what they are; others are the kinds that no split is made of."""
+
+    runs: tuple[Source, ...]
+    traces: tuple[Source, ...]
+    nsys: tuple[Source, ...]
+    flights: tuple[Source, ...]
+    records: tuple[Source, ...]
+    others: tuple[str, ...]
+
+
+def with_neighbors(named: Sequence[str]) -> list[str]:
+    """The places, and what a recording says of a file beside it."""
+    files = [Path(place) for place in named if not is_url(place) and Path(place).is_file()]
+    beside = [path for file in files for path in _beside(file)]
+    return [*named, *map(str, beside)]
+
+
+def _beside(file: Path) -> list[Path]:
+    try:
+        return sorted(path for path in file.parent.iterdir() if _says_more(path.name))
+    except OSError:
+        return []
+
+
+def _says_more(name: str) -> bool:
+    return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
+
+
+def sorted_out(sources: Sequence[Source], named: Sequence[str]) -> tuple[Files, tuple[Note, ...]]:
+    """The files by their kinds; what merely lies beside a trace is left alone.
+
+    Raises DataError where a file that was named is of no kind.
+    """
+    by_kind: dict[str, list[Source]] = defaultdict(list)
+    notes = []
+    for source in sources:
+        try:
+            kinds = _kinds(source, source.where in named)
+        except DataError as error:
+            if source.where in named:
+                raise
+            notes.append(skipped(source, error))
+            continue
+        for kind in kinds:
+            by_kind[kind].append(source)
+    kinds = (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
+    runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
+    return Files(runs, traces, nsys, flights, records, tuple(by_kind)), tuple(notes)
+
+
+def skipped(source: Source, error: DataError) -> Note:
+    """A file that is left out, and why."""
+    return Note("file_skipped", f"{source.inner.name}: {error.problem}", rank_in_name(source.inner))
+
+
+def _kinds(source: Source, must: bool) -> tuple[str, ...]:
+    """The names of the kinds that the file is of. Raises DataError where it should be of one."""
+    if source.inner.name == RUN_NAME:
+        return (RUN_NAME,)
+    kinds = tuple(kind.name for kind in kinds_of(source))
+    looks_like_one = rank_in_name(source.inner) is not None or "trace" in source.inner.name
+    if not kinds and (must or (looks_like_one and ".json" in source.inner.name)):
+        raise DataError(source.where, *_why_not(source))
+    return kinds
+
+
+def _why_not(source: Source) -> tuple[str, str]:
+    """Why the file is of no kind, and the mend."""
+    if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
+        return "a report of Nsight Systems, which only it can read", EXPORT
+    with unpacked(source) as content:
+        begin = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if content.torn and not begin:
+        return f"the file is torn ({content.torn})", RECORD_AGAIN
+    if not begin:
+        return "the file is empty", RECORD_AGAIN
+    if begin[:1] in b"{[":
+        return "JSON, but no trace, or cut off before its first event", NAME_A_TRACE
+    if begin.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the file itself", "fetch it with git lfs pull"
+    return "not JSON, so no trace, nor another file that is read", NAME_A_TRACE
+
+
+# Groups that no trace lists the ranks of: their members are who names them.
+
+
+def with_members(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
+    """The traces, with the ranks of groups of which only an identity is told.
+
+    Such a group (an NCCL communicator in an Nsight export) has the same name on all its members, so
+    that they are known where every rank of the run is there.
+    """
+    if len(traces) < max(trace.world_size for trace in traces):
+        return tuple(traces)
+    members: dict[str, list[int]] = defaultdict(list)
+    for trace in traces:
+        for name in {group.name for group in trace.groups if not group.ranks}:
+            members[name].append(trace.rank)
+    return tuple(_filled(trace, members) for trace in traces)
+
+
+def _filled(trace: RankTrace, members: dict[str, list[int]]) -> RankTrace:
+    if all(group.ranks for group in trace.groups):
+        return trace
+    groups = tuple(
+        group if group.ranks else Group(group.name, tuple(sorted(members[group.name])), "")
+        for group in trace.groups
+    )
+    return replace(trace, groups=groups)

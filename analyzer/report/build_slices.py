@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.report.slices import Slices
 from stepsplit.analyzer.split.classify import computing, copying
 from stepsplit.analyzer.split.rank_split import RankSplit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.report.build import origin_ns
 from stepsplit.analyzer.report.build_slices import BuiltSlices
 from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables, Waits

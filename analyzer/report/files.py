@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stepsplit.analyzer.errors import unwritable, write
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables, write_tables
 from stepsplit.analyzer.report.wire import REPORT_NAME, to_json
-from stepsplit.analyzer.written import unwritable, write
 
 TABLES_NAME = "tables"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, meet, own, union
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.split.classify import Work
-from stepsplit.analyzer.split.intervals import Intervals, meet, own, union
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 

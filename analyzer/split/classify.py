@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
-from stepsplit.analyzer.split.intervals import Intervals, empty, union
-from stepsplit.analyzer.split.labels import distinct
+from stepsplit.analyzer.arrays import Intervals, distinct, empty, union
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")

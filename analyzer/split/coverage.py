@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import distinct
 from stepsplit.analyzer.split.calls.match import Matched
-from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.trace import RankTrace
 

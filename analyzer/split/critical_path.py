@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, meet
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE, Attribution
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, SKEW
 from stepsplit.analyzer.split.clocks.clock import Clock
-from stepsplit.analyzer.split.intervals import Intervals, meet
 from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.split.compute.contention import Contention, slowdown_under_communication
 from stepsplit.analyzer.split.compute.kernels import KernelFamily, kernel_families
 from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel, slow_kernels

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, distinct, labels_of, meet, overlap_ns, union
 from stepsplit.analyzer.split.attribute import held_up
 from stepsplit.analyzer.split.calls.waits import COLLECTIVE, P2P, Pieces
-from stepsplit.analyzer.split.intervals import Intervals, meet, overlap_ns, union
-from stepsplit.analyzer.split.labels import distinct, labels_of
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.trace import OPS, Bool, Calls, Int64
 

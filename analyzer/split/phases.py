@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import Intervals, inside, union
+from stepsplit.analyzer.arrays import Intervals, inside, union
 from stepsplit.analyzer.split.mesh.layout import DATA_AXES, Layout
 from stepsplit.analyzer.split.pipeline.marks import marks_in
 from stepsplit.analyzer.split.steps import StepWindow

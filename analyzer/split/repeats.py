@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.labels import labels_of
+from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
 
 _FEWEST_CALLS, _FEWEST_TIMES = 4, 3

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.blame.blame import Blame, blame
 from stepsplit.analyzer.split.blame.levels import RankTime, rank_time
 from stepsplit.analyzer.split.blame.workload import Workload, workloads

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.split.calls.match import Matched
-from stepsplit.analyzer.split.labels import labels_of
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import Int64, Note
 

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import most_of
 from stepsplit.analyzer.buckets import Kind
-from stepsplit.analyzer.split.labels import most_of
 from stepsplit.analyzer.split.repeats import repeats_of
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,

@@ -8,10 +8,10 @@ from math import isqrt, lgamma, log, log1p
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.calls.match import Matched
-from stepsplit.analyzer.split.labels import labels_of
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 

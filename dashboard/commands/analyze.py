@@ -8,14 +8,13 @@ import click
 from rich.console import Console
 
 from stepsplit.analyzer import Analysis, examine
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, write
 from stepsplit.analyzer.hang.find import only_dumps, read_calls
 from stepsplit.analyzer.hang.hang import HANG_NAME
 from stepsplit.analyzer.hang.hang import to_json as hang_to_json
-from stepsplit.analyzer.readers.rules_file import BUILT_IN, read_rules
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
 from stepsplit.analyzer.report.files import save
 from stepsplit.analyzer.report.wire import to_json
-from stepsplit.analyzer.written import write
 from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.commands.extras import need
 from stepsplit.dashboard.commands.json_out import put_json

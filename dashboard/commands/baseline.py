@@ -25,7 +25,7 @@ def command(places: tuple[str, ...], out: Path, url: str, artifacts: str) -> Non
     """
     from stepsplit.analyzer.compare.verdict.baseline_file import to_json
     from stepsplit.analyzer.compare.verdict.setups import check_setups
-    from stepsplit.analyzer.written import write
+    from stepsplit.analyzer.errors import write
     from stepsplit.dashboard.commands.sides import runs_at
 
     runs = [run.facts for run in runs_at(places, lambda: open_store(url, artifacts))]

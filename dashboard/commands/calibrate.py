@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.written import write
+from stepsplit.analyzer.errors import write
 from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:

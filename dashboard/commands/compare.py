@@ -37,7 +37,7 @@ def command(baseline: str, candidate: str, json_file: str | None, rules_file: Pa
 
 
 def _compared(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
-    from stepsplit.analyzer.readers.rules_file import BUILT_IN, read_rules
+    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
     from stepsplit.analyzer.two_runs import compare_runs
     from stepsplit.dashboard.commands.cores import cores
     from stepsplit.dashboard.reporters.progress import reading_bar

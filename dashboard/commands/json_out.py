@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import click
 
-from stepsplit.analyzer.written import write
+from stepsplit.analyzer.errors import write
 
 Found = TypeVar("Found")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.written import write
+from stepsplit.analyzer.errors import write
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.validate.tables import Check

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepsplit.analyzer.readers.processes import Progress as OnProgress
+from stepsplit.analyzer.readers.workers import Progress as OnProgress
 
 LONG_BYTES = 200 << 20
 """Less than this is read before a bar would be of use."""

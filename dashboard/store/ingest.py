@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.readers.processes import Progress
+from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.analysis_of import AnalysisOf
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.jobs import Job

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.hta import in_hta
-from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     OP_CODE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsplit.analyzer.split.intervals import inside, union
+from stepsplit.analyzer.arrays import inside, union
 from stepsplit.analyzer.split.rank_split import RankSplit
 from stepsplit.analyzer.trace import Category, Int64
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import labels_of, mean_within
 from stepsplit.analyzer.compare.causes.paces import pace_of
 from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import moved_faster, paced
 from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.labels import labels_of, mean_within
 from stepsplit.analyzer.split.mesh.layout import STAGE_AXES
 from stepsplit.analyzer.trace import Int64
 

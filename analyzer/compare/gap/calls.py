@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.compare.gap.seen import Seen
 from stepsplit.analyzer.compare.gap.wires import Wire, Wires, no_wires
 from stepsplit.analyzer.compare.messages import MessageRow, compare_messages
 from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.gap import ComparedCalls
 
 _Kind = tuple[int, str, str]

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from stepsplit.analyzer.arrays import runs_of
 from stepsplit.analyzer.compare.replay.graph import NEVER, WORK, Graph
-from stepsplit.analyzer.split.labels import runs_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]

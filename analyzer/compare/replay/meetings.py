@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.compare.replay.graph import Kernels
 from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
-from stepsplit.analyzer.split.labels import labels_of
 from stepsplit.analyzer.split.run_split import RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import inside, labels_of, most_of, union
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.idle.threads import SYNCHRONIZES, named
-from stepsplit.analyzer.split.intervals import inside, union
-from stepsplit.analyzer.split.labels import labels_of, most_of
 from stepsplit.analyzer.split.rank_split import RankSplit
 from stepsplit.analyzer.split.steps import on_main_stream
 from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace

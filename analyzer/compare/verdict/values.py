@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.compare.runs.side import peak_bytes
 from stepsplit.analyzer.compare.verdict.metrics import COMMUNICATION
 from stepsplit.analyzer.compare.verdict.run_facts import Value
+from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.medians import full_steps
 from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report, StepRow
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of, mean_within
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.graph import WORK, Graph
-from stepsplit.analyzer.split.labels import labels_of, mean_within
 from stepsplit.analyzer.trace import Int64
 
 _PHASES = 3

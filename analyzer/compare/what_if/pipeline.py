@@ -8,13 +8,13 @@ from statistics import median
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, overlap_ns
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.what_if.change import Change
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.engine import Costs
 from stepsplit.analyzer.model.schedule.steady import pipeline_ns
 from stepsplit.analyzer.model.spec.layout import SCHEDULES, Schedule
-from stepsplit.analyzer.split.intervals import Intervals, overlap_ns
 from stepsplit.analyzer.split.run_split import Schedule as Seen
 
 

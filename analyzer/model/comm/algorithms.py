@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.model.comm import rates
 from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.hardware import Hardware
 from stepsplit.analyzer.model.spec.span import Span
+from stepsplit.analyzer.ops import busbw_factor
 
 RING = Formula(
     "comm.ring",

@@ -13,7 +13,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.formula import Formula
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.readers.nccl import sweep_nouns
+    from stepsplit.analyzer.readers.nccl import nccl_tests
 
 SWEEP = Formula(
     "comm.sweep",
@@ -67,7 +67,7 @@ class Sweep:
 
 
 def sweeps_of(
-    read: Sequence[sweep_nouns.Sweep], ranks_per_node: int | None = None
+    read: Sequence[nccl_tests.Sweep], ranks_per_node: int | None = None
 ) -> tuple[Sweep, ...]:
     """The tables of nccl-tests as sweeps; without ranks_per_node all ranks share a node.
 
@@ -84,7 +84,7 @@ def sweeps_of(
     return tuple(found)
 
 
-def _points(table: sweep_nouns.Sweep) -> dict[int, float]:
+def _points(table: nccl_tests.Sweep) -> dict[int, float]:
     points: dict[int, float] = {}
     for row in table.rows:
         timing = row.out_of_place or row.in_place

@@ -10,7 +10,7 @@ from stepsplit.analyzer.model.formula import Formula
 from stepsplit.analyzer.model.spec.span import Span
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.readers.nccl.nouns import Communicator, CostTable, NcclLog
+    from stepsplit.analyzer.readers.nccl.records import Communicator, CostTable, NcclLog
 
 TUNER = Formula(
     "comm.tuner",

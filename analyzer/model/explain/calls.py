@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.model.comm.algorithms import (
     NVLS,
     RING,
@@ -33,6 +32,7 @@ from stepsplit.analyzer.model.prediction import Communication, Message, Predicti
 from stepsplit.analyzer.model.spec.hardware import Link
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.span import Span, span_of
+from stepsplit.analyzer.ops import busbw_factor
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 _CLOSE = 1e-4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.model.comm.time import time_of
 from stepsplit.analyzer.model.spec.hardware import Hardware
 from stepsplit.analyzer.model.spec.presets import hardware
@@ -13,6 +12,7 @@ from stepsplit.analyzer.model.validate.fitted import fitted_collectives
 from stepsplit.analyzer.model.validate.gather import gathered
 from stepsplit.analyzer.model.validate.records import Published, Record
 from stepsplit.analyzer.model.validate.tables import Check, Row
+from stepsplit.analyzer.ops import busbw_factor
 
 TABLE = "nccl_busbw_by_ranks_and_algo"
 GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm", "H200": "h200-sxm", "B200": "b200-sxm",

@@ -1,39 +1,47 @@
-"""Traces as read before, in Parquet files under the user's cache folder.
-
-A cached trace is used only where the source's place, size, time of change, and first and last MiB
-are those that were read, and by the version of the reader and the rules that made it. Whatever
-cannot be read is as good as absent. STEPSPLIT_CACHE names another folder, or is "off".
-"""
+"""The cache of read traces: tables of events as Parquet, keyed by the file and the reader."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 from msgspec import Struct
 
-from stepsplit.analyzer.readers.calls import FoundCalls
-from stepsplit.analyzer.readers.kineto.columns import Counts
-from stepsplit.analyzer.readers.kineto.rows import Sorted
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.columns import Counts, Sorted
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
-from stepsplit.analyzer.readers.kineto.trace import KinetoFile
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Calls, Group, Lane, Note
+from stepsplit.analyzer.trace import Calls, Events, FoundCalls, Group, Lane, Note
+from stepsplit.collectors.run_spec import whole_file
+
+# Traces as read before, in Parquet files under the user's cache folder.
+#
+# A cached trace is used only where the source's place, size, time of change, and first and last
+# MiB are those that were read, and by the version of the reader and the rules that made it.
+# Whatever cannot be read is as good as absent. STEPSPLIT_CACHE names another folder, or is "off".
 
 READER = "stepsplit.events/2"
 """Changes with what the reader makes of a trace: then caches are made again."""
-LEAST_BYTES = 16 << 20
+
+LEAST_CACHED_BYTES = 16 << 20
 """Smaller files are read about as fast as their cache."""
+
 MOST_BYTES = 16 << 30
 """The files that were not used for the longest time go when the folder outgrows this."""
+
 _EDGE_BYTES = 1 << 20
+
 _MOST_ABOUT_BYTES = 64 << 20
 """More than this is too much for a Parquet file's header."""
+
 _CALLS = {
     "event": np.int64,
     "issued_ns": np.int64,
@@ -45,6 +53,7 @@ _CALLS = {
     "input_bytes": np.int64,
     "message_bytes": np.int64,
 }
+
 _UNREADABLE = (OSError, ValueError, KeyError, msgspec.MsgspecError)
 
 
@@ -82,7 +91,7 @@ def cache_folder() -> Path | None:
 
 def worth_caching(path: Path) -> bool:
     """Whether reading the file takes longer than reading its cache."""
-    return path.stat().st_size >= LEAST_BYTES
+    return path.stat().st_size >= LEAST_CACHED_BYTES
 
 
 def has(source: Source) -> bool:
@@ -94,7 +103,6 @@ def has(source: Source) -> bool:
 def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace as it was read before; None where that is not known or no longer true."""
     # pyarrow takes as long to import as a small trace to read.
-    from stepsplit.analyzer.readers.kineto.parquet import EventsFile
 
     cached = _place(source)
     if cached is None or not cached.is_file():
@@ -115,7 +123,6 @@ def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | No
 
 def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) -> None:
     """Keeps what was read; where that cannot be, nothing is kept."""
-    from stepsplit.analyzer.readers.kineto.parquet import write_events
 
     cached = _place(source)
     if cached is None:
@@ -182,3 +189,84 @@ def _prune(folder: Path) -> None:
         total += file.stat().st_size
         if total > MOST_BYTES:
             file.unlink(missing_ok=True)
+
+
+# Events as a Parquet file, with whatever else is told of them as bytes in its header.
+#
+# pyarrow is asked for buffers alone: its conversions from and to numpy would import pandas first.
+
+_SCHEMA = pa.schema(
+    {"start_ns": pa.int64(), "dur_ns": pa.int64(), "category": pa.uint8(), "name_id": pa.int32(),
+     "lane": pa.int32(), "correlation": pa.int64()}
+)  # fmt: skip
+
+_GROUP_ROWS = 1 << 17
+
+_ABOUT = b"stepsplit"
+
+
+class EventsFile:
+    """An open file of events. Raises OSError or ValueError for what is none, or is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True, memory_map=True)
+        except pa.ArrowException as error:
+            raise ValueError(str(error)) from None
+
+    @property
+    def about(self) -> bytes:
+        """What is told beside the columns; nothing where the file is another's."""
+        found: bytes = (self._file.metadata.metadata or {}).get(_ABOUT, b"")
+        return found
+
+    def events(self, names: tuple[str, ...], lanes: tuple[Lane, ...]) -> Events:
+        """The columns, with these names and lanes."""
+        try:
+            start, dur, category, name_id, lane, correlation = self._columns()
+        except pa.ArrowException as error:
+            raise ValueError(str(error)) from None
+        return Events(start, dur, category, name_id, lane, correlation, names, lanes)
+
+    def _columns(self) -> list[npt.NDArray[Any]]:
+        """Filled group by group, so that no column is there twice."""
+        kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
+        columns = [np.empty(self._file.metadata.num_rows, dtype=kind) for kind in kinds]
+        at = 0
+        for group in range(self._file.num_row_groups):
+            part = self._file.read_row_group(group, columns=_SCHEMA.names, use_threads=False)
+            for column, values in zip(columns, part.columns, strict=True):
+                _fill(column[at : at + len(part)], values)
+            at += len(part)
+        return columns
+
+
+def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
+    at = 0
+    for chunk in values.chunks:
+        offset = chunk.offset * column.dtype.itemsize
+        found = np.frombuffer(chunk.buffers()[1], column.dtype, len(chunk), offset)
+        column[at : at + len(chunk)] = found
+        at += len(chunk)
+
+
+def write_events(path: Path, events: Events, about: bytes) -> None:
+    """Writes the file so that a reader sees all of it or none."""
+    with (
+        whole_file(path) as file,
+        pq.ParquetWriter(
+            file, _SCHEMA, compression="none", use_dictionary=False, write_statistics=False,
+            write_page_checksum=True, store_schema=False,
+        ) as writer,
+    ):  # fmt: skip
+        writer.write_table(_table(events), row_group_size=_GROUP_ROWS)
+        writer.add_key_value_metadata({_ABOUT: about})
+
+
+def _table(events: Events) -> pa.Table:
+    columns = [np.ascontiguousarray(getattr(events, name)) for name in _SCHEMA.names]
+    arrays = [
+        pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
+        for kind, column in zip(_SCHEMA.types, columns, strict=True)
+    ]
+    return pa.Table.from_arrays(arrays, schema=_SCHEMA)

@@ -1,4 +1,4 @@
-"""What a trace's JSON holds, as types: its entries, their arguments, what stands around them."""
+"""The schema of Kineto's JSON: entries, their arguments, timestamps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,35 @@ from decimal import Decimal
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Raw, Struct, field
 
-from stepsplit.analyzer.readers.kineto.timestamps import MOST_US
-from stepsplit.analyzer.trace import Group
+from stepsplit.analyzer.trace import Group, Int64
+
+# What a trace's JSON holds, as types: its entries, their arguments, what stands around them.
 
 Wide = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
 Narrow = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """Numbers that fit into a column; a larger one says nothing."""
+
+MOST_US = 2**61 // 1000
+"""73 years: a time and a duration up to this, on any clock, add up to what 64 bits hold."""
+
 _Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
+
 _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
+
 NO_ARGS = Raw(b"{}")
+
 UNSTATED = Raw(b"null")
+
 _MOST_RANKS = 1 << 20
+
 _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
+
 _T = TypeVar("_T")
+
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for a text that it cannot decode."""
 
@@ -53,7 +67,9 @@ def _other(phase: str) -> type[Struct]:
 
 Entry = Struct
 """An entry of traceEvents: Complete, or one of another phase, which is only counted."""
+
 _OTHERS: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES))
+
 ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, Times | _OTHERS
 
 
@@ -141,8 +157,11 @@ class KinetoHeader(Struct, gc=False):
 
 
 _DEVICE_ARGS = msgspec.json.Decoder(DeviceArgs)
+
 _ARGS = msgspec.json.Decoder(Args)
+
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
 _RANKS = msgspec.json.Decoder(tuple[Narrow, ...], strict=False)
 
 
@@ -195,3 +214,34 @@ def _decoded(text: Raw, kind: Any) -> Any:
         return msgspec.json.decode(text, type=kind)
     except UNDECODABLE:
         return None
+
+
+# Exact ns from the microseconds of a trace's text.
+
+Microseconds = int | float | Decimal
+
+EXACT_BELOW_US = 2.0**43
+"""Below this a float64 holds microseconds with three decimals exactly enough to round back."""
+
+
+def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
+    """The times in ns, exactly as the text stated them; None where these numbers cannot tell.
+
+    A sum of the whole and the rounded fraction, since ts * 1000 is off by one from 2**42 us on.
+    """
+    values = np.array(microseconds) if len(microseconds) else np.zeros(0, dtype=np.int64)
+    most = MOST_US if values.dtype == np.int64 else EXACT_BELOW_US
+    if values.dtype.kind not in "if" or (len(values) and not np.abs(values).max() < most):
+        return None
+    whole = np.floor(values) if values.dtype.kind == "f" else values
+    ns: Int64 = whole.astype(np.int64) * 1000
+    return (
+        ns if values.dtype.kind == "i" else ns + np.rint((values - whole) * 1000).astype(np.int64)
+    )
+
+
+def exact_ns_of_decimal(microseconds: Decimal) -> int | None:
+    """The time in ns, digits beyond the ns rounded; None where it outgrows 64 bits."""
+    if not (microseconds.is_finite() and -MOST_US < microseconds < MOST_US):
+        return None
+    return int((microseconds * 1000).to_integral_value())

@@ -1,18 +1,17 @@
-"""The debug log of NCCL (2.4 to 2.30) or RCCL, of one process or of a whole job on one stream."""
+"""NCCL (2.4 to 2.30) and RCCL debug logs: communicators, members and calls."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.readers.nccl.coll import CollRows, rank_calls
-from stepsplit.analyzer.readers.nccl.communicators import Joined, World, joined, world_of
-from stepsplit.analyzer.readers.nccl.costs import Tables, is_table
-from stepsplit.analyzer.readers.nccl.graphs import Graph, Graphs
-from stepsplit.analyzer.readers.nccl.lines import Message, Speaker, Splitter, versions_in
-from stepsplit.analyzer.readers.nccl.members import Handles
+import numpy as np
+
+from stepsplit.analyzer.ops import op_named
+from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.nccl.messages import (
     Channels,
     Init,
@@ -22,29 +21,195 @@ from stepsplit.analyzer.readers.nccl.messages import (
     Topology,
     parser_of,
 )
-from stepsplit.analyzer.readers.nccl.nouns import (
+from stepsplit.analyzer.readers.nccl.records import (
     Choice,
+    Communicator,
     CostTable,
     GraphPattern,
     Link,
+    Member,
+    Message,
     NcclLog,
     Ring,
     RingNeighbors,
     Setting,
+    Speaker,
+    Splitter,
     SystemBandwidth,
     TreeNode,
     Warned,
+    versions_in,
 )
+from stepsplit.analyzer.readers.nccl.tuning import Graph, Graphs, Tables, is_table
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.unpack import unpacked
-from stepsplit.analyzer.trace import Note, RankCalls
+from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
+
+# The communicators of a log, each as one process knows it, as its lines tell them.
+
+Owner = tuple[str, int, int]
+"""Host, pid and device: what holds one rank."""
+
+
+@dataclass(slots=True)
+class Handle:
+    """One communicator as one process knows it; filled as the log goes on."""
+
+    host: str
+    pid: int
+    pointer: str
+    dev: int
+    nranks: int
+    rank: int = -1
+    comm_id: str = ""
+    nvml_dev: int = -1
+    bus_id: str = ""
+    parent: int = -1
+    split: int = -1
+    color: int | None = None
+    key: int | None = None
+    nodes: int = -1
+    local_ranks: int = -1
+    coll_channels: int = -1
+    p2p_channels: int = -1
+    init_ns: int = -1
+    complete: bool = False
+
+    @property
+    def owner(self) -> Owner:
+        return self.host, self.pid, self.dev
+
+
+@dataclass(slots=True)
+class Handles:
+    """The handles of a log, in the order in which they are first named.
+
+    A record that names no communicator belongs to the one that its thread is setting up: it keeps
+    the number of a slot, which learns later whose it is.
+    """
+
+    all: list[Handle] = field(default_factory=list)
+    _by_pointer: dict[tuple[str, int, str], int] = field(default_factory=dict)
+    _slots: list[int] = field(default_factory=list)
+    _processes: list[tuple[str, int]] = field(default_factory=list)
+    _slot_of: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _channels: dict[int, Channels] = field(default_factory=dict)
+
+    def see_init(self, by: Speaker, said: Init) -> None:
+        """Takes over an "Init START" or "Init COMPLETE"."""
+        index = self._at(by, said.pointer, said.rank, said.nranks, said.comm_id)
+        handle = self.all[index]
+        handle.complete = said.complete
+        handle.comm_id = said.comm_id or handle.comm_id
+        handle.dev = said.cuda_dev if said.cuda_dev >= 0 else handle.dev
+        handle.nvml_dev = max(said.nvml_dev, handle.nvml_dev)
+        handle.bus_id = said.bus_id or handle.bus_id
+        handle.split = max(said.split, handle.split)
+        if said.color is not None:
+            handle.color, handle.key = said.color, said.key
+            parent = self._by_pointer.get((by.host, by.pid, said.parent), -1)
+            handle.parent = handle.parent if parent == index else parent
+        if not said.complete:
+            self._slot_of[by[:3]] = self._new_slot(by, index)
+        slot = self._bound(by, index)
+        if said.complete:
+            self._done.add(slot)
+
+    def see_topology(self, by: Speaker, said: Topology) -> None:
+        """Takes over how many nodes a communicator spans."""
+        index = self._at(by, said.pointer, said.rank, said.nranks, "")
+        self.all[index].nodes, self.all[index].local_ranks = said.nodes, said.local_ranks
+        self._bound(by, index)
+
+    def see_init_time(self, by: Speaker, said: InitTime) -> None:
+        """Takes over how long a setup took: that of the communicator that the thread completed."""
+        slot = self._slot_of.get(by[:3], -1)
+        index, ranks = self._slots[slot] if slot >= 0 else -1, (said.rank, said.nranks)
+        if index < 0 or (self.all[index].rank, self.all[index].nranks) != ranks:
+            index = self._new(by, "", said.nranks)
+            self.all[index].rank = said.rank
+        self.all[index].init_ns = said.init_ns
+
+    def called(self, by: Speaker, pointer: str, nranks: int) -> int:
+        """The index of the handle that a call names."""
+        index = self._by_pointer.get((by.host, by.pid, pointer))
+        return self._new(by, pointer, nranks) if index is None else index
+
+    def slot(self, by: Speaker, pointer: str = "") -> int:
+        """The slot of a record: that of the pointer, where the record ends with one."""
+        index = self._by_pointer.get((by.host, by.pid, pointer), -1) if pointer else -1
+        if index >= 0:
+            return self._new_slot(by, index)
+        slot = self._slot_of.get(by[:3], -1)
+        if slot < 0 or slot in self._done:
+            slot = self._slot_of[by[:3]] = self._new_slot(by, -1)
+        return slot
+
+    def see_channels(self, by: Speaker, said: Channels) -> None:
+        """Takes over the numbers of channels, which precede the end of the setup."""
+        slot = self.slot(by)
+        self._channels[slot] = said
+        if self._slots[slot] >= 0:
+            self._bound(by, self._slots[slot])
+
+    def in_slots(self) -> tuple[int, ...]:
+        """The handle of each slot: as said, else the only one of its process, else -1."""
+        only: dict[tuple[str, int], int] = {}
+        for index, handle in enumerate(self.all):
+            process = (handle.host, handle.pid)
+            only[process] = -1 if process in only else index
+        return tuple(
+            index if index >= 0 else only.get(process, -1)
+            for index, process in zip(self._slots, self._processes, strict=True)
+        )
+
+    def _at(self, by: Speaker, pointer: str, rank: int, nranks: int, comm_id: str) -> int:
+        index = self._by_pointer.get((by.host, by.pid, pointer), -1)
+        if index < 0 or self._is_other(self.all[index], rank, nranks, comm_id):
+            index = self._new(by, pointer, nranks)
+        self.all[index].rank, self.all[index].nranks = rank, nranks
+        return index
+
+    @staticmethod
+    def _is_other(handle: Handle, rank: int, nranks: int, comm_id: str) -> bool:
+        """Whether the pointer was freed and means another communicator now."""
+        if handle.rank < 0:
+            return False
+        same = (handle.rank, handle.nranks) == (rank, nranks)
+        ids = {comm_id, handle.comm_id} - {""}
+        return handle.complete or not same or len(ids) > 1
+
+    def _new(self, by: Speaker, pointer: str, nranks: int) -> int:
+        self.all.append(Handle(by.host, by.pid, pointer, by.dev, nranks))
+        if pointer:
+            self._by_pointer[by.host, by.pid, pointer] = len(self.all) - 1
+        return len(self.all) - 1
+
+    def _bound(self, by: Speaker, index: int) -> int:
+        slot = self.slot(by)
+        if self._slots[slot] not in (-1, index):
+            slot = self._slot_of[by[:3]] = self._new_slot(by, index)
+        self._slots[slot] = index
+        if slot in self._channels:
+            channels = self._channels.pop(slot)
+            self.all[index].coll_channels = channels.coll
+            self.all[index].p2p_channels = channels.p2p
+        return slot
+
+    def _new_slot(self, by: Speaker, index: int) -> int:
+        self._slots.append(index)
+        self._processes.append((by.host, by.pid))
+        return len(self._slots) - 1
+
+
+# The debug log of NCCL (2.4 to 2.30) or RCCL, of one process or of a whole job on one stream.
 
 _WRITTEN = re.compile(
     rb"(?:^|\[\d{1,5}\] +(?:\d{16} )?|:\d+ (?:\([^)\n]{1,80}\) )?)NCCL (?:INFO|WARN) \S", re.M
 )
 
 
-def recognizes(head: bytes) -> bool:
+def is_nccl_log(head: bytes) -> bool:
     """Whether NCCL wrote some of these first bytes; a page that quotes its lines counts."""
     return _WRITTEN.search(head) is not None
 
@@ -60,6 +225,42 @@ def read_nccl_log(source: Source) -> NcclLog:
         for line in content.lines():
             reading.take(line)
     return reading.log(source.where, content.torn)
+
+
+@dataclass(slots=True)
+class CollRows:
+    """The calls so far: an array a process, _COLUMNS numbers a call."""
+
+    _rows: dict[tuple[str, int], array[int]] = field(default_factory=dict)
+    _ops: dict[bytes, int] = field(default_factory=dict)
+
+    def take(self, by: Speaker, stamp_ns: int, text: bytes, handles: Handles) -> bool:
+        """Takes a "...: opCount ..." over; False where it is cut."""
+        match = _COLL.match(text)
+        if match is None:
+            return False
+        name, seq, count, dtype, root, pointer, nranks, global_rank = match.groups()
+        op = self._ops.get(name)
+        if op is None:
+            op = self._ops[name] = OP_CODE[op_named(name.decode(errors="replace"))]
+        size = int(nranks)
+        handle = handles.called(by, pointer.decode(errors="replace"), size)
+        process = (by.host, by.pid)
+        rows = self._rows.get(process)
+        if rows is None:
+            rows = self._rows[process] = array("q")
+        rows.extend(
+            (handle, op, int(dtype), int(count), int(root), int(seq, 16), size, stamp_ns,
+             int(global_rank) if global_rank else -1)
+        )  # fmt: skip
+        return True
+
+    def tables(self) -> list[Int64]:
+        """The rows of each process, (calls, _COLUMNS)."""
+        return [
+            np.frombuffer(rows, dtype=np.int64).reshape(-1, _COLUMNS)
+            for rows in self._rows.values()
+        ]
 
 
 @dataclass(slots=True)
@@ -184,3 +385,285 @@ def _notes(
         yield Note("nccl_no_world", "no communicator of all processes: global ranks are unknown")
     if any((one.calls.issued_ns >= 0).any() for one in calls):
         yield Note("nccl_clock", "times without a zone are read as UTC")
+
+
+# The calls that a log names with NCCL_DEBUG_SUBSYS=COLL, in columns a process.
+
+_COLL = re.compile(
+    rb"(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
+    rb" datatype (\d{1,3}) op \d+ root (-?\d{1,7}) comm (\S+) \[nranks=(\d{1,6})\]"
+    rb"(?: stream \S+(?: task -?\d+ globalrank (\d{1,7}))?)?"
+)
+
+_DTYPES = (
+    ("int8", 1), ("uint8", 1), ("int32", 4), ("uint32", 4), ("int64", 8), ("uint64", 8),
+    ("float16", 2), ("float32", 4), ("float64", 8), ("bfloat16", 2), ("float8_e4m3", 1),
+    ("float8_e5m2", 1),
+)  # fmt: skip
+"""torch's name and the bytes of an element, by ncclDataType_t."""
+
+_COLUMNS = 9
+
+
+def rank_calls(
+    source: str, tables: Sequence[Int64], handles: Sequence[Handle], joined: Joined, world: World
+) -> tuple[RankCalls, ...]:
+    """The calls of each process and device, by rank; times count from the first of the log."""
+    stamps = [rows[:, 7][rows[:, 7] >= 0] for rows in tables]
+    t0_unix_ns = min((int(known.min()) for known in stamps if len(known)), default=0)
+    holders = [handle.owner for handle in handles]
+    found: list[tuple[Owner, RankCalls]] = []
+    for rows in tables:
+        for owner in dict.fromkeys(holders[handle] for handle in _in_order(rows[:, 0])):
+            mine = np.array([holder == owner for holder in holders], dtype=np.bool_)[rows[:, 0]]
+            told = _of_owner(source, owner, rows[mine], joined, world, t0_unix_ns)
+            found.append((owner, told))
+    return tuple(calls for _, calls in sorted(found, key=lambda one: (one[1].rank, one[0])))
+
+
+def _of_owner(
+    source: str, owner: Owner, rows: Int64, joined: Joined, world: World, t0_unix_ns: int
+) -> RankCalls:
+    used = _in_order(rows[:, 0])
+    communicators = [joined.communicators[joined.comm_of[handle]] for handle in used]
+    told = int(rows[:, 8].max())
+    return RankCalls(
+        source=source,
+        rank=told if told >= 0 else world.ranks.get(owner, -1),
+        world_size=world.size,
+        host=owner[0],
+        t0_unix_ns=t0_unix_ns,
+        calls=_calls(rows, used, communicators, world, t0_unix_ns),
+        dur_ns=np.full(len(rows), -1, dtype=np.int64),
+        groups=tuple(_group(one, world) for one in communicators),
+    )
+
+
+def _calls(
+    rows: Int64,
+    used: Sequence[int],
+    communicators: Sequence[Communicator],
+    world: World,
+    t0_unix_ns: int,
+) -> Calls:
+    handle, op, code, count, root, seq, nranks, stamp_ns, _ = rows.T
+    codes, dtype = np.unique(code, return_inverse=True)
+    element_bytes = np.array([_dtype(c)[1] for c in codes], dtype=np.int64)[dtype]
+    each = np.where(element_bytes > 0, count * element_bytes, -1)
+    whole = np.where(each >= 0, each * nranks, -1)
+    return Calls(
+        event=np.full(len(rows), -1, dtype=np.int64),
+        issued_ns=np.where(stamp_ns >= 0, stamp_ns - t0_unix_ns, -1),
+        group_id=_positions(handle, used),
+        seq=seq.copy(),
+        op=op.astype(np.uint8),
+        dtype=dtype.astype(np.int32),
+        peer=_peers(handle, op, root, used, communicators, world),
+        input_bytes=np.where(_one_of(op, "reduce_scatter", "all_to_all", "scatter"), whole, each),
+        message_bytes=np.where(
+            _one_of(op, "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+            whole,
+            each,
+        ),
+        dtypes=tuple(_dtype(c)[0] for c in codes),
+    )
+
+
+def _peers(
+    handle: Int64,
+    op: Int64,
+    root: Int64,
+    used: Sequence[int],
+    communicators: Sequence[Communicator],
+    world: World,
+) -> Int32:
+    """The global rank of whom a send or recv names, where the communicator tells."""
+    peers = np.full(len(handle), -1, dtype=np.int32)
+    for index, communicator in zip(used, communicators, strict=True):
+        ranks = global_ranks(communicator, world)
+        mine = (handle == index) & _one_of(op, "send", "recv")
+        peers[mine] = [ranks.get(rank, -1) for rank in root[mine].tolist()]
+    return peers
+
+
+def _group(communicator: Communicator, world: World) -> Group:
+    """The communicator's global ranks in its order, () where the log does not tell them all."""
+    ranks = global_ranks(communicator, world)
+    whole = len(ranks) == communicator.nranks
+    return Group(communicator.id, tuple(ranks[r] for r in sorted(ranks)) if whole else (), "")
+
+
+def _dtype(code: int) -> tuple[str, int]:
+    return _DTYPES[code] if code < len(_DTYPES) else (f"nccl_{code}", -1)
+
+
+def _one_of(op: Int64, *names: str) -> Bool:
+    return np.isin(op, [OP_CODE[name] for name in names])
+
+
+def _in_order(handle: Int64) -> list[int]:
+    """The handles that occur, in the order of their first call."""
+    indices, first = np.unique(handle, return_index=True)
+    return [int(index) for index in indices[np.argsort(first)]]
+
+
+def _positions(handle: Int64, used: Sequence[int]) -> Int32:
+    at = np.full(max(used) + 1, -1, dtype=np.int32)
+    at[list(used)] = np.arange(len(used), dtype=np.int32)
+    return at[handle]
+
+
+# Communicators out of what each process says of its own, and the global ranks they imply.
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The communicators, the one that each handle belongs to, and how many have no others found."""
+
+    communicators: tuple[Communicator, ...]
+    comm_of: tuple[int, ...]
+    alone: int
+
+
+def joined(handles: Sequence[Handle]) -> Joined:
+    """The handles that are one communicator together.
+
+    They share a commId or, of a split that prints none, parent, turn and color. Before 2.16 there
+    is neither: handles of one size are one communicator if each rank is always the same process,
+    in the whole log or on one host, and for several of them the n-th of each process belong
+    together. What is ambiguous then is left alone.
+    """
+    parts: dict[Key, list[int]] = defaultdict(list)
+    turns: Counter[Key] = Counter()
+    keys: list[Key] = []
+    for index, handle in enumerate(handles):
+        turn = (handle.owner, handle.parent, handle.color)
+        keys.append(_key(handle, keys, turns[turn]))
+        turns[turn] += 1
+        parts[keys[-1]].append(index)
+    teams = sorted(team for part in parts.values() for team in _teams(handles, part))
+    comm_of = [-1] * len(handles)
+    for comm, team in enumerate(teams):
+        for index in team:
+            comm_of[index] = comm
+    found = tuple(_communicator([handles[i] for i in team], comm_of) for team in teams)
+    alone = sum(len(one.members) == 1 < one.nranks and _has_no_id(one) for one in found)
+    return Joined(found, tuple(comm_of), alone)
+
+
+def _key(handle: Handle, keys: Sequence[Key], turn: int) -> Key:
+    if handle.comm_id.strip("0x"):
+        return "id", handle.comm_id, handle.nranks
+    if handle.color is not None:
+        parent = keys[handle.parent] if 0 <= handle.parent < len(keys) else ()
+        split = handle.split if handle.split >= 0 else turn
+        return "split", parent, split, handle.color, handle.nranks
+    return "size", handle.nranks
+
+
+def _teams(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]]:
+    known = [index for index in part if handles[index].rank >= 0]
+    teams = [[index] for index in part if handles[index].rank < 0]
+    whole = _by_turn(handles, known)
+    if whole is not None:
+        return teams + whole
+    on_host: dict[str, list[int]] = defaultdict(list)
+    for index in known:
+        on_host[handles[index].host].append(index)
+    for here in on_host.values():
+        local = _by_turn(handles, here)
+        for team in [[index] for index in here] if local is None else local:
+            full = len(team) == handles[team[0]].nranks
+            teams += [team] if full else [[index] for index in team]
+    return teams
+
+
+def _by_turn(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]] | None:
+    """The n-th handles of each rank together; None where a rank is several processes."""
+    owners: dict[int, Owner] = {}
+    turns: Counter[int] = Counter()
+    teams: dict[int, list[int]] = defaultdict(list)
+    for index in part:
+        handle = handles[index]
+        if owners.setdefault(handle.rank, handle.owner) != handle.owner:
+            return None
+        teams[turns[handle.rank]].append(index)
+        turns[handle.rank] += 1
+    return list(teams.values()) if len(set(owners.values())) == len(owners) else None
+
+
+def _communicator(team: Sequence[Handle], comm_of: Sequence[int]) -> Communicator:
+    team = sorted(team, key=lambda handle: handle.rank)
+    first = team[0]
+    return Communicator(
+        id=first.comm_id or f"{first.pointer}@{first.host}:{first.pid}",
+        nranks=first.nranks,
+        members=tuple(_member(handle) for handle in team),
+        nodes=max(handle.nodes for handle in team),
+        local_ranks=max(handle.local_ranks for handle in team),
+        coll_channels=max(handle.coll_channels for handle in team),
+        p2p_channels=max(handle.p2p_channels for handle in team),
+        parent=comm_of[first.parent] if first.parent >= 0 else -1,
+        color=first.color,
+        key=first.key,
+    )
+
+
+def _member(handle: Handle) -> Member:
+    return Member(
+        rank=handle.rank,
+        host=handle.host,
+        pid=handle.pid,
+        cuda_dev=handle.dev,
+        nvml_dev=handle.nvml_dev,
+        bus_id=handle.bus_id,
+        pointer=handle.pointer,
+        init_ns=handle.init_ns,
+    )
+
+
+def _has_no_id(communicator: Communicator) -> bool:
+    return "@" in communicator.id and communicator.members[0].rank >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The largest communicator of a log; comm is -1 where none is the one."""
+
+    comm: int
+    size: int
+    ranks: dict[Owner, int]
+
+
+NO_WORLD = World(-1, -1, {})
+
+
+def world_of(communicators: Sequence[Communicator]) -> World:
+    """The largest communicator: its ranks are taken for the job's.
+
+    Several of that size must be of the same processes in the same order, else none is the one.
+    """
+    named = [i for i, one in enumerate(communicators) if one.members[0].rank >= 0]
+    size = max((communicators[i].nranks for i in named), default=-1)
+    largest = [i for i in named if communicators[i].nranks == size]
+    ranks: dict[Owner, int] = {}
+    owners: dict[int, Owner] = {}
+    for member in (member for i in largest for member in communicators[i].members):
+        owner = (member.host, member.pid, member.cuda_dev)
+        rank = member.rank
+        if ranks.setdefault(owner, rank) != rank or owners.setdefault(rank, owner) != owner:
+            return NO_WORLD
+    return World(largest[0], size, ranks) if largest else NO_WORLD
+
+
+def global_ranks(communicator: Communicator, world: World) -> dict[int, int]:
+    """The global rank of each rank of the communicator, as far as the log tells."""
+    if communicator.nranks == world.size and world.comm >= 0:
+        return {rank: rank for rank in range(world.size)}
+    found = {
+        member.rank: world.ranks.get((member.host, member.pid, member.cuda_dev), -1)
+        for member in communicator.members
+    }
+    return {rank: told for rank, told in found.items() if rank >= 0 and told >= 0}

@@ -6,9 +6,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepsplit.analyzer.readers.nccl.costs import choice_in
-from stepsplit.analyzer.readers.nccl.graphs import Graphs, graphs_in, pattern_in, system_in
-from stepsplit.analyzer.readers.nccl.nouns import Choice, GraphPattern, Setting, SystemBandwidth
+from stepsplit.analyzer.readers.nccl.records import Choice, GraphPattern, Setting, SystemBandwidth
+from stepsplit.analyzer.readers.nccl.tuning import (
+    Graphs,
+    choice_in,
+    graphs_in,
+    pattern_in,
+    system_in,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stepsplit.analyzer.arrays import firsts_of, labels_of
 from stepsplit.analyzer.split.blame.exposed_waits import Waits
 from stepsplit.analyzer.split.blame.lags import Lags, lags_of
 from stepsplit.analyzer.split.blame.levels import RankTime
 from stepsplit.analyzer.split.calls.waits import BUBBLE
-from stepsplit.analyzer.split.labels import firsts_of, labels_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.split.attribute import Attribution
 from stepsplit.analyzer.split.blame.activity import Activity
 from stepsplit.analyzer.split.blame.workload import Workload
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
 from stepsplit.analyzer.split.clocks.clock import Clock
-from stepsplit.analyzer.split.labels import labels_of
 from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.readers.rules import Rules
+from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.split.classify import computing
 from stepsplit.analyzer.split.compute.kernels import own_ns
 from stepsplit.analyzer.split.steps import StepWindow

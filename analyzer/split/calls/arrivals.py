@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import least_of
 from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
 from stepsplit.analyzer.split.calls.transfers import guessed_transfers, message_transfers
 from stepsplit.analyzer.split.clocks.clock import Alignment
-from stepsplit.analyzer.split.labels import least_of
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Int32, Int64, RankTrace
 
 _FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.busbw import busbw_factor
+from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.calls.kinds import CallKind, kinds_of
 from stepsplit.analyzer.split.calls.match import Matched

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of, place_within, runs_of
 from stepsplit.analyzer.split.calls.shifts import Pairing, Sequence, paired
-from stepsplit.analyzer.split.labels import labels_of, place_within, runs_of
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int32, Int64, Note, RankTrace, UInt8
 
 _NUMBERED, _ORDERED, _MESSAGE = range(3)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of, runs_of
 from stepsplit.analyzer.split.calls.match import Matched
-from stepsplit.analyzer.split.labels import labels_of, runs_of
 from stepsplit.analyzer.trace import OPS, Int64, RankTrace
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import firsts_of, labels_of, least_of, most_of
 from stepsplit.analyzer.split.calls.identity import call_rows, identities
 from stepsplit.analyzer.split.calls.unnamed import NAME as UNNAMED
 from stepsplit.analyzer.split.calls.unnamed import world_of_unnamed
 from stepsplit.analyzer.split.clocks.clock import Alignment
-from stepsplit.analyzer.split.labels import firsts_of, labels_of, least_of, most_of
 from stepsplit.analyzer.trace import (
     OP_CODE,
     Bool,

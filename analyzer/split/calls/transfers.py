@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import labels_of, least_of, most_of, runs_of
 from stepsplit.analyzer.split.calls.match import Matched
-from stepsplit.analyzer.split.labels import labels_of, least_of, most_of, runs_of
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace
 
 LOW_PERCENTILE = 10

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, labels_of, runs_of
 from stepsplit.analyzer.split.calls.arrivals import Arrivals
 from stepsplit.analyzer.split.clocks.clock import Clock
-from stepsplit.analyzer.split.intervals import Intervals
-from stepsplit.analyzer.split.labels import labels_of, runs_of
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 

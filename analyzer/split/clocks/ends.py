@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import distinct, firsts_of, labels_of, most_of
 from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
 from stepsplit.analyzer.split.clocks.fit import BIAS_NS, ClockFit, fitted
-from stepsplit.analyzer.split.labels import distinct, firsts_of, labels_of, most_of
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
 

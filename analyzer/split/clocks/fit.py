@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.labels import distinct, labels_of, runs_of
+from stepsplit.analyzer.arrays import distinct, labels_of, runs_of
 from stepsplit.analyzer.trace import Int64
 
 Float = npt.NDArray[np.float64]

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.arrays import Intervals, union
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.calls.waits import COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.split.classify import computing
-from stepsplit.analyzer.split.intervals import Intervals, union
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import Int64, RankTrace
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.arrays import distinct
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.classify import computing
-from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import Events, Int64, RankTrace
 

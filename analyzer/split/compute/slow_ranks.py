@@ -10,8 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.readers.rules import Rules
-from stepsplit.analyzer.readers.rules_file import BUILT_IN
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.compute.kernels import Computed, computed
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.trace import Int64, RankTrace

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals
 from stepsplit.analyzer.split.attribute import IDLE, Band
 from stepsplit.analyzer.split.idle.gaps import CAUSES, Parts, explained
-from stepsplit.analyzer.split.intervals import Intervals
 from stepsplit.analyzer.trace import Events, Int32, RankTrace
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

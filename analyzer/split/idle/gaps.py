@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, meet
 from stepsplit.analyzer.split.idle.starts import (
     NEVER,
     Starts,
@@ -17,7 +18,6 @@ from stepsplit.analyzer.split.idle.starts import (
 )
 from stepsplit.analyzer.split.idle.teams import Team, team_of, threads_of
 from stepsplit.analyzer.split.idle.threads import ALLOCATES, Doing, first, named
-from stepsplit.analyzer.split.intervals import Intervals, meet
 from stepsplit.analyzer.trace import Events, Int64, RankTrace, UInt8
 
 CAUSES = (

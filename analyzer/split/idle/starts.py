@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, distinct
 from stepsplit.analyzer.split.idle.teams import Threads
 from stepsplit.analyzer.split.idle.threads import ALLOCATES, SYNCHRONIZES, named
-from stepsplit.analyzer.split.intervals import Intervals
-from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Bool, Category, Events, Int64
 
 NEVER = np.iinfo(np.int64).max

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import distinct
 from stepsplit.analyzer.split.idle.threads import STEP, Doing, Thread, first, named, thread_at
-from stepsplit.analyzer.split.labels import distinct
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, UInt8
 
 _BACKWARD = re.compile(r"^(?:torch::)?autograd::|Backward\d*$")

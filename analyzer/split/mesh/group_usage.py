@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.intervals import inside, union
+from stepsplit.analyzer.arrays import inside, union
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
 SCALAR_BYTES = 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals
 from stepsplit.analyzer.split.classify import work_of
-from stepsplit.analyzer.split.intervals import Intervals
 from stepsplit.analyzer.trace import OP_CODE, Int64, RankTrace
 
 SHARE = 0.8

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.split.classify import computing_ops
-from stepsplit.analyzer.split.intervals import union
 from stepsplit.analyzer.split.mesh.layout import STAGE_AXES, Layout
 from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace

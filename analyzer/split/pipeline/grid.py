@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepsplit.analyzer.arrays import Intervals, most_of, overlap_ns, union, without
 from stepsplit.analyzer.split.attribute import Band
 from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, SKEW
-from stepsplit.analyzer.split.intervals import Intervals, overlap_ns, union, without
-from stepsplit.analyzer.split.labels import most_of
 from stepsplit.analyzer.split.pipeline.marked import Box
 
 

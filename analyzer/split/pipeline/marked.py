@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.labels import distinct
+from stepsplit.analyzer.arrays import distinct
 from stepsplit.analyzer.split.pipeline.marks import MARKERS, Mark, marks_in
 from stepsplit.analyzer.trace import Category, Events, Int64, RankTrace
 

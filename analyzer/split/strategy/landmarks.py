@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import Intervals, inside, union
+from stepsplit.analyzer.arrays import Intervals, inside, union
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64
 
 PRODUCT, ATTENTION, EMBEDDING, ROUTING = "LAEK"

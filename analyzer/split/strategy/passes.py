@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import Intervals, union
+from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.split.strategy.issued import HostSteps
 from stepsplit.analyzer.split.strategy.landmarks import Landmarks
 from stepsplit.analyzer.trace import Bool, Int64

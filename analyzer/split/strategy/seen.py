@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.split.intervals import inside
+from stepsplit.analyzer.arrays import inside
 from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
 from stepsplit.analyzer.split.mesh.layout import Layout
 from stepsplit.analyzer.split.steps import Steps

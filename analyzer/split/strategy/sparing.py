@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from stepsplit.analyzer.split.intervals import inside
+from stepsplit.analyzer.arrays import inside
 from stepsplit.analyzer.split.strategy.passes import AFTER, BACKWARD, FORWARD
 from stepsplit.analyzer.split.strategy.seen import Seen
 from stepsplit.analyzer.split.strategy.strategy import Strategy

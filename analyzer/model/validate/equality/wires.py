@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.busbw import busbw_factor
 from stepsplit.analyzer.model.comm.messages import messages_of
 from stepsplit.analyzer.model.validate.arithmetic import evaluate
 from stepsplit.analyzer.model.validate.gather import equality
 from stepsplit.analyzer.model.validate.jobs.ccl_bench import ccl_bench, dense
 from stepsplit.analyzer.model.validate.records import Published, Record
 from stepsplit.analyzer.model.validate.tables import Check, Row
+from stepsplit.analyzer.ops import busbw_factor
 
 OPS = {
     "AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather",

@@ -1,0 +1,487 @@
+"""Compressed files and archives: gzip, zstd, zip, tar; listed and unpacked within limits."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.sources import (
+    TORN_ZIP,
+    DiskFile,
+    RemoteFile,
+    Source,
+    ZipMember,
+    fsspec,
+)
+
+# zstd as pyarrow unpacks it. Imported where a file is packed so, for pyarrow takes its time.
+
+
+class Zstd:
+    """The unpacked bytes of a zstd file. Raises OSError where it is cut off or damaged."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        import pyarrow as pa
+
+        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+
+    def read(self, size: int, /) -> bytes:
+        import pyarrow as pa
+
+        try:
+            found: bytes = self._stream.read(size)
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from None
+        return found
+
+
+# Paths, folders, archives and URLs -> the files in them.
+
+MOST_MEMBERS = 1_000_000
+
+_ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@contextmanager
+def files_of(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
+    """The files at paths and URLs, each once, what archives hold included.
+
+    What has to be unpacked or fetched for that lies on disk while the context is open. Raises
+    DataError where a place is missing or an archive is torn.
+    """
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        found: dict[str, Source] = {}
+        for place in places:
+            for i, source in enumerate(_at(place)):
+                for one in _opened(source, Path(folder, str(len(found) + i))):
+                    found.setdefault(one.identity, one)
+        yield tuple(found.values())
+
+
+def is_url(place: str) -> bool:
+    """Whether the place is behind a protocol that fsspec knows."""
+    return "://" in place
+
+
+def natural(text: str) -> list[str | int]:
+    """A key that sorts rank2 before rank10."""
+    parts = _DIGITS.split(text)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
+def _at(place: str) -> Iterator[Source]:
+    if is_url(place):
+        yield from _behind(place)
+    elif Path(place).is_dir():
+        yield from map(DiskFile, sorted(_inside(Path(place)), key=lambda file: natural(str(file))))
+    elif Path(place).exists():
+        yield DiskFile(Path(place))
+    else:
+        raise DataError(place, "no such file or folder", "check the path")
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(error.filename, error.strerror or "unreadable", "make it readable")
+
+    for where, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(where, name) for name in names if not name.startswith("."))
+
+
+def _behind(url: str) -> Iterator[Source]:
+    filesystem, path = fsspec().core.url_to_fs(url)
+    try:
+        found = [path] if filesystem.isfile(path) else filesystem.find(path)
+    except (OSError, ValueError) as error:
+        raise DataError(url, str(error) or "unreadable", "check the URL and your access") from None
+    if not found:
+        raise DataError(url, "no such file or folder", "check the URL")
+    for one in sorted(found, key=natural):
+        yield RemoteFile(filesystem.unstrip_protocol(one))
+
+
+def _opened(source: Source, folder: Path) -> Iterator[Source]:
+    """The members where the file is an archive, else the file."""
+    if not _ARCHIVE.search(source.where):
+        yield source
+        return
+    folder.mkdir()
+    path = _on_disk(source, folder)
+    if zipfile.is_zipfile(path):
+        yield from _zip_members(path, source.where)
+    else:
+        yield from _tar_members(path, source.where, folder)
+
+
+def _on_disk(source: Source, folder: Path) -> Path:
+    if isinstance(source, DiskFile):
+        return source.path
+    with source.local() as path:
+        return Path(shutil.copy(path, folder / "archive"))
+
+
+def _zip_members(path: Path, shown: str) -> Iterator[Source]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [one for one in archive.infolist() if not one.is_dir()]
+    except (OSError, ValueError, *TORN_ZIP) as error:
+        raise DataError(shown, f"torn archive ({error})", "pack it again") from None
+    _refuse_a_bomb(shown, len(members), sum(m.file_size for m in members), path)
+    for member in sorted(members, key=lambda one: natural(one.filename)):
+        yield ZipMember(path, member.filename, shown)
+
+
+def _tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
+    """The files of a tar, written out under numbers; of a torn one, those before the damage."""
+    found: list[DiskFile] = []
+    with unpacked(DiskFile(path, shown)) as content:
+        try:
+            with tarfile.open(fileobj=content, mode="r|") as archive:  # type: ignore[call-overload]
+                for member in archive:
+                    _refuse_a_bomb(shown, len(found), 0, path)
+                    if (packed := archive.extractfile(member)) is not None:
+                        target = folder / str(len(found))
+                        found.append(DiskFile(target, f"{shown}/{member.name}"))
+                        with target.open("wb") as out:
+                            shutil.copyfileobj(packed, out, 1 << 16)
+        except (tarfile.TarError, EOFError, ValueError) as error:
+            if not found:
+                problem = f"torn archive ({content.torn or error})"
+                raise DataError(shown, problem, "pack it again") from None
+    yield from sorted(found, key=lambda one: natural(one.where))
+
+
+def _refuse_a_bomb(shown: str, members: int, unpacked_bytes: int, path: Path) -> None:
+    if members > MOST_MEMBERS:
+        raise DataError(shown, f"over {MOST_MEMBERS:,} files", "pack the traces alone")
+    if unpacked_bytes > most_bytes(path.stat().st_size):
+        raise bomb(shown)
+
+
+# A file's bytes, unpacked as they are read, with an eye on bombs and torn ends.
+
+HEAD_BYTES = 1 << 16
+"""How much of a file tells what it is."""
+
+FREE_BYTES = 256 << 20
+"""Up to this size nobody asks how well a file was packed."""
+
+MOST_RATIO = 100
+
+_STEPS = (1 << 12, 1)
+
+
+def most_bytes(packed_bytes: int) -> int:
+    """What a file of that size may unpack to."""
+    return max(FREE_BYTES, MOST_RATIO * packed_bytes)
+
+
+def bomb(where: str) -> DataError:
+    """What is wrong with a file that unpacks to more."""
+    problem = f"unpacks to over {MOST_RATIO} times its size"
+    return DataError(where, problem, "unpack it yourself if you trust it")
+
+
+class Unpacked:
+    """The unpacked bytes of an open file. A cut or damaged end is remembered, not raised."""
+
+    def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
+        self._where, self._raw, self._content = where, raw, content_of(raw)
+        self._most = most_bytes(packed_bytes)
+        self._given = 0
+        self.torn = ""
+        """Why the file ended early; "" where it did not."""
+
+    def read(self, size: int) -> bytes:
+        """size bytes more; fewer only at the end, or where the file is torn.
+
+        Raises DataError for a bomb: beyond FREE_BYTES and MOST_RATIO times the packed size.
+        """
+        blocks = []
+        while size > 0 and (block := self._block(size)):
+            blocks.append(block)
+            size -= len(block)
+        return b"".join(blocks)
+
+    def _block(self, size: int) -> bytes:
+        if self.torn:
+            return b""
+        try:
+            block = self._content.read(size)
+        except TORN as error:
+            self.torn = " ".join(str(error).split()) or type(error).__name__
+            block = b"" if isinstance(error, LOSSLESS) else self._before_the_damage(size)
+        self._given += len(block)
+        if self._given > self._most:
+            raise bomb(self._where)
+        return block
+
+    def _before_the_damage(self, size: int) -> bytes:
+        """What a read of so many bytes lost with the damage behind it, read in small steps."""
+        found = bytearray()
+        for step in _STEPS:
+            with suppress(*TORN):
+                content = content_of(self._raw)
+                skip(content, self._given + len(found))
+                while (left := size - len(found)) and (block := content.read(min(step, left))):
+                    found += block
+        return bytes(found)
+
+    def readinto(self, room: memoryview) -> int:
+        """Fills the room as far as the next bytes go; 0 at the end, or where the file is torn."""
+        if isinstance(self._content, io.RawIOBase) and not self.torn:
+            return self._readinto(self._content, room)
+        block = self.read(len(room))
+        room[: len(block)] = block
+        return len(block)
+
+    def _readinto(self, raw: io.RawIOBase, room: memoryview) -> int:
+        """As readinto, without a copy."""
+        try:
+            return raw.readinto(room) or 0
+        except OSError as error:
+            self.torn = str(error)
+            return 0
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines without their ends; one beyond 1 MiB comes in parts."""
+        rest = b""
+        while block := self.read(1 << 20):
+            *whole, rest = (rest + block).split(b"\n")
+            yield from whole
+            if len(rest) > 1 << 20:
+                yield rest
+                rest = b""
+        if rest:
+            yield rest
+
+
+@contextmanager
+def unpacked(source: Source) -> Iterator[Unpacked]:
+    """The file's bytes, unpacked. Raises DataError where it cannot be opened."""
+    with source.local() as path:
+        try:
+            raw = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(
+                source.where, error.strerror or "unreadable", "check the path"
+            ) from None
+        with raw:
+            yield Unpacked(source.where, path.stat().st_size, raw)
+
+
+def head_of(source: Source) -> bytes:
+    """The first bytes, unpacked: what tells the kind of a file."""
+    with unpacked(source) as content:
+        return content.read(HEAD_BYTES)
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the file's bytes have to be unpacked."""
+    with path.open("rb") as raw:
+        return opener(raw.read(6)) is not None
+
+
+# gzip, zstd, xz and bzip2, told by a file's first bytes and unpacked piece by piece.
+
+
+try:
+    from isal import igzip_lib
+except ImportError:  # the extra [fast] is not installed
+    igzip_lib = None  # type: ignore[assignment]
+
+_PACKED_BLOCK_BYTES = 1 << 16
+
+_MOST_XZ_BYTES = 256 << 20
+"""What unpacking xz may take of memory."""
+
+TORN: tuple[Any, ...] = (
+    EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
+    zlib.error if igzip_lib is None else igzip_lib.IsalError,
+)  # fmt: skip
+"""What a packed file raises where it is cut off or damaged."""
+
+LOSSLESS = (EOFError, zlib.error)
+"""Of these, what comes before the damage was given."""
+
+
+class Bytes(Protocol):
+    """Where bytes come from, piece by piece."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+class _Decompressor(Protocol):
+    """What bz2, lzma and isal agree on."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+class _Zlib:
+    """zlib's gzip with the same words; gives all that is before a damage, and only then fails."""
+
+    def __init__(self) -> None:
+        self._inner, self._rest, self._full = zlib.decompressobj(wbits=31), b"", False
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._rest and not self._full
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        data, before = self._rest + data, self._inner.copy()
+        try:
+            found = self._inner.decompress(data, max_length)
+            self._rest = self._inner.unconsumed_tail
+        except zlib.error:
+            good = _good_bytes(before, data, max_length)
+            if not good:
+                raise
+            self._inner = before
+            found = before.decompress(data[:good], max_length)
+            self._rest = before.unconsumed_tail + data[good:]
+        self._full = len(found) == max_length
+        return found
+
+
+def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
+    """How many of the bytes come before the damage in them."""
+
+    def fails(count: int) -> bool:
+        try:
+            state.copy().decompress(data[:count], max_length)
+        except zlib.error:
+            return True
+        return False
+
+    return bisect_left(range(1, len(data)), True, key=fails)
+
+
+class _Members:
+    """The members of a packed file, one after the other; what is no member ends it."""
+
+    def __init__(self, raw: io.RawIOBase, magic: bytes, new: Callable[[], _Decompressor]) -> None:
+        self._raw, self._magic, self._new = raw, magic, new
+        self._inner, self._ahead = new(), b""
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            if self._inner.eof and not self._next_member():
+                return b""
+            block = self._inner.decompress(self._more(), size)
+            if block:
+                return block
+
+    def _more(self) -> bytes:
+        if not self._inner.needs_input:
+            return b""
+        more, self._ahead = self._ahead or self._raw.read(_PACKED_BLOCK_BYTES), b""
+        if not more:
+            raise EOFError("it ends early")
+        return more
+
+    def _next_member(self) -> bool:
+        self._ahead = self._inner.unused_data or self._raw.read(_PACKED_BLOCK_BYTES)
+        if not self._ahead.startswith(self._magic):
+            return False
+        self._inner = self._new()
+        return True
+
+
+class _Gzip:
+    """gzip by isal; where that fails, by zlib, for isal keeps to itself what is before the end."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw, self._given = raw, 0
+        self._fast = igzip_lib is not None
+        self._members = _Members(raw, _GZIP, _isal if self._fast else _Zlib)
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            block = self._members.read(size)
+        except TORN:
+            if not self._fast:
+                raise
+            self._slow_down()
+            block = self._members.read(size)
+        self._given += len(block)
+        return block
+
+    def _slow_down(self) -> None:
+        self._fast = False
+        self._raw.seek(0)
+        self._members = _Members(self._raw, _GZIP, _Zlib)
+        skip(self._members, self._given)
+
+
+def _isal() -> _Decompressor:
+    found: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+    return found
+
+
+def _xz() -> _Decompressor:
+    return lzma.LZMADecompressor(memlimit=_MOST_XZ_BYTES)
+
+
+def _zstd(raw: io.RawIOBase) -> Bytes:
+
+    return Zstd(raw)
+
+
+_GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
+
+_OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
+    _GZIP: _Gzip,
+    _XZ: lambda raw: _Members(raw, _XZ, _xz),
+    _BZ2: lambda raw: _Members(raw, _BZ2, bz2.BZ2Decompressor),
+    _ZSTD: _zstd,
+}
+
+
+def opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
+    """What unpacks a file that begins so; None where it is not packed."""
+    return next((open_ for magic, open_ in _OPENERS.items() if begin.startswith(magic)), None)
+
+
+def content_of(raw: io.RawIOBase) -> Bytes:
+    """The unpacked bytes from the start of the file."""
+    raw.seek(0)
+    found = opener(raw.read(6))
+    raw.seek(0)
+    return raw if found is None else found(raw)
+
+
+def skip(content: Bytes, size: int) -> None:
+    """Reads so many bytes, or all there are."""
+    while size > 0 and (block := content.read(min(size, 1 << 20))):
+        size -= len(block)

@@ -1,0 +1,154 @@
+"""Kineto traces of a recording: read in parallel, cached, one RankTrace for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import is_packed
+from stepsplit.analyzer.readers.flight_recorder import FlightEntry
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.calls import calls_of_gloo
+from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, ranges_of
+from stepsplit.analyzer.readers.kineto.trace_file import (
+    KinetoFile,
+    Opening,
+    Part,
+    joined,
+    opening_of_file,
+    read_kineto,
+    read_range,
+)
+from stepsplit.analyzer.readers.sources import DiskFile, Source
+from stepsplit.analyzer.readers.workers import Progress, Task, run_all
+from stepsplit.analyzer.trace import RankTrace
+
+# Many trace files -> what each holds, from the cache or side by side in worker processes.
+
+_RANGES_A_WORKER = 4
+
+_UNFAIR = 1.25
+
+_PACKED_RATIO = 12
+"""About how much larger a trace is than its gzip."""
+
+_Piece = KinetoFile | Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a file is read: as a whole, or, where opening is known, in ranges."""
+
+    source: Source
+    rules: Rules
+    opening: Opening | None
+    tasks: tuple[Task[_Piece], ...]
+
+
+def read_traces(
+    sources: Sequence[Source], workers: int, progress: Progress, rules: Rules = BUILT_IN
+) -> list[KinetoFile | DataError | None]:
+    """What each file holds, in their order: a trace, no trace (None), or what is wrong with it."""
+    fair_bytes = sum(map(_size_bytes, sources)) // workers
+    plans = [_plan(source, fair_bytes, workers, rules) for source in sources]
+    tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
+    results = run_all(tasks, workers, progress)
+    pieces = iter(results)
+    return [_assembled(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
+
+
+def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
+    """The trace in the file, from the cache where it was read before. Raises DataError."""
+    from stepsplit.analyzer.readers.kineto import cache
+
+    with source.local() as path:
+        if not cache.worth_caching(path):
+            return read_kineto(DiskFile(path, source.where), rules)
+        found = cache.load(source, path, rules)
+        if found is None:
+            found = read_kineto(DiskFile(path, source.where), rules)
+            if found is not None:
+                cache.save(source, path, found, rules)
+        return found
+
+
+def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
+    """In ranges, where one worker would have more than its share of the bytes with this file."""
+    whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source, rules))
+    if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
+        return _Plan(source, rules, None, (whole,))
+    opening = opening_of_file(source)
+    if opening is None:
+        return _Plan(source, rules, None, (whole,))
+    tasks: list[Task[_Piece]] = [
+        Task(source.where, wanted.end - wanted.begin, read_range, (source.path, wanted, rules))
+        for wanted in ranges_of(source.path, opening.array_at, _RANGES_A_WORKER * workers)
+    ]
+    return _Plan(source, rules, opening, tuple(tasks))
+
+
+def _is_large(source: DiskFile, fair_bytes: int) -> bool:
+    """Whether the file is worth reading in ranges; what is cached or packed cannot be."""
+    from stepsplit.analyzer.readers.kineto import cache
+
+    least = max(2 * LEAST_RANGE_BYTES, round(_UNFAIR * fair_bytes))
+    size = source.path.stat().st_size
+    return size >= least and not is_packed(source.path) and not cache.has(source)
+
+
+def _size_bytes(source: Source) -> int:
+    """About how much there is to read; unknown is taken for much."""
+    if not isinstance(source, DiskFile):
+        return LEAST_RANGE_BYTES
+    size = source.path.stat().st_size
+    return size * _PACKED_RATIO if is_packed(source.path) else size
+
+
+def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile | DataError | None:
+    from stepsplit.analyzer.readers.kineto import cache
+
+    if plan.opening is None:
+        whole = pieces[0]
+        assert not isinstance(whole, Part)
+        return whole
+    for piece in pieces:
+        if isinstance(piece, DataError):
+            return piece
+    parts = [piece for piece in pieces if isinstance(piece, Part)]
+    found = joined(plan.opening, parts, plan.rules)
+    assert isinstance(plan.source, DiskFile)
+    cache.save(plan.source, plan.source.path, found, plan.rules)
+    return found
+
+
+# One trace file as read, and its rank -> RankTrace.
+
+
+def to_rank_trace(
+    where: str, file: KinetoFile, rank: int, flight: Sequence[FlightEntry]
+) -> RankTrace:
+    """The nouns of one rank. Raises DataError where nothing in the trace has a duration."""
+    rows, header = file.rows, file.header
+    if not len(rows.events):
+        raise DataError(where, "a trace without events", RECORD_AGAIN, rank)
+    info = header.distributed
+    found, notes = file.calls, file.notes
+    if found is None:
+        found, more = calls_of_gloo(rows, flight, info.groups)
+        notes = (*notes, *more)
+    return RankTrace(
+        source=Path(where),
+        rank=rank,
+        world_size=max(info.world_size, rank + 1),
+        host=header.host_name,
+        device=header.devices[0].name if header.devices else "",
+        backend="" if info.backend == "undefined" else info.backend,
+        t0_unix_ns=rows.t0_unix_ns,
+        events=rows.events,
+        calls=found.calls,
+        groups=found.groups,
+        notes=tuple(replace(note, rank=rank) for note in notes),
+    )

@@ -1,0 +1,199 @@
+"""One Kineto trace file, or a byte range of it: header, entries, what is torn."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto.calls import calls_of_device
+from stepsplit.analyzer.readers.kineto.columns import Rows, Sorted, in_order, rows_of
+from stepsplit.analyzer.readers.kineto.json_stream import (
+    ArrayBlocks,
+    ByteRange,
+    Stream,
+    _Range,
+    loose_object,
+)
+from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, KinetoHeader, lenient
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import Category, FoundCalls, Note
+
+
+def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> Part:
+    """The entries that begin in the range of the file."""
+    with path.open("rb", buffering=0) as file:
+        return part_of(_Range(file, wanted), b"", rules)
+
+
+# A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class KinetoFile:
+    """One trace file: what it says of the run, its events, and what was wrong with it.
+
+    calls are those of a device's kernels; None where there is no device, for then rows keep the
+    arguments of the ops, and what they called only a recorder beside the trace can tell.
+    """
+
+    header: KinetoHeader
+    rows: Sorted
+    calls: FoundCalls | None
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a range of a trace's bytes; the text behind the array where it was closed."""
+
+    rows: Rows
+    whole: bool
+    tail: bytes
+
+
+def is_kineto(head: bytes) -> bool:
+    """Whether the bytes that a file begins with are a trace's, as far as they tell."""
+    opening = opening_of(io.BytesIO(head))
+    return opening is not None and (
+        bool(opening.fields) or b'"ph"' in opening.begin or not opening.begin.strip(b" \r\n\t]")
+    )
+
+
+def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
+    """The trace in the file; None where its JSON is something else. Raises DataError."""
+    with unpacked(source) as content:
+        opening = opening_of(content)
+        if opening is None:
+            return None
+        part = part_of(content, opening.begin, rules)
+        return joined(opening, [part], rules, content.torn)
+
+
+def opening_of_file(source: Source) -> Opening | None:
+    """How the trace in the file begins; None where its JSON is something else."""
+    with unpacked(source) as content:
+        return opening_of(content)
+
+
+def joined(
+    opening: Opening, parts: list[Part], rules: Rules = BUILT_IN, torn: str = ""
+) -> KinetoFile:
+    """The trace of which these are all parts, in their order; torn says why its file ends early."""
+    last = parts[-1]
+    header = header_of(opening.fields, last.tail)
+    rows = in_order([part.rows for part in parts], header.base_ns)
+    notes = _notes(rows, last.whole, torn)
+    if not rows.on_device:
+        return KinetoFile(header, rows, None, notes)
+    calls = calls_of_device(rows, header.distributed.groups, rules)
+    nothing = np.zeros(0, dtype=np.int64)
+    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
+
+
+def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> Part:
+    """The entries of the stream, of which begin was read before."""
+    blocks = ArrayBlocks(stream, begin)
+    rows = rows_of(blocks, rules)
+    return Part(rows, blocks.whole, blocks.tail)
+
+
+def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:
+    """What was wrong with the file."""
+    counts, notes = rows.counts, []
+    if not whole:
+        why = f" ({torn})" if torn else ""
+        text = f"the file is cut off{why}: {counts.entries:,} whole entries were read before it"
+        notes.append(Note("trace_cut_off", text))
+    if counts.lost:
+        text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged, left out"
+        notes.append(Note("entries_damaged", text))
+    if counts.negative:
+        text = f"{counts.negative:,} events state a negative duration, taken as 0"
+        notes.append(Note("negative_durations", text))
+    if len(rows.events) and not (rows.events.category != Category.OTHER).any():
+        text = "no event is of a category that torch.profiler writes: nothing of it is split"
+        notes.append(Note("unknown_categories", text))
+    return tuple(notes)
+
+
+# Where the array of entries begins in a trace's text, and what stands around it.
+
+MOST_HEADER_BYTES = 64 << 20
+
+_BLOCK_BYTES = 1 << 16
+
+_BOM = b"\xef\xbb\xbf"
+
+_ARRAY = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
+
+_NUMBERS = msgspec.json.Encoder(decimal_format="number")
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A trace's text up to its array: the fields before it, an open JSON object or b"" for a bare
+    list; the first of the array's text; and how many bytes of the file lie before the array.
+    """
+
+    fields: bytes
+    begin: bytes
+    array_at: int
+
+
+def opening_of(stream: Stream) -> Opening | None:
+    """Where the array of entries begins; None where the text is no trace."""
+    text = stream.read(_BLOCK_BYTES)
+    blank = len(text) - len(text.removeprefix(_BOM).lstrip())
+    if text[blank : blank + 1] == b"[":
+        return Opening(b"", text[blank + 1 :], blank + 1)
+    if text[blank : blank + 1] != b"{":
+        return None
+    searched = 0
+    while True:
+        for match in _ARRAY.finditer(text, searched):
+            if _at_top(text[blank : match.start()]):
+                return Opening(text[blank : match.start()], text[match.end() :], match.end())
+        searched = max(len(text) - 64, 0)
+        more = stream.read(max(len(text), _BLOCK_BYTES))
+        if not more or len(text) > MOST_HEADER_BYTES:
+            return None
+        text += more
+
+
+def _at_top(fields: bytes) -> bool:
+    """Whether what follows these fields is of the outermost object."""
+    try:
+        _FIELDS.decode(fields + b'"":0}')
+    except UNDECODABLE as error:
+        return "truncated" not in str(error)
+    return True
+
+
+def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
+    """What the trace says around its entries, as far as it can be read."""
+    before = fields or b"{"
+    whole = before + b'"":0' + (tail.strip() or b"}")
+    try:
+        _FIELDS.decode(whole)
+    except UNDECODABLE:
+        whole = _mended(whole) or _mended(before + b'"":0}') or b"{}"
+    return lenient(whole, KinetoHeader)
+
+
+def _mended(text: bytes) -> bytes | None:
+    """The object as JSON that keeps JSON's rules; None where it is beyond that."""
+    found = loose_object(text)
+    try:
+        return None if found is None else _NUMBERS.encode(found)
+    except ValueError:
+        return None

@@ -1,0 +1,429 @@
+"""Memory recordings: torch's allocator snapshot, or a memory timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, Unpacked, unpacked
+from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognizes
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import Int64, Note
+
+# A file of recorded memory -> MemoryRecord: torch's pickled allocator snapshot, or a timeline.
+#
+# A snapshot is the allocator's state, with the trace of events that led to it where one was
+# recorded. The trace is a ring (max_entries) that may have lost its beginning, so it is walked
+# backwards from the state at its end, which is exact. The trace tells what was asked for, not
+# what was given: a block that is gone by the end is taken to have held that, rounded up to the
+# allocator's unit. It may have held up to a MiB more (a rest too small to split off), so a peak
+# may be told a little too low.
+
+ALLOCATOR_UNIT_BYTES = 512
+
+_NEVER_READ = frozenset(
+    {"frames", "cpp_frames", "forward_frames", "allocator_settings", "external_annotations"}
+)
+
+_RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+_FREES = frozenset({"free_requested", "free_completed"})
+
+_MOST_BYTES = 1 << 60
+
+_Kind = TypeVar("_Kind", bound=Struct)
+
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+
+
+class _History(Struct):
+    real_size: Size
+
+
+class _Block(Struct):
+    """A part of a segment; history is where torch 1.13 and 2.0 keep the requested size."""
+
+    size: Size
+    state: str
+    address: int = -1
+    requested_size: Size | None = None
+    history: tuple[_History, ...] = ()
+
+
+class _Segment(Struct):
+    total_size: Size
+    address: int = -1
+    device: Annotated[int, Meta(ge=-1, le=1 << 16)] = 0
+    blocks: tuple[_Block, ...] = ()
+
+
+class _Event(Struct):
+    """An act of the allocator; time_us since torch 2.1."""
+
+    action: str
+    addr: int = -1
+    size: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
+    time_us: Annotated[int, Meta(ge=-1, le=1 << 52)] = -1
+
+
+class _Snapshot(Struct):
+    segments: list[Any]
+    device_traces: list[list[Any]] = []
+
+
+def is_memory_snapshot(head: bytes) -> bool:
+    """Whether the bytes begin as an allocator snapshot or a memory timeline does."""
+    if recognizes(head):
+        return b"device_traces" in head or (b"segment_type" in head and b"total_size" in head)
+    return is_memory_timeline(head)
+
+
+def read_memory(source: Source) -> MemoryRecord:
+    """The memory that the file recorded.
+
+    Odd segments and events are left out and counted. Raises DataError for what is no such record,
+    and for a pickle that is cut: its state at the end would be missing.
+    """
+    with unpacked(source) as content:
+        first = content.read(HEAD_BYTES)
+        if not recognizes(first):
+            return read_timeline(first, content, source.where)
+        text = first + read_whole(content, source.where)
+    snapshot = _snapshot(plain_value(text, source.where, _NEVER_READ), source.where)
+    return _snapshot_record(source.where, snapshot)
+
+
+def _snapshot(value: object, where: str) -> _Snapshot:
+    """The snapshot that plain values are; torch.cuda.memory_snapshot is its segments alone."""
+    try:
+        return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
+    except msgspec.ValidationError as error:
+        raise DataError(where, f"no memory snapshot ({error})", RECORD_AGAIN) from None
+
+
+def _snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
+    segments = _plain(snapshot.segments, _Segment)
+    traces = [_plain(trace, _Event) for trace in snapshot.device_traces]
+    told = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
+    odd = told - len(segments) - sum(len(trace) for trace in traces)
+    events = {number: trace for number, trace in enumerate(traces) if trace}
+    numbers = sorted({segment.device for segment in segments} | events.keys())
+    devices = tuple(
+        _device(number, [s for s in segments if s.device == number], events.get(number, ()))
+        for number in numbers
+    )
+    lost = [d.device for d in devices if d.device in events and not len(d.curve)]
+    return MemoryRecord(where, "snapshot", devices, (), _snapshot_notes(odd, lost))
+
+
+def _snapshot_notes(odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
+    notes = []
+    if odd:
+        notes.append(Note("memory_odd", f"{odd} odd entries of the snapshot are left out"))
+    if lost:
+        text = f"the trace of device {lost[0]} does not lead to its state: no peaks are told"
+        notes.append(Note("memory_trace_odd", text))
+    return tuple(notes)
+
+
+def _plain(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
+    """The values that are of the kind."""
+    found = []
+    for value in values:
+        try:
+            found.append(msgspec.convert(value, kind))
+        except msgspec.ValidationError:
+            continue
+    return found
+
+
+def _device(number: int, segments: Sequence[_Segment], events: Sequence[_Event]) -> DeviceMemory:
+    """The device's state at the end and, walked backwards from there, its curve."""
+    placed = [pair for segment in segments for pair in _placed(segment)]
+    active = [(place, block) for place, block in placed if block.state.startswith("active")]
+    allocated = [(place, block) for place, block in active if block.state == "active_allocated"]
+    reserved_bytes = sum(segment.total_size for segment in segments)
+    # A trace may leave the requests out; then a block counts until it is free for reuse.
+    acts = {event.action for event in events}
+    gone = "free_completed" if acts & _FREES == {"free_completed"} else "free_requested"
+    live = active if gone == "free_completed" else allocated
+    curve = _curve(
+        events,
+        _backwards(
+            sum(block.size for _, block in live),
+            _allocated_by(events, {place: block.size for place, block in live}, gone),
+        ),
+        _backwards(reserved_bytes, [_RESERVES.get(e.action, 0) * e.size for e in events]),
+    )
+    return DeviceMemory(
+        device=number,
+        allocated_bytes=sum(block.size for _, block in allocated),
+        reserved_bytes=reserved_bytes,
+        active_bytes=sum(block.size for _, block in active),
+        requested_bytes=_sum_of(_requested(block) for _, block in active),
+        segments=len(segments),
+        peak_allocated_bytes=int(curve.allocated_bytes.max(initial=-1)),
+        peak_reserved_bytes=int(curve.reserved_bytes.max(initial=-1)),
+        curve=curve,
+    )
+
+
+def _placed(segment: _Segment) -> Iterator[tuple[int, _Block]]:
+    """The segment's blocks with their addresses, which old snapshots leave to be added up."""
+    begins = accumulate((block.size for block in segment.blocks), initial=segment.address)
+    for begin, block in zip(begins, segment.blocks, strict=False):
+        yield (begin if block.address < 0 else block.address), block
+
+
+def _requested(block: _Block) -> int:
+    if block.requested_size is not None:
+        return block.requested_size
+    return block.history[0].real_size if block.history else -1
+
+
+def _sum_of(sizes: Iterable[int]) -> int:
+    """The sum; -1 where one is unknown."""
+    known = list(sizes)
+    return -1 if -1 in known else sum(known)
+
+
+def _allocated_by(events: Sequence[_Event], live: Mapping[int, int], gone: str) -> list[int]:
+    """What each event adds to the allocated bytes; live is the size of the blocks left, by place.
+
+    The last allocation at a live block's place is that block.
+    """
+    left = dict(live)
+    changes = []
+    for event in reversed(events):
+        rounded = -(-event.size // ALLOCATOR_UNIT_BYTES) * ALLOCATOR_UNIT_BYTES
+        if event.action == "alloc":
+            changes.append(left.pop(event.addr, rounded))
+        else:
+            changes.append(-rounded if event.action == gone else 0)
+    return changes[::-1]
+
+
+def _backwards(end: int, changes: Sequence[int]) -> list[int]:
+    """The value before the first change and after each, from the value after the last."""
+    return list(accumulate(reversed(changes), sub, initial=end))[::-1]
+
+
+def _curve(
+    events: Sequence[_Event], allocated: Sequence[int], reserved: Sequence[int]
+) -> MemoryCurve:
+    """The curve, empty where there are no events or no device could have held these values."""
+    held = (*allocated, *reserved)
+    if not events or min(held) < 0 or max(held) > _MOST_BYTES:
+        return empty_curve()
+    times_us = [event.time_us for event in events]
+    times_ns = [time_us * 1000 if time_us >= 0 else -1 for time_us in (times_us[0], *times_us)]
+    return MemoryCurve(*(np.array(c, dtype=np.int64) for c in (times_ns, allocated, reserved)))
+
+
+# The memory timeline that torch.profiler exports -> MemoryRecord, by category of tensor.
+#
+# Raw (".raw.json.gz"): a list of [time_ns, action, change_bytes, category], with time -1 for what
+# was there before. Else [[time_us, ...], [[0, bytes of each category], ...]]: the same, added up.
+
+CATEGORIES = (
+    "parameter",
+    "optimizer_state",
+    "input",
+    "temporary",
+    "activation",
+    "gradient",
+    "autograd_detail",
+    "unknown",
+)
+"""By torch's index; "unknown" is what its profiler could not tell."""
+
+_ROW = re.compile(rb"\[\s*(-1|[0-8]?\d{1,18})\s*,\s*([1-4])\s*,\s*(-?\d{1,15})\s*,\s*([0-7])\s*\]")
+
+_RAW = re.compile(rb"\s*\[\s*" + _ROW.pattern)
+
+_ADDED_UP = re.compile(rb"\s*\[\s*\[\s*1\d{15}\s*[,\]]")
+
+_LONGEST_ROW = 256
+
+
+def is_memory_timeline(head: bytes) -> bool:
+    """Whether the bytes begin as a memory timeline does, raw or added up."""
+    return _RAW.match(head) is not None or _ADDED_UP.match(head) is not None
+
+
+def read_timeline(first: bytes, content: Unpacked, where: str) -> MemoryRecord:
+    """The timeline that begins with the first bytes and goes on in the content.
+
+    Odd rows are left out and counted. Raises DataError for what is no timeline.
+    """
+    if _RAW.match(first) is None:
+        times_ns, held = _added_up(first + read_whole(content, where), where)
+        return _timeline_record(where, times_ns, held.sum(axis=1), held.T, ())
+    rows, odd, torn = _rows(first, content)
+    if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MOST_BYTES:
+        raise DataError(where, "sizes that no device has", RECORD_AGAIN)
+    times_ns, changes = _in_time(rows[:, 0]), rows[:, 2]
+    kinds = (np.where(rows[:, 3] == kind, changes, 0) for kind in range(len(CATEGORIES)))
+    held_by_kind = (np.cumsum(own) for own in kinds)
+    return _timeline_record(
+        where, times_ns, np.cumsum(changes), held_by_kind, _timeline_notes(odd, torn)
+    )
+
+
+def _in_time(times_ns: Int64) -> Int64:
+    """The times, where what was there before is as old as the first event."""
+    known = times_ns[times_ns >= 0]
+    return np.where(times_ns < 0, known[0], times_ns) if len(known) else times_ns
+
+
+def _timeline_notes(odd: int, torn: bool) -> tuple[Note, ...]:
+    notes = []
+    if odd:
+        notes.append(Note("memory_odd", f"{odd} odd rows of the timeline are left out"))
+    if torn:
+        notes.append(Note("memory_torn", "the timeline is cut off: its end lacks"))
+    return tuple(notes)
+
+
+def _rows(first: bytes, content: Unpacked) -> tuple[Int64, int, bool]:
+    """The rows, how many were odd, and whether the list lacks its end."""
+    blocks, ends, rest, last = [], 0, first, first
+    for block in _blocks(content):
+        text = rest + block
+        whole = text.rfind(b"]") + 1
+        blocks.append(_numbers(text[:whole]))
+        ends += text.count(b"]", 0, whole)
+        rest = text[whole:][-_LONGEST_ROW:]
+        last = (last + block)[-_LONGEST_ROW:]
+    rows = np.concatenate(blocks)
+    closed = re.search(rb"\]\s*\]\s*$", last) is not None
+    return rows, ends - len(rows) - closed, not closed or bool(content.torn)
+
+
+def _blocks(content: Unpacked) -> Iterator[bytes]:
+    """The rest of the content, then nothing once, so that what was read before is looked at."""
+    while block := content.read(1 << 20):
+        yield block
+    yield b""
+
+
+def _numbers(text: bytes) -> Int64:
+    """The rows in the text: time_ns, action, change_bytes, category. Shape (rows, 4)."""
+    found = _ROW.findall(text)
+    return np.array(found, dtype="S20").reshape(-1, 4).astype(np.int64)
+
+
+def _added_up(text: bytes, where: str) -> tuple[Int64, Int64]:
+    """When, and what each category held: shapes (times,) and (times, categories)."""
+    try:
+        times_us, sizes = msgspec.json.decode(text, type=tuple[list[int], list[list[int]]])
+        held = np.array(sizes, dtype=np.int64)[:, 1:]
+        times_ns = np.array(times_us, dtype=np.int64) * 1000
+    except (msgspec.DecodeError, ValueError, OverflowError, IndexError) as error:
+        raise DataError(where, f"not a whole memory timeline ({error})", RECORD_AGAIN) from None
+    if held.shape != (len(times_ns), len(CATEGORIES)) or not len(held):
+        raise DataError(where, "a memory timeline of another shape", RECORD_AGAIN)
+    if float(np.abs(held.astype(np.float64)).sum(axis=1).max()) > _MOST_BYTES:
+        raise DataError(where, "sizes that no device has", RECORD_AGAIN)
+    return times_ns, held
+
+
+def _timeline_record(
+    where: str, times_ns: Int64, total: Int64, held: Iterable[Int64], notes: tuple[Note, ...]
+) -> MemoryRecord:
+    """The record of what was held at each time, in all and by each category."""
+    peak = int(total.argmax())
+    device = DeviceMemory(
+        device=-1,
+        allocated_bytes=int(total[-1]),
+        reserved_bytes=-1,
+        active_bytes=-1,
+        requested_bytes=-1,
+        segments=-1,
+        peak_allocated_bytes=int(total[peak]),
+        peak_reserved_bytes=-1,
+        curve=MemoryCurve(times_ns, total, np.full(len(total), -1, dtype=np.int64)),
+    )
+    categories = tuple(
+        CategoryMemory(name, int(own.max()), int(own[peak]))
+        for name, own in zip(CATEGORIES, held, strict=True)
+    )
+    return MemoryRecord(where, "timeline", (device,), categories, notes)
+
+
+# The nouns of recorded memory: what each device of one process held, and when.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """What was held after each event: three columns of one length, in the order of the events.
+
+    time_ns is on the wall clock, -1 where no time was recorded. A snapshot's first row is the state
+    before its first event. reserved_bytes is -1 where it was not recorded.
+    """
+
+    time_ns: Int64
+    allocated_bytes: Int64
+    reserved_bytes: Int64
+
+    def __len__(self) -> int:
+        return len(self.time_ns)
+
+
+def empty_curve() -> MemoryCurve:
+    """The curve where nothing over time was recorded."""
+    nothing = np.empty(0, dtype=np.int64)
+    return MemoryCurve(nothing, nothing, nothing)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device's memory at the end of the record, and its peaks; -1 is unknown.
+
+    allocated_bytes belong to live tensors, active_bytes also to those whose last use still runs,
+    requested_bytes is what active blocks were asked for, reserved_bytes is what the allocator holds
+    of the device, in so many segments. A peak is that of the curve: of the time that was recorded.
+    device is -1 where the file does not name it.
+    """
+
+    device: int
+    allocated_bytes: int
+    reserved_bytes: int
+    active_bytes: int
+    requested_bytes: int
+    segments: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    curve: MemoryCurve
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryMemory:
+    """What tensors of one kind held: at most, and when all kinds together held most.
+
+    The at_peak_bytes of all categories add up to the device's peak_allocated_bytes.
+    """
+
+    name: str
+    peak_bytes: int
+    at_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """The memory of one process, as the caching allocator or torch.profiler recorded it."""
+
+    source: str
+    kind: Literal["snapshot", "timeline"]
+    devices: tuple[DeviceMemory, ...]
+    categories: tuple[CategoryMemory, ...]
+    notes: tuple[Note, ...] = ()

@@ -1,0 +1,403 @@
+"""Output of nccl-tests and rccl-tests: sweeps over message sizes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.ops import dtype_named, element_bytes, op_named
+from stepsplit.analyzer.readers.compression import head_of, unpacked
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import OP_CODE, Note
+
+# What nccl-tests and rccl-tests measure: the nouns that read_sweeps yields.
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One half of a row. wrong is the number of wrong elements, -1 where none were counted.
+
+    algbw and busbw are as printed; before 2020 all_gather and reduce_scatter printed busbw twice.
+    """
+
+    time_ns: int
+    algbw_bytes_per_s: int
+    busbw_bytes_per_s: int
+    wrong: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One message size. count is elements of a rank; redop is "" and root -1 where none is told."""
+
+    message_bytes: int
+    count: int
+    dtype: str
+    redop: str
+    root: int
+    out_of_place: Timing | None
+    in_place: Timing | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One table: an op ("" where ambiguous), its ranks (-1 unknown), the name of each's device.
+
+    avg_busbw_bytes_per_s is what the table ends with, -1 where it is cut.
+    """
+
+    source: str
+    op: str
+    nranks: int
+    devices: tuple[str, ...]
+    rows: tuple[SweepRow, ...]
+    avg_busbw_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeps:
+    """The tables of a file with at least one row, in order."""
+
+    source: str
+    sweeps: tuple[Sweep, ...]
+    notes: tuple[Note, ...]
+
+
+# What nccl-tests and rccl-tests print: sweeps of one collective over message sizes.
+
+_NUMBER = rb"(?:-?\d{1,12}(?:\.\d{1,6})?(?:e[+-]\d\d)?|-?nan|inf|N/A)"
+
+_HALF = rb"\s+".join([rb"(" + _NUMBER + rb")"] * 4)
+
+_FOUR = rb"(?:\s+" + _NUMBER + rb"){4}"
+
+_END = rb"(?:\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)?\s*$"
+"""A row may end with the time of day (-S)."""
+
+_DTYPE = rb"(?:u?int\d{1,2}|int|char|half|b?float\d{0,2}|double|f8e\dm\d|fp8_e\dm\d)"
+
+_ROW_BEGIN = rb"(?:^|[\s:>|])(\d{1,16})\s+(\d{1,16})\s+(" + _DTYPE + rb")\b"
+
+_BEGUN = re.compile(_ROW_BEGIN)
+
+_ROW = re.compile(
+    _ROW_BEGIN
+    + rb"\s+(?:([a-z]{3,12})\s+)?(?:(-?\d{1,6})\s+)?"
+    + _HALF
+    + rb"(?:" + _FOUR + rb"(?=" + _FOUR + _FOUR + _END + rb"))?"
+    + rb"(?:\s+" + _HALF + rb"(?:" + _FOUR + rb")?)?"
+    + _END
+)  # fmt: skip
+"""A report of single iterations adds four columns to each half."""
+
+_HEADING = re.compile(rb"#\s+(?:size|bytes)\s+(?:count|N)\s+type\s.*\b(?:cpu)?time\s+algbw\s+busbw")
+
+_UNIT = re.compile(rb"#\s+\(B\)\s+\(elements\)\s+\((us|ms)\)")
+
+_RANK = re.compile(rb"#\s+Rank\s+(\d{1,5})\s.*?\bdevice\s+\d+\s+\[[0-9a-fA-Fx:.]+\]\s+(\S.*?)\s*$")
+
+_RUN = re.compile(rb"#\s*nThread\s+\d+\s+nGpus\s+\d")
+
+_AVERAGE = re.compile(rb"#\s*Avg bus bandwidth\s*:\s*(\d{1,9}(?:\.\d+)?(?:e[+-]\d\d)?)")
+
+_PROGRAM = re.compile(rb"(?<!concluded: )\b([a-z_]{2,30})_perf(?:_mpi)?\b")
+
+_PROGRAMS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
+
+_BYTES = {"uint32": 4, "uint64": 8, "f8e4m3": 1, "f8e5m2": 1}
+
+_MOST_BYTES = 4096
+"""A longer line is nobody's row."""
+
+
+def is_sweep(head: bytes) -> bool:
+    """Whether what nccl-tests print before a table, or a row of one, is among these first bytes."""
+    if is_report(head):
+        return True
+    lines = [line for line in head.split(b"\n") if len(line) < _MOST_BYTES]
+    return any(kind.search(line) for line in lines for kind in (_RUN, _HEADING, _ROW))
+
+
+def read_sweeps(source: Source) -> Sweeps:
+    """The file's tables. Raises DataError where it cannot be opened, or is a report and cut."""
+    if is_report(head_of(source)):
+        return _of_report(source)
+    reading = _Reading(source.where)
+    with unpacked(source) as content:
+        for line in content.lines():
+            if len(line) < _MOST_BYTES:
+                reading.take(line)
+    return reading.sweeps(content.torn)
+
+
+def _of_report(source: Source) -> Sweeps:
+    with unpacked(source) as content:
+        sweep = sweep_in(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
+    return Sweeps(source.where, (sweep,) if sweep.rows else (), ())
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The tables so far, and what the rows to come belong to."""
+
+    source: str
+    done: list[Sweep] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    torn: int = 0
+    heard: str = ""
+    program: str = ""
+    devices: dict[int, str] = field(default_factory=dict)
+    rows: list[re.Match[bytes]] = field(default_factory=list)
+    unit_ns: int = 0
+    counts_wrong: bool = True
+
+    def take(self, line: bytes) -> None:
+        """Takes over what a line says."""
+        if row := _ROW.search(line):
+            if not self.rows:
+                self.program, self.heard = self.heard, ""
+            self.rows.append(row)
+        elif average := _AVERAGE.search(line):
+            self._close(round(float(average[1]) * 1e9))
+        elif device := _RANK.search(line):
+            self._close(-1)
+            self.devices[int(device[1])] = device[2].decode(errors="replace")
+        elif _HEADING.search(line):
+            self._close(-1)
+            self.counts_wrong = b"#wrong" in line
+            self.unit_ns = 0
+        elif unit := _UNIT.search(line):
+            self.unit_ns = {b"us": 10**3, b"ms": 10**6}[unit[1]]
+        elif _RUN.search(line):
+            self._close(-1)
+            self.devices = {}
+        elif program := _PROGRAM.search(line):
+            name = program[1].decode()
+            self.heard = _PROGRAMS.get(name, op_named(name))
+        else:
+            self.torn += _BEGUN.search(line) is not None
+
+    def _close(self, avg_busbw_bytes_per_s: int) -> None:
+        """Ends the table, where it has rows; what comes is another."""
+        if not self.rows:
+            return
+        unit_ns = self.unit_ns or _likely_unit_ns(self.rows)
+        rows = tuple(_printed_row(match, unit_ns, self.counts_wrong) for match in self.rows)
+        nranks = max(self.devices) + 1 if self.devices else -1
+        op = self._op(rows, nranks)
+        devices = tuple(self.devices.get(rank, "") for rank in range(nranks))
+        self.done.append(Sweep(self.source, op, nranks, devices, rows, avg_busbw_bytes_per_s))
+        self.rows, self.devices, self.program = [], {}, ""
+
+    def _op(self, rows: Sequence[SweepRow], nranks: int) -> str:
+        has_root = any(match[5] for match in self.rows)
+        possible = _possible_ops(rows, nranks, has_root)
+        if self.program in possible:
+            return self.program
+        table = f"table {len(self.done) + 1}"
+        if len(possible) == 1:
+            note = f"{table}: {possible[0]} by its columns, sizes and bandwidths"
+        else:
+            note = f"{table}: the op is not told: {' or '.join(possible) or 'any'}"
+        self.notes.append(Note("nccl_tests_op", note))
+        return possible[0] if len(possible) == 1 else ""
+
+    def sweeps(self, torn_end: str) -> Sweeps:
+        """All tables, the last one as far as it goes."""
+        self._close(-1)
+        if self.torn:
+            self.notes.append(Note("nccl_tests_torn", f"{self.torn} rows are cut and left out"))
+        if torn_end:
+            self.notes.append(Note("nccl_tests_torn_file", f"the file ends early ({torn_end})"))
+        return Sweeps(self.source, tuple(self.done), tuple(self.notes))
+
+
+def _printed_row(match: re.Match[bytes], unit_ns: int, counts_wrong: bool) -> SweepRow:
+    return SweepRow(
+        message_bytes=int(match[1]),
+        count=int(match[2]),
+        dtype=dtype_named(match[3].decode()),
+        redop=(match[4] or b"").decode(),
+        root=int(match[5] or -1),
+        out_of_place=_printed_timing(match.groups()[5:9], unit_ns, counts_wrong),
+        in_place=_printed_timing(match.groups()[9:13], unit_ns, counts_wrong),
+    )
+
+
+def _printed_timing(
+    cells: tuple[bytes | None, ...], unit_ns: int, counts_wrong: bool
+) -> Timing | None:
+    time, algbw, busbw, wrong = (_value(cell) for cell in cells)
+    if time < 0:
+        return None
+    is_deviation = not counts_wrong or b"e" in (cells[3] or b"")[:2]
+    return Timing(
+        time_ns=round(time * unit_ns),
+        algbw_bytes_per_s=round(algbw * 1e9) if algbw >= 0 else -1,
+        busbw_bytes_per_s=round(busbw * 1e9) if busbw >= 0 else -1,
+        wrong=-1 if is_deviation else round(wrong),
+    )
+
+
+def _value(cell: bytes | None) -> float:
+    """The number; -1 where there is none."""
+    return float(cell) if cell and cell[:1].isdigit() else -1.0
+
+
+def _likely_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
+    """The unit of a column of times without one: that which makes the bandwidths true."""
+    for match in reversed(rows):
+        time, algbw = _value(match[6]), _value(match[7])
+        if time > 0 and algbw >= 0.1:
+            return 10**6 if int(match[1]) / algbw > 30 * time * 10**3 else 10**3
+    return 10**3
+
+
+def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tuple[str, ...]:
+    """The ops that print such rows: which columns they fill, and whose bytes count is.
+
+    Where count is the whole message nothing is gathered or scattered. all_gather alone has ever
+    printed equal bandwidths for a gathered message. Where every op prints a root, send_recv prints
+    a redop too, which it does not use.
+    """
+    row = max(rows, key=lambda row: row.message_bytes)
+    each = row.count * _BYTES.get(row.dtype, element_bytes(row.dtype))
+    half = row.out_of_place
+    equal = half is not None and half.algbw_bytes_per_s == half.busbw_bytes_per_s > 0
+    reduces, rooted = row.redop not in ("", "none"), row.root >= 0
+    sums = _sums(nranks) if equal and has_root else ("all_reduce",)
+    whole = ("reduce",) if reduces and rooted else sums if reduces else (
+        ("broadcast",) if rooted else ("send_recv",)
+    )  # fmt: skip
+    parts = () if reduces and rooted else ("reduce_scatter",) if reduces else (
+        ("scatter", "gather") if rooted else ("all_gather", "all_to_all")
+    )  # fmt: skip
+    if each <= 0 or nranks == 1:
+        return whole + parts
+    if each == row.message_bytes:
+        return whole
+    return ("all_gather",) if equal and not reduces and not rooted else parts
+
+
+def _sums(nranks: int) -> tuple[str, ...]:
+    """What prints a redop and equal bandwidths: all_reduce does so on two ranks alone."""
+    return ("send_recv",) if nranks > 2 else ("all_reduce", "send_recv")
+
+
+# The JSON report that nccl-tests write beside their table (-J, from 2.17 on) -> its one Sweep.
+
+
+class _Half(Struct):
+    alg_bw: float | str
+    bus_bw: float | str
+    nwrong: float | None
+    time: float | str = -1.0
+    cpu_time: float | str = -1.0
+
+
+class _Row(Struct):
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: str
+    out_of_place: _Half | None = None
+    in_place: _Half | None = None
+    experiment_name: str = ""
+
+
+class _Device(Struct):
+    rank: int
+    device_info: str
+
+
+class _Config(Struct):
+    devices: list[_Device]
+
+
+class _Average(Struct):
+    bandwidth: float | str
+
+
+class _Report(Struct):
+    config: _Config
+    results: list[_Row]
+    average_bus_bandwidth: _Average
+
+
+_REPORT_BEGIN = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"start_time":\s*"[^"]*",\s*"args":')
+
+_DECODER = msgspec.json.Decoder(_Report)
+
+_OPS = {"SendRecv": "send_recv", "HyperCube": "all_gather"}
+
+MOST_RANKS = 1 << 20
+
+
+def is_report(head: bytes) -> bool:
+    """Whether these are the first bytes of such a report."""
+    return _REPORT_BEGIN.match(head) is not None
+
+
+def sweep_in(source: str, body: bytes) -> Sweep:
+    """The report's table. Raises DataError where the report is cut."""
+    try:
+        report = _DECODER.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        problem = f"no whole report of nccl-tests ({error})"
+        raise DataError(source, problem, "run the test again") from None
+    devices = {device.rank: device.device_info for device in report.config.devices}
+    nranks = max((rank for rank in devices if rank < MOST_RANKS), default=-1) + 1 or -1
+    return Sweep(
+        source=source,
+        op=_op(report.results[0].experiment_name) if report.results else "",
+        nranks=nranks,
+        devices=tuple(devices.get(rank, "") for rank in range(nranks)),
+        rows=tuple(_reported_row(row) for row in report.results),
+        avg_busbw_bytes_per_s=_bytes_per_s(report.average_bus_bandwidth.bandwidth),
+    )
+
+
+def _op(name: str) -> str:
+    op = _OPS.get(name, op_named(name))
+    return op if op in OP_CODE and op != "unknown" else ""
+
+
+def _reported_row(row: _Row) -> SweepRow:
+    root = row.root.strip()
+    return SweepRow(
+        message_bytes=row.size,
+        count=row.count,
+        dtype=dtype_named(row.type),
+        redop=row.redop,
+        root=int(root) if root.isdecimal() and len(root) < 10 else -1,
+        out_of_place=_reported_timing(row.out_of_place),
+        in_place=_reported_timing(row.in_place),
+    )
+
+
+def _reported_timing(half: _Half | None) -> Timing | None:
+    time_ns = -1 if half is None else _scaled(max(half.time, half.cpu_time, key=_known), 1e3)
+    if half is None or time_ns < 0:
+        return None
+    wrong = -1 if half.nwrong is None else round(half.nwrong)
+    return Timing(time_ns, _bytes_per_s(half.alg_bw), _bytes_per_s(half.bus_bw), wrong)
+
+
+def _bytes_per_s(gigabytes: float | str) -> int:
+    return _scaled(gigabytes, 1e9)
+
+
+def _scaled(value: float | str, factor: float) -> int:
+    return round(_known(value) * factor) if _known(value) >= 0 else -1
+
+
+def _known(value: float | str) -> float:
+    """The number; -1 for the text that stands for none."""
+    return value if isinstance(value, float) and math.isfinite(value) else -1.0

@@ -1,0 +1,371 @@
+"""Records of an NCCL debug log: communicators, members, choices, and the lines they come in."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from stepsplit.analyzer.trace import Note, RankCalls
+
+# What an NCCL or RCCL debug log tells: the nouns that read_nccl_log yields.
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a communicator and the process that it is; init_ns is what its setup took.
+
+    rank is the rank in the communicator, -1 where only calls name it. pointer is the handle that
+    the process prints; bus_id is hexadecimal. -1 or "" is unknown.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    cuda_dev: int
+    nvml_dev: int
+    bus_id: str
+    pointer: str
+    init_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A communicator as its members print it, by their rank; the log may name only some of them.
+
+    id is the commId, else pointer@host:pid of the lowest rank. parent indexes the log's
+    communicators; color and key are None where it is no split. -1 is unknown.
+    """
+
+    id: str
+    nranks: int
+    members: tuple[Member, ...]
+    nodes: int = -1
+    local_ranks: int = -1
+    coll_channels: int = -1
+    p2p_channels: int = -1
+    parent: int = -1
+    color: int | None = None
+    key: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The ranks of one channel in the order of its ring; a line cut by NCCL holds the first."""
+
+    comm: int
+    channel: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RingNeighbors:
+    """Between whom a rank stands in the ring of a channel."""
+
+    comm: int
+    channel: int
+    before: int
+    rank: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A rank in the tree of a channel: its parent (-1: it is the root) and its children."""
+
+    comm: int
+    channel: int
+    parent: int
+    rank: int
+    children: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection of one channel, as one end prints it; side is "send", "receive" or "".
+
+    transport is the first word ("P2P", "SHM", "NET", "COLLNET"), detail what follows it. net and
+    net_device are the network's, "" and -1 elsewhere. gdr: the NIC reads and writes GPU memory.
+    """
+
+    comm: int
+    src_rank: int
+    dst_rank: int
+    channel: int
+    transport: str
+    detail: str
+    side: str = ""
+    net: str = ""
+    net_device: int = -1
+    gdr: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPattern:
+    """What NCCL's search found for a pattern (by its number); bandwidth is that of one channel."""
+
+    pattern: int
+    cross_nic: int
+    channels: int
+    intra_bytes_per_s: int
+    inter_bytes_per_s: int
+    intra_type: str
+    inter_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class SystemBandwidth:
+    """The fastest link of a GPU, and all of its links together; -1 where old versions say less."""
+
+    max_bytes_per_s: int
+    total_bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A variable of the environment that NCCL read."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class CostCell:
+    """NCCL's own cost of an op by algorithm and protocol; a bandwidth of 0 is never chosen."""
+
+    op: str
+    algorithm: str
+    protocol: str
+    latency_ns: int
+    bandwidth_bytes_per_s: int
+    max_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """The cost table that rank 0 of one communicator prints; comm is -1 where the log is silent."""
+
+    comm: int
+    host: str
+    pid: int
+    cells: tuple[CostCell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How NCCL runs an op of a size, and how many lines said so; op is "" where none is named.
+
+    bytes_are says of what: "global" (the full buffer), "per_rank", or "" where nobody documents it.
+    time_ns is NCCL's prediction; time_ns and channels are -1 where the version prints none.
+    """
+
+    op: str
+    bytes: int
+    bytes_are: str
+    algorithm: str
+    protocol: str
+    time_ns: int
+    channels: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """An NCCL WARN of one process, and how often it came."""
+
+    text: str
+    host: str
+    pid: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class NcclLog:
+    """All that one log tells. comm of a record indexes communicators, -1 unknown.
+
+    A call's rank is global: that of its process in the largest communicator of the log (or RCCL's
+    globalrank), -1 where two communicators could be the largest. calls has one entry a process
+    and device. torn counts the lines that NCCL wrote but that are cut or run into one another.
+    """
+
+    source: str
+    versions: tuple[str, ...]
+    communicators: tuple[Communicator, ...]
+    rings: tuple[Ring, ...]
+    neighbors: tuple[RingNeighbors, ...]
+    trees: tuple[TreeNode, ...]
+    links: tuple[Link, ...]
+    patterns: tuple[GraphPattern, ...]
+    systems: tuple[SystemBandwidth, ...]
+    networks: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    calls: tuple[RankCalls, ...]
+    costs: tuple[CostTable, ...]
+    choices: tuple[Choice, ...]
+    warnings: tuple[Warned, ...]
+    lines: int
+    nccl_lines: int
+    torn: int
+    notes: tuple[Note, ...]
+
+
+# One line of an NCCL or RCCL log -> its messages, who wrote them and when.
+
+_MARK = re.compile(rb"NCCL (INFO|WARN) ?")
+
+_SPEAKER = re.compile(
+    rb"(?:([^\s:\[\]|]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
+    rb"(?:[^\s:\[\]]+:\d+ (?:\([^)]*\) )?)?$"
+)
+
+_STAMP = re.compile(
+    rb"\[?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,9})\d*)?"
+    rb"(?:Z|([+-])(\d\d):?(\d\d))?\S*\s*"
+)
+
+_COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
+
+_REPEATED = re.compile(rb" *\[repeated \d+x across cluster\].*")
+"""What Ray says after a line that it shows once for several processes."""
+
+_MOST_HEADS = 20_000
+
+_MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
+
+
+class Speaker(NamedTuple):
+    """Who writes: process, thread and current device; "" and -1 where the line does not say."""
+
+    host: str
+    pid: int
+    tid: int
+    dev: int
+
+
+class Message(NamedTuple):
+    """What one speaker says; stamp_ns is unix time (a clock without a zone read as UTC) or -1."""
+
+    speaker: Speaker
+    stamp_ns: int
+    level: bytes
+    text: bytes
+
+
+@dataclass(slots=True)
+class Splitter:
+    """Lines -> messages; remembers the processes, to know their names where lines are glued."""
+
+    _clean: dict[bytes, Speaker] = field(default_factory=dict)
+    _hosts: dict[int, set[str]] = field(default_factory=dict)
+
+    def messages(self, line: bytes) -> list[Message]:
+        """The line's messages in order; several where writers ran into one another."""
+        line = _bare(line)
+        marks = list(_MARK.finditer(line))
+        if len(marks) != 1:
+            return self._glued(line, marks) if marks else []
+        mark = marks[0]
+        prefix, text = line[: mark.start()], line[mark.end() :][:_MOST_BYTES].rstrip()
+        speaker, stamp_ns = self._clean.get(prefix), -1
+        if speaker is None:
+            speaker, stamp_ns = self._stamped(prefix[-_MOST_PREFIX:])
+        return [Message(speaker, stamp_ns, mark[1], text)]
+
+    def _stamped(self, prefix: bytes) -> tuple[Speaker, int]:
+        """The speaker and the time of a whole line's prefix; what follows the time comes again."""
+        stamp = _STAMP.search(prefix)
+        rest = prefix if stamp is None else prefix[stamp.end() :]
+        speaker, stamp_ns = self._clean.get(rest), -1
+        if speaker is None:
+            speaker, stamp_ns, _ = self._head(rest)
+            if stamp_ns < 0 and len(self._clean) < _MOST_HEADS:
+                self._clean[rest] = speaker
+        return speaker, _unix_ns(stamp) if stamp and stamp_ns < 0 else stamp_ns
+
+    def _glued(self, line: bytes, marks: list[re.Match[bytes]]) -> list[Message]:
+        starts = [0, *(mark.end() for mark in marks)]
+        heads = [self._head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
+        ends = [m.start() - head[2] for m, head in zip(marks[1:], heads[1:], strict=True)]
+        return [
+            Message(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
+            for (speaker, stamp_ns, _), mark, end in zip(
+                heads, marks, [*ends, len(line)], strict=True
+            )
+        ]
+
+    def _head(self, prefix: bytes) -> tuple[Speaker, int, int]:
+        """The speaker, the time, and how many of the last bytes of the prefix say so."""
+        prefix = prefix[-_MOST_PREFIX:]
+        match = _SPEAKER.search(prefix)
+        assert match is not None  # the empty end matches
+        speaker = self._speaker(match)
+        start = match.start() + len(match[1] or b"") - len(speaker.host.encode())
+        stamp_ns = int(match[5]) * 1000 if match[5] else -1
+        for stamp in _STAMP.finditer(prefix[:start]):
+            stamp_ns = _unix_ns(stamp)
+            if stamp.end() == start:
+                start = stamp.start()
+        return speaker, stamp_ns, len(prefix) - start
+
+    def _speaker(self, match: re.Match[bytes]) -> Speaker:
+        dev = int(match[4]) if match[4] else -1
+        if match[1] is None:
+            return Speaker("", -1, -1, dev)
+        host, pid = match[1].decode(errors="replace"), int(match[2])
+        hosts = self._hosts.setdefault(pid, set())
+        if host not in hosts:
+            whole = [known for known in hosts if host.endswith(known)]
+            host = max(whole, key=len, default=host)
+            hosts.add(host)
+        return Speaker(host, pid, int(match[3]), dev)
+
+
+class _Wrapped(msgspec.Struct):
+    """A line of Docker's log files."""
+
+    log: str
+    time: str = ""
+
+
+def _bare(line: bytes) -> bytes:
+    """The line without colors and without what Docker or Ray put around it; a time comes first."""
+    if line.startswith(b'{"log":'):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            wrapped = msgspec.json.decode(line, type=_Wrapped)
+            line = f"{wrapped.time} {wrapped.log}".encode()
+    if b"\x1b" in line:
+        line = _COLOR.sub(b"", line)
+    return _REPEATED.sub(b"", line) if b"x across cluster]" in line else line
+
+
+def _unix_ns(stamp: re.Match[bytes]) -> int:
+    seconds = _unix_s(stamp[1], stamp[2])
+    if seconds < 0:
+        return -1
+    ahead_s = (int(stamp[5]) * 60 + int(stamp[6])) * 60 if stamp[4] else 0
+    seconds -= -ahead_s if stamp[4] == b"-" else ahead_s
+    return seconds * 10**9 + int((stamp[3] or b"0").ljust(9, b"0"))
+
+
+@lru_cache(maxsize=16)
+def _unix_s(date: bytes, time: bytes) -> int:
+    try:
+        return int(datetime.fromisoformat(f"{date.decode()}T{time.decode()}+00:00").timestamp())
+    except ValueError:
+        return -1
+
+
+_VERSION = re.compile(rb"([RN])CCL version(?: :)? (\d+\.[^\s,;]*?)(?=[RN]CCL|[\s,;]|$)")
+
+
+def versions_in(line: bytes) -> tuple[str, ...]:
+    """The versions that the line names, as it spells them; RCCL's with that word before."""
+    return tuple(
+        ("RCCL " if kind == b"R" else "") + version.decode(errors="replace")
+        for kind, version in _VERSION.findall(line)
+    )

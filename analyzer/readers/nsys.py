@@ -1,0 +1,761 @@
+"""Nsight Systems SQLite exports: a RankTrace for each process that ran kernels."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import tempfile
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.ops import message_bytes, op_named
+from stepsplit.analyzer.readers.compression import is_packed, unpacked
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    Call,
+    Category,
+    Events,
+    FoundCalls,
+    Group,
+    Int64,
+    Lane,
+    Note,
+    RankTrace,
+    UInt8,
+    to_calls,
+)
+
+# An Nsight Systems SQLite export -> a RankTrace for each of its processes that ran kernels.
+
+_MAGIC = b"SQLite format 3\0"
+
+_TABLES = re.compile(rb"CREATE TABLE \W?(StringIds|NVTX_EVENTS|TARGET_INFO_|ENUM_NSYS_|META_DATA_)")
+
+_RECORD = "record with nsys profile -t cuda,nvtx and export again"
+
+_RANK_IN_NAME = re.compile(r"rank[-_ ]?(\d{1,7})", re.I)
+
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+_SIZE_NAMES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+
+_MOST_RANKS = 10_000_000
+
+_MOST_ENVIRONMENT = 1 << 20
+
+
+def is_nsys_export(head: bytes) -> bool:
+    """Whether a file that begins so is an export of Nsight Systems: SQLite with its tables.
+
+    A long schema may lie beyond the head: such a file is taken for one.
+    """
+    if not head.startswith(_MAGIC):
+        return False
+    is_elsewhere = head[100:101] == b"\x05" and b"CREATE " not in head
+    return is_elsewhere or _TABLES.search(head) is not None
+
+
+def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
+    """The traces of the export, in the order of their ranks, at least one.
+
+    Raises DataError where the file is damaged, no such export, or has no kernels.
+    """
+    with opened(source) as db:
+        if "StringIds" not in db.columns:
+            raise DataError(source.where, "SQLite, but no Nsight Systems export", EXPORT_AGAIN)
+        processes = processes_of(db)
+        if not processes:
+            raise DataError(source.where, "no GPU kernels or copies in it", _RECORD)
+        session = _session(db)
+        ranks = _ranks(db, session, source, processes)
+        payloads = payloads_of(db)
+    groups = communicators_of(processes, ranks.of_process, payloads)
+    world_size = max(session.world_size, 1 + max(ranks.of_process))
+    traces = []
+    for process, rank in zip(processes, ranks.of_process, strict=True):
+        found = calls_of(process, payloads, groups, rules)
+        notes = tuple(Note(n.code, n.message, rank) for n in (*session.notes, *ranks.notes))
+        traces.append(
+            RankTrace(
+                source=Path(source.where),
+                rank=rank,
+                world_size=world_size,
+                host=session.host,
+                device=session.device,
+                backend="nccl" if any(n.startswith("nccl") for n in process.events.names) else "",
+                t0_unix_ns=session.start_unix_ns + process.start_ns,
+                events=process.events,
+                calls=found.calls,
+                groups=found.groups,
+                notes=notes,
+            )
+        )
+    return tuple(sorted(traces, key=lambda trace: trace.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What the export says of the whole recording; world_size and rank are -1 where it is silent.
+
+    rank is that of the environment in which nsys itself ran.
+    """
+
+    start_unix_ns: int
+    host: str
+    device: str
+    rank: int
+    world_size: int
+    notes: tuple[Note, ...]
+
+
+def _session(db: Database) -> _Session:
+    table = "TARGET_INFO_SYSTEM_ENV"
+    values = db.texts(table, "value", most=_MOST_ENVIRONMENT)
+    pairs = list(zip(db.texts(table, "name"), values, strict=False))
+    environment = "\n".join(f"{name}={value}" for name, value in pairs)
+    began = db.ints("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)).ravel().tolist()
+    known = bool(began) and began[0] > 0
+    notes = []
+    if not known:
+        text = "the export does not say when the session began: its clock counts from 0"
+        notes.append(Note("no_clock", text))
+    if len(db.ints("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", ("start",))):
+        text = "CUDA graphs were recorded whole and count as compute: record with "
+        notes.append(Note("graphs_whole", text + "--cuda-graph-trace=node"))
+    return _Session(
+        start_unix_ns=began[0] if known else 0,
+        host=next((value for name, value in pairs if name == "Hostname"), ""),
+        device=next(db.texts("TARGET_INFO_GPU", "name"), ""),
+        rank=_variable(environment, _RANK_NAMES),
+        world_size=_variable(environment, _SIZE_NAMES),
+        notes=tuple(notes),
+    )
+
+
+def _variable(environment: str, names: Sequence[str]) -> int:
+    """The number that the first of the variables holds, -1 where none is set."""
+    for name in names:
+        pattern = rf"(?<![A-Za-z0-9_]){name}[\"']?\s*[=:]\s*[\"']?(\d{{1,7}})(?!\d)"
+        if (match := re.search(pattern, environment)) is not None:
+            return int(match[1])
+    return -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The rank of each process, and how it was guessed."""
+
+    of_process: tuple[int, ...]
+    notes: tuple[Note, ...]
+
+
+def _ranks(db: Database, session: _Session, source: Source, processes: Sequence[Process]) -> _Ranks:
+    """The rank of each process: MPI's, that of the one process, else by device and guessed."""
+    rows = db.ints("MPI_RANKS", ("globalTid", "rank"))
+    mpi = dict(zip(process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
+    by_mpi = [mpi.get(process.key, -1) for process in processes]
+    if min(by_mpi) >= 0 and max(by_mpi) < _MOST_RANKS and len(set(by_mpi)) == len(by_mpi):
+        return _Ranks(tuple(by_mpi), ())
+    if len(processes) == 1:
+        named = _RANK_IN_NAME.search(source.inner.name) or _RANK_IN_NAME.search(
+            source.inner.parent.name
+        )
+        rank = session.rank if session.rank >= 0 or named is None else int(named[1])
+        if rank >= 0:
+            return _Ranks((rank,), ())
+    order = sorted(range(len(processes)), key=lambda i: (_first_device(processes[i]), i))
+    text = "the export names no ranks: they are taken in the order of the devices"
+    return _Ranks(tuple(order.index(i) for i in range(len(order))), (Note("rank_guessed", text),))
+
+
+def _first_device(process: Process) -> int:
+    return min(lane.device for lane in process.events.lanes if lane.device >= 0)
+
+
+# What NCCL's kernels in an Nsight Systems export carry out: the API calls that launched them.
+
+_NCCL = re.compile(r"nccl[A-Z]")
+
+_HEADER_BYTES = 32
+
+_FIELDS = {
+    "NCCL communicator ID": "communicator",
+    "No. of ranks": "size",
+    "Rank": "rank",
+    "Message size [bytes]": "sent_bytes",
+    "Peer rank": "peer",
+}
+
+_EIGHT_BYTES = ("communicator", "sent_bytes")
+
+_MOST_BYTES = 1 << 50
+
+_BY_PART = ("reduce_scatter", "all_to_all")
+"""Collectives whose callers state the size of one rank's part of what they hand in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What NCCL says of a call or a communicator, -1 where it does not.
+
+    rank and peer count within the communicator. sent_bytes is the count that the caller states
+    times the size of an element: of one rank's part where a buffer has a part for each rank.
+    """
+
+    communicator: int = -1
+    size: int = -1
+    rank: int = -1
+    sent_bytes: int = -1
+    peer: int = -1
+
+
+def payloads_of(db: Database) -> Mapping[int, Payload]:
+    """The payload behind each row of NVTX_EVENTS that carries one of NCCL's.
+
+    binaryData is four numbers of 8 bytes (domain, schema, size, and place of the rest), then the
+    fields where NVTX_PAYLOAD_SCHEMA_ENTRIES puts them.
+    """
+    table = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
+    places = db.ints(table, ("domainId", "schemaId", "offset")).tolist()
+    fields = defaultdict(list)
+    for (domain, schema, offset), name in zip(places, db.texts(table, "name"), strict=False):
+        if name in _FIELDS:
+            fields[domain, schema].append((_FIELDS[name], max(offset, 0)))
+    found = {}
+    for row, data in db.blobs("NVTX_EVENTS", "binaryData", range_condition(db)):
+        known = fields.get((_number(data, 0, 8), _number(data, 8, 8)), ())
+        values = {
+            name: _number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
+            for name, offset in known
+        }
+        if values:
+            found[row] = Payload(**values)
+    return found
+
+
+def _number(data: bytes, offset: int, width: int) -> int:
+    """The unsigned number at that place, -1 where the data ends before."""
+    part = data[offset : offset + width]
+    return int.from_bytes(part, "little") if len(part) == width else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """How many ranks a communicator has, -1 unknown; all of them, if they are in the export."""
+
+    size: int
+    ranks: tuple[int, ...]
+
+
+def communicators_of(
+    processes: Sequence[Process], ranks: Sequence[int], payloads: Mapping[int, Payload]
+) -> Mapping[int, Communicator]:
+    """The communicators that were made while nsys recorded."""
+    members: dict[int, dict[int, int]] = defaultdict(dict)
+    sizes: dict[int, int] = {}
+    for process, rank in zip(processes, ranks, strict=True):
+        for row in process.row[process.row >= 0].tolist():
+            payload = payloads.get(row)
+            if payload is not None and payload.size > 0:
+                members[payload.communicator][payload.rank] = rank
+                sizes[payload.communicator] = payload.size
+    every = {number: tuple(found[i] for i in sorted(found)) for number, found in members.items()}
+    return {
+        number: Communicator(size, every[number] if len(every[number]) == size else ())
+        for number, size in sizes.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call of NCCL's API that moves data."""
+
+    op: str
+    payload: Payload
+
+
+_UNKNOWN = Communicator(-1, ())
+
+_MESSAGES = {"send", "recv"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Launching:
+    """A time on a thread in which NCCL launches the kernels of what was asked."""
+
+    start_ns: int
+    end_ns: int
+    asked: tuple[_Asked, ...]
+
+
+def calls_of(
+    process: Process,
+    payloads: Mapping[int, Payload],
+    known: Mapping[int, Communicator],
+    rules: Rules = BUILT_IN,
+) -> FoundCalls:
+    """A call for each kernel and copy that communicates.
+
+    Its op is that of the kernel's name, else of the API call that launched it; the latter tells
+    size and communicator where the export carries NCCL's payloads. A communicator of which members
+    are missing in the export is a group without ranks.
+    """
+    events = process.events
+    carries = events.of(Category.KERNEL, Category.MEMCPY)
+    names = {n: events.names[n] for n in np.unique(events.name_id[carries]).tolist()}
+    moving = [n for n, name in names.items() if rules.communicates(name)]
+    kernels = np.flatnonzero(carries & np.isin(events.name_id, moving)).tolist()
+    by_name = {names[n]: rules.op_of(names[n]) for n in moving}
+    asked = _asked_of(process, payloads, kernels, by_name)
+    groups: dict[int, int] = {}
+    issued = events.launch_ns()
+    calls = []
+    for kernel in kernels:
+        one = _merged(by_name[events.name_of(kernel)], asked.get(kernel, ()))
+        number = one.payload.communicator
+        group = -1 if number < 0 else groups.setdefault(number, len(groups))
+        calls.append(_call(kernel, one, int(issued[kernel]), group, known.get(number, _UNKNOWN)))
+    return FoundCalls(
+        to_calls(calls),
+        tuple(Group(f"{n:#018x}", known.get(n, _UNKNOWN).ranks, "") for n in groups),
+    )
+
+
+def _call(
+    kernel: int, one: _Asked, issued_ns: int, group_id: int, communicator: Communicator
+) -> Call:
+    stated, size, peer = one.payload.sent_bytes, communicator.size, one.payload.peer
+    whole = stated * size if stated >= 0 and size > 0 else -1
+    input_bytes = whole if one.op in _BY_PART else stated
+    return Call(
+        event=kernel,
+        op=one.op,
+        issued_ns=issued_ns,
+        group_id=group_id,
+        peer=communicator.ranks[peer] if 0 <= peer < len(communicator.ranks) else -1,
+        input_bytes=_known(input_bytes),
+        message_bytes=_known(message_bytes(one.op, input_bytes, -1, size)),
+    )
+
+
+def _known(size_bytes: int) -> int:
+    """The size, -1 where no buffer could have it: the payload is damaged."""
+    return size_bytes if size_bytes < _MOST_BYTES else -1
+
+
+def _merged(op_by_name: str, asked: Sequence[_Asked]) -> _Asked:
+    """What one kernel carries out, as one call; several messages are a batch without a peer."""
+    if len(asked) < 2:
+        return asked[0] if asked else _Asked(op_by_name, Payload())
+    ops = {one.op for one in asked}
+    sizes = [one.payload.sent_bytes for one in asked if one.op != "recv"]
+    communicators = {one.payload.communicator for one in asked}
+    return _Asked(
+        "send_recv" if ops <= _MESSAGES else ops.pop() if len(ops) == 1 else "unknown",
+        Payload(
+            communicator=communicators.pop() if len(communicators) == 1 else -1,
+            sent_bytes=sum(sizes) if sizes and min(sizes) >= 0 else -1,
+        ),
+    )
+
+
+def _asked_of(
+    process: Process,
+    payloads: Mapping[int, Payload],
+    kernels: Sequence[int],
+    by_name: Mapping[str, str],
+) -> Mapping[int, tuple[_Asked, ...]]:
+    """What was asked of each kernel, where the API call that launched it is known."""
+    events = process.events
+    launches = events.launches_of(np.array(kernels, dtype=np.int64)).tolist()
+    windows = _windows(process, payloads)
+    starts = {lane: [window.start_ns for window in found] for lane, found in windows.items()}
+    inside: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for kernel, launch in zip(kernels, launches, strict=True):
+        lane = int(events.lane[launch]) if launch >= 0 else -1
+        at = bisect_right(starts.get(lane, ()), int(events.start_ns[launch])) - 1
+        if at >= 0 and events.start_ns[launch] <= windows[lane][at].end_ns:
+            inside[lane, at].append(kernel)
+    found: dict[int, tuple[_Asked, ...]] = {}
+    for (lane, at), together in inside.items():
+        ops = [by_name[events.name_of(kernel)] for kernel in together]
+        found.update(zip(together, _shares(windows[lane][at].asked, ops), strict=True))
+    return found
+
+
+def _windows(
+    process: Process, payloads: Mapping[int, Payload]
+) -> Mapping[int, tuple[_Launching, ...]]:
+    """When NCCL launches, on each lane: in a call, or where the outermost group of calls ends."""
+    events = process.events
+    of_nccl = events.name_mask(tuple(_NCCL.match(name) is not None for name in events.names))
+    rows = np.flatnonzero(of_nccl & events.of(Category.ANNOTATION))
+    lanes = events.lane[rows]
+    return {
+        lane: tuple(_launchings(process, payloads, rows[lanes == lane].tolist()))
+        for lane in np.unique(lanes).tolist()
+    }
+
+
+def _launchings(
+    process: Process, payloads: Mapping[int, Payload], rows: Sequence[int]
+) -> Iterator[_Launching]:
+    """The launches among the ranges of one thread, in their order."""
+    events, depth, waiting = process.events, 0, list[_Asked]()
+    for row in rows:
+        start_ns, name = int(events.start_ns[row]), events.names[events.name_id[row]]
+        end_ns = start_ns + int(events.dur_ns[row])
+        one = _Asked(_op(name), payloads.get(int(process.row[row]), Payload()))
+        if name == "ncclGroupStart":
+            depth += 1
+        elif name == "ncclGroupEnd":
+            depth = max(depth - 1, 0)
+            if not depth:
+                yield _Launching(start_ns, end_ns, tuple(waiting))
+                waiting = []
+        elif one.op != "unknown" and depth:
+            waiting.append(one)
+        elif one.op != "unknown":
+            yield _Launching(start_ns, end_ns, (one,))
+
+
+def _op(name: str) -> str:
+    """What a function of NCCL's API asks for, "unknown" where it moves no data."""
+    return "broadcast" if name == "ncclBcast" else op_named(name.removeprefix("nccl"))
+
+
+def _shares(asked: Sequence[_Asked], ops: Sequence[str]) -> list[tuple[_Asked, ...]]:
+    """What of all that was asked each of the kernels carries out, by the ops of their names.
+
+    As many calls as kernels of an op are paired in order; where their numbers differ, the sizes
+    of the kernels are not known. Kernels without a name do what no other kernel is named for.
+    """
+    shares = []
+    for kernel, op in enumerate(ops):
+        fitting = [o for o in asked if o.op == op or (op == "unknown" and o.op not in ops)]
+        alike = ops.count(op)
+        if alike == len(fitting):
+            fitting = [fitting[ops[:kernel].count(op)]]
+        elif alike > 1 and len(fitting) > 1:
+            fitting = [replace(o, payload=replace(o.payload, sent_bytes=-1)) for o in fitting]
+        shares.append(tuple(fitting))
+    return shares
+
+
+# The tables of an Nsight Systems SQLite export, of whichever version -> Events by process.
+
+_STREAM = (1 << 40) - 1
+
+_KERNEL_NAMES = ("demangledName", "shortName", "mangledName")
+
+_COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH",
+           "PtoP", "HtoD", "DtoH", "DtoD")  # fmt: skip
+
+_DTOD, _PTOP = _COPIES.index("DtoD"), _COPIES.index("PtoP")
+
+_MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device", "Managed")
+
+_KERNEL, _GRAPH, _MEMCPY, _MEMSET = _ON_DEVICE = tuple(
+    f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "GRAPH_TRACE", "MEMCPY", "MEMSET")
+)
+
+_PLACE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one process of the export did.
+
+    Its events count from start_ns after the session's start; row has an entry an event: the number
+    of a range in NVTX_EVENTS, -1 for everything else.
+    """
+
+    key: int
+    start_ns: int
+    events: Events
+    row: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one table holds: columns start, end, process or thread, device, stream, correlation."""
+
+    category: Category
+    place: Int64
+    name: Int64
+    names: tuple[str, ...]
+    row: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Activity:
+    """What all processes did: the parts one below the other, name indexing all their names."""
+
+    place: Int64
+    process: Int64
+    category: UInt8
+    name: Int64
+    row: Int64
+    names: tuple[str, ...]
+
+
+def processes_of(db: Database) -> tuple[Process, ...]:
+    """The processes that used a device, by their keys: the ids of nsys without the thread."""
+    parts = [_kernels(db), _graphs(db), _copies(db), _sets(db)]
+    parts += [_launches(db, table) for table in ("RUNTIME", "DRIVER")]
+    known = all(db.has(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
+    every = _together([*parts, _ranges(db)], known)
+    used = np.unique(every.process[np.isin(every.category, DEVICE_CATEGORIES)])
+    return tuple(_process(every, key) for key in used.tolist())
+
+
+def process_key(global_id: Int64) -> Int64:
+    """The part of nsys's serialized ids that is the same for all threads of a process."""
+    return global_id & ~0xFFFFFF
+
+
+def _together(parts: Sequence[_Part], known: bool) -> _Activity:
+    """All parts; as of one process where it is not known which ran the kernels."""
+    first = np.cumsum([0, *(len(part.names) for part in parts)])
+    place = np.concatenate([part.place for part in parts])
+    return _Activity(
+        place=place,
+        process=process_key(place[:, 2]) if known else np.zeros(len(place), dtype=np.int64),
+        category=np.repeat([p.category for p in parts], [len(p.place) for p in parts]),
+        name=np.concatenate([p.name + n for p, n in zip(parts, first, strict=False)]),
+        row=np.concatenate([part.row for part in parts]),
+        names=tuple(chain.from_iterable(part.names for part in parts)),
+    )
+
+
+def _process(every: _Activity, key: int) -> Process:
+    rows = np.flatnonzero(every.process == key)
+    rows = rows[np.argsort(every.place[rows, 0], kind="stable")]
+    start, end, place, device, stream, correlation = every.place[rows].T
+    category = every.category[rows].astype(np.uint8)
+    names, name_id = np.unique(every.name[rows], return_inverse=True)
+    on_device = np.isin(category, DEVICE_CATEGORIES)
+    keys = np.where(
+        on_device, 1 << 62 | (device & 0xFFFF) << 40 | stream & _STREAM, place & 0xFFFFFF
+    )
+    lanes, lane = np.unique(keys, return_inverse=True)
+    pid = int(place[0]) >> 24 & 0xFFFFFF
+    events = Events(
+        start_ns=start - start[0],
+        dur_ns=np.maximum(end - start, 0),
+        category=category,
+        name_id=name_id.astype(np.int32),
+        lane=lane.astype(np.int32),
+        correlation=np.where(correlation > 0, correlation, -1),
+        names=tuple(every.names[name] for name in names.tolist()),
+        lanes=tuple(_lane(pid, place) for place in lanes.tolist()),
+    )
+    return Process(key, int(start[0]), events, every.row[rows])
+
+
+def _lane(pid: int, place: int) -> Lane:
+    """The lane behind a number: a stream of a device, or a thread."""
+    if place < 1 << 62:
+        return Lane(str(pid), str(place), -1, -1)
+    return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
+
+
+def _kernels(db: Database) -> _Part:
+    name = next((name for name in _KERNEL_NAMES if db.has(_KERNEL, name)), _KERNEL_NAMES[0])
+    return _by_id(db, Category.KERNEL, db.ints(_KERNEL, (*_PLACE, name)))
+
+
+def _graphs(db: Database) -> _Part:
+    """CUDA graphs that were recorded as one; their kernels are not in the export."""
+    return _alike(Category.KERNEL, db.ints(_GRAPH, _PLACE), "CUDA graph")
+
+
+def _sets(db: Database) -> _Part:
+    return _alike(Category.MEMSET, db.ints(_MEMSET, _PLACE), "Memset (Device)")
+
+
+def _copies(db: Database) -> _Part:
+    kinds = ("copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId")
+    rows = db.ints(_MEMCPY, (*_PLACE, *kinds))
+    kind, from_memory, to_memory, from_device, to_device = rows[:, len(_PLACE) :].T
+    between = (kind == _DTOD) & (from_device >= 0) & (to_device >= 0) & (from_device != to_device)
+    kind = np.where(between, _PTOP, kind).clip(-1, 255)
+    code = (kind + 1) * 65536 + (from_memory.clip(-1, 254) + 1) * 256 + to_memory.clip(-1, 254) + 1
+    codes, name = np.unique(code, return_inverse=True)
+    names = tuple(
+        _copy_name(c // 65536 - 1, c // 256 % 256 - 1, c % 256 - 1) for c in codes.tolist()
+    )
+    return _Part(Category.MEMCPY, rows[:, : len(_PLACE)], name, names, np.full(len(rows), -1))
+
+
+def _copy_name(kind: int, from_memory: int, to_memory: int) -> str:
+    """The copy in Kineto's spelling."""
+    known = 0 <= from_memory < len(_MEMORY) and 0 <= to_memory < len(_MEMORY)
+    memory = f" ({_MEMORY[from_memory]} -> {_MEMORY[to_memory]})" if known else ""
+    return f"Memcpy {_COPIES[kind] if 0 <= kind < len(_COPIES) else _COPIES[0]}{memory}"
+
+
+def _launches(db: Database, kind: str) -> _Part:
+    table = f"CUPTI_ACTIVITY_KIND_{kind}"
+    columns = ("start", "end", "globalTid", "deviceId", "streamId", "correlationId", "nameId")
+    part = _by_id(db, Category.RUNTIME, db.ints(table, columns))
+    names = tuple(name.partition("_v")[0] for name in part.names)
+    return _Part(part.category, part.place, part.name, names, part.row)
+
+
+def _ranges(db: Database) -> _Part:
+    """The ranges of NVTX that have ended, named by their own text, else by a registered one."""
+    table, columns = "NVTX_EVENTS", ("start", "end", "globalTid", "deviceId", "streamId")
+    ended = range_condition(db)
+    rows = db.ints(table, (*columns, "correlationId", "textId", "_rowid_"), ended)
+    numbers: dict[str, int] = {}
+    own = (numbers.setdefault(text, len(numbers)) for text in db.texts(table, "text", ended))
+    code = np.fromiter(own, np.int64)
+    if not len(code):
+        numbers, code = {"": 0}, np.zeros(len(rows), dtype=np.int64)
+    part = _by_id(db, Category.ANNOTATION, rows[:, :7])
+    registered = code == numbers.get("", -1)
+    name = np.where(registered, part.name + len(numbers), code)
+    return _Part(part.category, part.place, name, (*numbers, *part.names), rows[:, 7])
+
+
+def range_condition(db: Database) -> str:
+    """Which rows of NVTX_EVENTS are ranges that have ended."""
+    ended = "end >= start" if db.has("NVTX_EVENTS", "end") else "0"
+    kinds = "eventType IN (59, 60, 70, 71)" if db.has("NVTX_EVENTS", "eventType") else "1"
+    return f"{ended} AND {kinds}"
+
+
+def _by_id(db: Database, category: Category, rows: Int64) -> _Part:
+    """Rows whose last column is the id of their name."""
+    ids, name = np.unique(rows[:, -1], return_inverse=True)
+    return _Part(category, rows[:, :-1], name, db.strings(ids), np.full(len(rows), -1))
+
+
+def _alike(category: Category, place: Int64, name: str) -> _Part:
+    zeros = np.zeros(len(place), dtype=np.int64)
+    return _Part(category, place, zeros, (name,), zeros - 1)
+
+
+# An Nsight Systems SQLite export, open to read: its tables as columns, whatever its version.
+
+EXPORT_AGAIN = "export it again with nsys export --type sqlite"
+
+MOST_TEXT = 4096
+"""How much is read of a name or a payload."""
+
+_AT_ONCE = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open export. A table that it lacks reads as empty, a column or a NULL as -1."""
+
+    where: str
+    connection: sqlite3.Connection
+    columns: Mapping[str, frozenset[str]]
+
+    def has(self, table: str, column: str) -> bool:
+        """Whether the export has that column."""
+        return column in self.columns.get(table, ())
+
+    def ints(self, table: str, columns: tuple[str, ...], condition: str = "1") -> Int64:
+        """The rows of the table, shape (rows, columns)."""
+        terms = [
+            f"IFNULL(CAST({name} AS INTEGER), -1)" if self.has(table, name) else "-1"
+            for name in columns
+        ]
+        rows = self._rows(table, ", ".join(terms), condition)
+        return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, len(columns))
+
+    def texts(
+        self, table: str, column: str, condition: str = "1", most: int = MOST_TEXT
+    ) -> Iterator[str]:
+        """One column of the table as text, cut after so many characters; "" for NULL."""
+        if self.has(table, column):
+            term = f"IFNULL(SUBSTR(CAST({column} AS TEXT), 1, {most}), '')"
+            yield from chain.from_iterable(self._rows(table, term, condition))
+
+    def blobs(self, table: str, column: str, condition: str) -> Iterator[tuple[int, bytes]]:
+        """The bytes of one column with their row numbers, where they are not NULL."""
+        if self.has(table, column):
+            term = f"_rowid_, SUBSTR(CAST({column} AS BLOB), 1, {MOST_TEXT})"
+            yield from self._rows(table, term, f"{column} IS NOT NULL AND {condition}")
+
+    def strings(self, ids: Int64) -> tuple[str, ...]:
+        """The text of each id of StringIds, "" where it has none."""
+        found: dict[int, str] = {}
+        for begin in range(0, len(ids), _AT_ONCE):
+            some = ",".join(map(str, ids[begin : begin + _AT_ONCE].tolist()))
+            term = f"id, SUBSTR(CAST(value AS TEXT), 1, {MOST_TEXT})"
+            found.update(self._rows("StringIds", term, f"id IN ({some})"))
+        return tuple(found.get(number) or "" for number in ids.tolist())
+
+    def _rows(self, table: str, terms: str, condition: str) -> Iterator[tuple[Any, ...]]:
+        if table not in self.columns:
+            return iter(())
+        return self.connection.execute(f"SELECT {terms} FROM {table} WHERE {condition}")
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[Database]:
+    """The export, open to read. Raises DataError where it is none, or damaged."""
+    with _on_disk(source) as path:
+        try:
+            address = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
+            with closing(sqlite3.connect(address, uri=True)) as connection:
+                connection.text_factory = lambda text: text.decode("utf-8", "replace")
+                connection.execute("PRAGMA trusted_schema = OFF")
+                yield Database(source.where, connection, _columns(connection))
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from its own messages
+            problem = " ".join(str(error).split())[:100]
+            raise DataError(
+                source.where, f"not a whole database ({problem})", EXPORT_AGAIN
+            ) from None
+
+
+@contextmanager
+def _on_disk(source: Source) -> Iterator[Path]:
+    """The unpacked file; SQLite reads it out of order, so a packed one is unpacked first."""
+    with source.local() as path:
+        try:
+            packed = is_packed(path)
+        except OSError as error:
+            raise DataError(
+                source.where, error.strerror or "unreadable", "check the path"
+            ) from None
+        if not packed:
+            yield path
+            return
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        target = Path(folder, "export.sqlite")
+        with unpacked(source) as content, target.open("wb") as plain:
+            while block := content.read(1 << 20):
+                plain.write(block)
+        if content.torn:
+            raise DataError(source.where, f"the packed file is torn ({content.torn})", EXPORT_AGAIN)
+        yield target
+
+
+def _columns(connection: sqlite3.Connection) -> Mapping[str, frozenset[str]]:
+    """The columns of each real table: views and virtual tables could compute without end."""
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
+    names = [str(name) for (name,) in connection.execute(query) if str(name).isidentifier()]
+    return {
+        name: frozenset(
+            ["_rowid_", *(row[1] for row in connection.execute(f"PRAGMA table_info({name})"))]
+        )
+        for name in names
+    }

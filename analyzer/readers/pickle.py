@@ -1,0 +1,324 @@
+"""A pickle's plain values, read without any means to run code.
+
+Python's own loader imports and calls what a file names. This one knows only the opcodes that build
+None, bool, int, float, str, bytes, list, tuple, set, frozenset and dict, and nothing that a file
+declares (a length, a place in the memo) is believed before the bytes are there.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import Bytes
+
+MOST_BYTES = 1 << 30
+
+_BEGINS = re.compile(
+    rb"\x80[\x02\x03][\](}c]|\x80[\x04\x05](\x95.{8})?[\](})\x8c\x8f]|\([dl]p0\n|[\]}]q\x00", re.S
+)
+
+_ASKS_FOR_CODE = frozenset(b"cRbioPQ\x81\x82\x83\x84\x92\x93")
+
+_STOP = ord(".")
+
+_DAMAGED = (IndexError, KeyError, ValueError, TypeError, EOFError, struct.error)
+
+
+def recognizes(head: bytes) -> bool:
+    """Whether the bytes begin like a pickled list, dict or object of protocol 0 to 5."""
+    return _BEGINS.match(head) is not None
+
+
+def read_whole(content: Bytes, where: object) -> bytes:
+    """All bytes of the content. Raises DataError beyond MOST_BYTES."""
+    blocks: list[bytes] = []
+    given = 0
+    while block := content.read(1 << 20):
+        blocks.append(block)
+        given += len(block)
+        if given > MOST_BYTES:
+            raise DataError(where, f"beyond {MOST_BYTES >> 30} GiB", "record fewer entries")
+    return b"".join(blocks)
+
+
+def load_plain(content: Bytes, where: object, without: frozenset[str] = frozenset()) -> object:
+    """The value that is pickled; dicts come without the keys that the caller never looks at.
+
+    A walk over it ends soon (walkable.py). Raises DataError for anything else, for a pickle that
+    asks for code, and for one that is cut or damaged.
+    """
+    return plain_value(read_whole(content, where), where, without)
+
+
+def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset()) -> object:
+    """As load_plain, of bytes at hand."""
+    value = _Machine(data, where, without).value()
+    require_walkable(value, where)
+    return value
+
+
+class _Machine:
+    """The stack and the memo of a pickle while its opcodes are followed."""
+
+    def __init__(self, data: bytes, where: object, without: frozenset[str]) -> None:
+        self._data, self._at, self._where, self._without = data, 0, where, without
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def value(self) -> object:
+        """What the pickle leaves on its stack."""
+        data, steps = self._data, _STEPS
+        try:
+            for _ in range(MOST_VALUES):
+                code = data[self._at]
+                self._at += 1
+                step = steps.get(code)
+                if step is not None:
+                    step(self)
+                elif code == _STOP:
+                    return self._stack.pop()
+                else:
+                    raise self._refused(code)
+        except _DAMAGED:
+            raise DataError(self._where, "the pickle is cut off or damaged", RECORD_AGAIN) from None
+        raise too_large(self._where)
+
+    def _refused(self, code: int) -> Exception:
+        if code in _ASKS_FOR_CODE:
+            problem = "a pickle that asks for code is never loaded"
+            return DataError(self._where, problem, "leave it out")
+        return ValueError("no opcode of a pickle")
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> None:
+        self._stack.pop() if self._stack else self.since_mark()
+
+    def repeat(self) -> None:
+        self._stack.append(self._stack[-1])
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def since_mark(self) -> list[Any]:
+        """The values above the mark, which goes with them."""
+        values, self._stack = self._stack, self._below.pop()
+        return values
+
+    def last(self, count: int) -> list[Any]:
+        """The last values, taken from the stack."""
+        if len(self._stack) < count:
+            raise IndexError("fewer values than the opcode takes")
+        values = self._stack[-count:]
+        del self._stack[-count:]
+        return values
+
+    def take(self, size: int) -> bytes:
+        """The next bytes of the file."""
+        start, end = self._at, self._at + size
+        if size < 0 or end > len(self._data):
+            raise EOFError("fewer bytes than declared")
+        self._at = end
+        return self._data[start:end]
+
+    def number(self, size: int) -> int:
+        """An unsigned number in the file."""
+        return int.from_bytes(self.take(size), "little")
+
+    def line(self) -> bytes:
+        """The rest of the line."""
+        end = self._data.index(b"\n", self._at)
+        found = self.take(end - self._at)
+        self._at += 1
+        return found
+
+    def long(self, size: int) -> int:
+        """A signed number of so many bytes, as many as any honest one has."""
+        if size > 255:
+            raise ValueError("an integer beyond 255 bytes")
+        return int.from_bytes(self.take(size), "little", signed=True)
+
+    def text(self, size: int) -> str:
+        return self.take(size).decode("utf-8", "replace")
+
+    def append(self, values: Iterable[object]) -> None:
+        """Puts the values at the end of the list on top."""
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise TypeError("only a list is appended to")
+        target.extend(values)
+
+    def add(self, values: Iterable[object]) -> None:
+        """Puts the values into the set on top."""
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise TypeError("only a set is added to")
+        target.update(map(_hashable, values))
+
+    def set_items(self, flat: list[Any]) -> None:
+        """Puts keys and values, which take turns, into the dict on top."""
+        target = self._stack[-1]
+        if type(target) is not dict:
+            raise TypeError("only a dict takes items")
+        target.update(self.items(flat))
+
+    def items(self, flat: list[Any]) -> dict[Any, Any]:
+        """The dict of keys and values that take turns."""
+        keys = flat[::2]
+        if set(map(type, keys)) != {str}:
+            keys = [_hashable(key) for key in keys]
+        found = dict(zip(keys, flat[1::2], strict=True))
+        for key in self._without & found.keys():
+            del found[key]
+        return found
+
+    def put(self, place: int) -> None:
+        self._memo[place] = self._stack[-1]
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def get(self, place: int) -> None:
+        self._stack.append(self._memo[place])
+
+    def get_near(self) -> None:
+        """What the memo holds at one of its first 256 places: every other opcode of a real file."""
+        self._stack.append(self._memo[self._data[self._at]])
+        self._at += 1
+
+
+def _hashable(value: object) -> object:
+    """The value where hashing it takes little time, which nested tuples and huge ints do not."""
+    if type(value) is int and abs(value) >> 32:
+        raise ValueError("a key that a plain dict does not have")
+    if value is not None and type(value) not in (str, bytes, int, bool):
+        raise TypeError("a key that a plain dict does not have")
+    return value
+
+
+def _text_int(line: bytes) -> int:
+    """INT's number; 00 and 01 are protocol 0's False and True."""
+    return line == b"01" if line in (b"00", b"01") else int(line)
+
+
+_STEPS: dict[int, Callable[[_Machine], object]] = {
+    ord(code): step
+    for code, step in {
+        b"\x80": lambda m: m.take(1),
+        b"\x95": lambda m: m.take(8),
+        b"(": _Machine.mark,
+        b"0": _Machine.pop,
+        b"1": _Machine.since_mark,
+        b"2": _Machine.repeat,
+        b"N": lambda m: m.push(None),
+        b"\x88": lambda m: m.push(True),
+        b"\x89": lambda m: m.push(False),
+        b"I": lambda m: m.push(_text_int(m.line())),
+        b"L": lambda m: m.push(int(m.line().removesuffix(b"L"))),
+        b"F": lambda m: m.push(float(m.line())),
+        b"V": lambda m: m.push(m.line().decode("raw-unicode-escape")),
+        b"J": lambda m: m.push(m.long(4)),
+        b"K": lambda m: m.push(m.number(1)),
+        b"M": lambda m: m.push(m.number(2)),
+        b"\x8a": lambda m: m.push(m.long(m.number(1))),
+        b"\x8b": lambda m: m.push(m.long(m.number(4))),
+        b"G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+        b"U": lambda m: m.push(m.text(m.number(1))),
+        b"T": lambda m: m.push(m.text(m.number(4))),
+        b"X": lambda m: m.push(m.text(m.number(4))),
+        b"\x8c": lambda m: m.push(m.text(m.number(1))),
+        b"\x8d": lambda m: m.push(m.text(m.number(8))),
+        b"C": lambda m: m.push(m.take(m.number(1))),
+        b"B": lambda m: m.push(m.take(m.number(4))),
+        b"\x8e": lambda m: m.push(m.take(m.number(8))),
+        b"\x96": lambda m: m.push(m.take(m.number(8))),
+        b")": lambda m: m.push(()),
+        b"\x85": lambda m: m.push(tuple(m.last(1))),
+        b"\x86": lambda m: m.push(tuple(m.last(2))),
+        b"\x87": lambda m: m.push(tuple(m.last(3))),
+        b"t": lambda m: m.push(tuple(m.since_mark())),
+        b"]": lambda m: m.push([]),
+        b"l": lambda m: m.push(m.since_mark()),
+        b"a": lambda m: m.append(m.last(1)),
+        b"e": lambda m: m.append(m.since_mark()),
+        b"}": lambda m: m.push({}),
+        b"d": lambda m: m.push(m.items(m.since_mark())),
+        b"s": lambda m: m.set_items(m.last(2)),
+        b"u": lambda m: m.set_items(m.since_mark()),
+        b"\x8f": lambda m: m.push(set()),
+        b"\x90": lambda m: m.add(m.since_mark()),
+        b"\x91": lambda m: m.push(frozenset(map(_hashable, m.since_mark()))),
+        b"p": lambda m: m.put(int(m.line())),
+        b"q": lambda m: m.put(m.number(1)),
+        b"r": lambda m: m.put(m.number(4)),
+        b"\x94": _Machine.memoize,
+        b"g": lambda m: m.get(int(m.line())),
+        b"h": _Machine.get_near,
+        b"j": lambda m: m.get(m.number(4)),
+    }.items()
+}
+"""What each plain opcode does; the strings of Python 2's protocol 0 are not among them."""
+
+
+# Whether plain nested values can be walked in bounded time, however their parts are shared.
+
+MOST_VALUES = 1 << 26
+"""How many values a file may hold, each counted as often as a walk over all would meet it."""
+
+MOST_DEPTH = 64
+
+_CONTAINERS = frozenset({list, tuple, dict})
+
+
+def too_large(where: object) -> DataError:
+    """The error for more than MOST_VALUES."""
+    return DataError(where, f"beyond {MOST_VALUES:,} values", "record fewer entries")
+
+
+def require_walkable(root: object, where: object) -> None:
+    """Raises DataError where a walk over all values would not end soon.
+
+    A few hundred bytes of shared lists can stand for more values than could ever be visited, so
+    each container is weighed once, after those inside it.
+    """
+    weights: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    entered: set[int] = set()
+    pending = [root]
+    while pending:
+        one = pending[-1]
+        if id(one) in weights:
+            pending.pop()
+            continue
+        inner = {id(c): c for c in _members(one) if type(c) in _CONTAINERS}
+        waiting = [c for place, c in inner.items() if place not in weights]
+        if waiting:
+            entered.add(id(one))
+            if not entered.isdisjoint(map(id, waiting)):
+                raise DataError(where, "a pickle that contains itself", "leave it out")
+            pending.extend(waiting)
+            continue
+        entered.discard(id(one))
+        weights[id(one)] = _weight(one, weights)
+        depths[id(one)] = 1 + max((depths[place] for place in inner), default=0)
+        if weights[id(one)] > MOST_VALUES:
+            raise too_large(where)
+        if depths[id(one)] > MOST_DEPTH:
+            raise DataError(where, f"nested deeper than {MOST_DEPTH}", "leave it out")
+
+
+def _members(one: object) -> Iterable[object]:
+    if type(one) is dict:
+        return one.values()
+    return one if isinstance(one, (list, tuple)) else ()
+
+
+def _weight(one: object, weights: dict[int, int]) -> int:
+    return 1 + sum(weights[id(c)] if type(c) in _CONTAINERS else 1 for c in _members(one))

@@ -1,0 +1,199 @@
+"""The file formats that are read, how each is recognized, and reading of any file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, files_of, unpacked
+from stepsplit.analyzer.readers.execution_trace import (
+    ExecutionTrace,
+    is_execution_trace,
+    read_execution_trace,
+)
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, is_flight_dump, read_dump
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, is_kineto, read_kineto
+from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord, is_memory_snapshot, read_memory
+from stepsplit.analyzer.readers.nccl import inspector, log
+from stepsplit.analyzer.readers.nccl.inspector import InspectorLog
+from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps, is_sweep, read_sweeps
+from stepsplit.analyzer.readers.nccl.records import NcclLog
+from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.training_log import (
+    TrainLog,
+    is_golden_values,
+    is_training_log,
+    read_golden_values,
+    read_train_log,
+)
+from stepsplit.analyzer.trace import Note, RankTrace
+from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_record
+
+# What a rank told of its own recording, beside its trace: the file -> RankRecord.
+
+_BEGIN = re.compile(rb'\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
+
+_MOST_BYTES = 64 << 20
+
+
+def is_rank_record(head: bytes) -> bool:
+    """Whether the bytes begin as a rank's record does."""
+    return _BEGIN.match(head) is not None
+
+
+def read_rank_record(source: Source) -> RankRecord:
+    """The record in the file. Raises DataError for one that was cut off or is odd."""
+    with unpacked(source) as content:
+        text = content.read(_MOST_BYTES)
+    try:
+        return read_record(text)
+    except ValueError as error:
+        raise DataError(source.where, f"a rank's record: {error}", RECORD_AGAIN) from None
+
+
+# Any file, whatever wrote it: what kinds it is of, and what each reader makes of it.
+
+UNKNOWN = "no reader knows this content"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """One file as one kind; events counts what that kind consists of.
+
+    Those are entries of a trace, a dump or an execution trace, rows of a memory curve, of a sweep
+    or of a log's calls, lines of an NCCL log, steps of a training log or of a rank's record.
+    content is None where refused says why, and kind is "" where no reader knows the file.
+    """
+
+    where: str
+    kind: str
+    events: int
+    notes: tuple[Note, ...]
+    content: Content | None
+    refused: str = ""
+
+
+def read_files(*places: str | Path) -> tuple[FileRead, ...]:
+    """What is in every file of the places, once a kind. Raises DataError for a missing place."""
+    with files_of([str(place) for place in places]) as sources:
+        return tuple(found for source in sources for found in _read(source))
+
+
+def _read(source: Source) -> Iterator[FileRead]:
+    try:
+        kinds = kinds_of(source)
+    except DataError as error:
+        yield FileRead(source.where, "", 0, (), None, error.problem)
+        return
+    if not kinds:
+        yield FileRead(source.where, "", 0, (), None, UNKNOWN)
+    for kind in kinds:
+        yield _read_as(source, kind)
+
+
+def _read_as(source: Source, kind: Kind) -> FileRead:
+    try:
+        content = kind.read(source)
+    except DataError as error:
+        return FileRead(source.where, kind.name, 0, (), None, error.problem)
+    if content is None:
+        return FileRead(source.where, kind.name, 0, (), None, UNKNOWN)
+    return FileRead(source.where, kind.name, _events(content), _notes(content), content)
+
+
+def _events(content: Content) -> int:
+    match content:
+        case KinetoFile():
+            return content.rows.counts.entries
+        case tuple():
+            return sum(len(trace.events) for trace in content)
+        case FlightDump():
+            return len(content.entries)
+        case RankRecord():
+            return len(content.steps.profiled_ns)
+        case MemoryRecord():
+            return sum(len(device.curve) for device in content.devices)
+        case ExecutionTrace():
+            return len(content.nodes)
+        case InspectorLog():
+            return sum(len(calls.calls) for calls in content.calls)
+        case NcclLog():
+            return content.nccl_lines
+        case Sweeps():
+            return sum(len(sweep.rows) for sweep in content.sweeps)
+    return len(content.steps)
+
+
+def _notes(content: Content) -> tuple[Note, ...]:
+    if isinstance(content, tuple):
+        return tuple(note for trace in content for note in trace.notes)
+    return () if isinstance(content, RankRecord) else content.notes
+
+
+# Every kind of file that is read, and how its content tells it from the others.
+
+RankTraces = tuple[RankTrace, ...]
+
+Content: TypeAlias = (
+    KinetoFile
+    | RankTraces
+    | FlightDump
+    | MemoryRecord
+    | ExecutionTrace
+    | InspectorLog
+    | NcclLog
+    | Sweeps
+    | TrainLog
+    | RankRecord
+)
+"""What a reader makes of a file."""
+
+_LONG_HEAD_BYTES = 1 << 20
+"""A job's output may begin with pages of other programs' before a line tells what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file: its name for people, whether a beginning is one's, and its reader."""
+
+    name: str
+    recognizes: Callable[[bytes], bool]
+    read: Callable[[Source], Content | None]
+
+
+TRACE = Kind("torch.profiler trace", is_kineto, read_kineto)
+
+NSYS = Kind("Nsight Systems export", is_nsys_export, read_nsys)
+
+FLIGHT = Kind("Flight Recorder dump", is_flight_dump, read_dump)
+
+RECORD = Kind("rank record", is_rank_record, read_rank_record)
+
+KINDS = (
+    NSYS,
+    FLIGHT,
+    RECORD,
+    Kind("memory snapshot", is_memory_snapshot, read_memory),
+    Kind("execution trace", is_execution_trace, read_execution_trace),
+    Kind("NCCL Inspector dump", inspector.is_inspector_log, inspector.read_inspector),
+    Kind("golden values", is_golden_values, read_golden_values),
+    TRACE,
+    Kind("NCCL log", log.is_nccl_log, log.read_nccl_log),
+    Kind("nccl-tests output", is_sweep, read_sweeps),
+    Kind("training log", is_training_log, read_train_log),
+)
+"""A file of text may be of several kinds at once: a job's output holds whatever it printed."""
+
+
+def kinds_of(source: Source) -> tuple[Kind, ...]:
+    """The kinds of which the file's content is; none where no reader knows it. Raises DataError."""
+    with unpacked(source) as content:
+        head = content.read(HEAD_BYTES)
+        if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
+            head += content.read(_LONG_HEAD_BYTES)
+    return tuple(kind for kind in KINDS if kind.recognizes(head))

@@ -1,0 +1,126 @@
+"""Work on files, in this process or in worker processes side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from stepsplit.analyzer.errors import DataError
+
+LEAST_BYTES = 48 << 20
+"""Less than this is read before another process has started."""
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all), each time a piece of work is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[T]):
+    """A call that reads a file of this size, or a part of it; another process can make it too."""
+
+    where: str
+    size_bytes: int
+    function: Callable[..., T]
+    arguments: tuple[Any, ...]
+
+    def run(self) -> T | DataError:
+        """What the call returns, or what is wrong with the file."""
+        try:
+            return self.function(*self.arguments)
+        except DataError as error:
+            return error
+
+
+def no_progress(done_bytes: int, all_bytes: int) -> None:
+    """Nobody watches."""
+
+
+def run_all(
+    tasks: Sequence[Task[T]], workers: int, progress: Progress = no_progress
+) -> list[T | DataError]:
+    """What each task gave, in their order.
+
+    Up to that many processes, this one among them, share the work where there is enough of it.
+    When the caller is interrupted the others end at once, and what they had on disk is removed.
+    """
+    total, done = sum(task.size_bytes for task in tasks), 0
+    found: dict[int, T | DataError] = {}
+    for index, result in _results(tasks, workers if total >= LEAST_BYTES else 1):
+        found[index] = result
+        done += tasks[index].size_bytes
+        progress(done, total)
+    return [found[index] for index in range(len(tasks))]
+
+
+def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
+    """Each task's number and what it gave. The caller works too, so that it is one worker."""
+    todo = deque(enumerate(tasks))
+    others = min(workers, len(tasks)) - 1
+    if others < 1:
+        yield from ((index, task.run()) for index, task in todo)
+        return
+    with _pool(others) as pool:
+        running: dict[Future[T | DataError], int] = {}
+        while todo or running:
+            # Where many are left, each of the others has one to go on with.
+            while todo and len(running) < (2 * others if len(todo) > workers else others):
+                index, task = todo.popleft()
+                running[_submitted(pool, task)] = index
+            mine = todo.popleft() if todo else None
+            if mine is not None:
+                yield mine[0], mine[1].run()
+            for future in wait(running, 0 if mine else None, FIRST_COMPLETED).done:
+                index = running.pop(future)
+                yield index, _result(future, tasks[index].where)
+
+
+def _submitted(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
+    try:
+        return pool.submit(task.run)
+    except BrokenProcessPool:
+        raise _died(task.where) from None
+
+
+def _result(future: Future[T | DataError], where: str) -> T | DataError:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise _died(where) from None
+
+
+def _died(where: str) -> DataError:
+    mend = "name fewer files at once, or read with one worker"
+    return DataError(where, "a worker process died, perhaps for lack of memory", mend)
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes: a fork would copy the threads' locks of a server that reads."""
+    others = set(multiprocessing.active_children())
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, context, _begin, (folder,))
+        try:
+            yield pool
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(folder: str) -> None:
+    """The parent alone answers ctrl-C; what workers unpack lies in its folder."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = folder

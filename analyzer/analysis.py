@@ -18,7 +18,7 @@ from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.build_tables import build_tables
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 
 _Held = Callable[[Report, Recording, RunSplit], Report]
 

@@ -9,13 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.report.report import ContentionRow, IdleRow, StepRow
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
-from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
-from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.overlap import Overlap
-from stepsplit.analyzer.split.stragglers import Lateness
-from stepsplit.analyzer.split.variation import StepTimes
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
+from stepsplit.analyzer.split.steps import StepTimes
 
 MS = 1_000_000
 GEMM = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT<float, __nv_bfloat16, __nv_bfloat16, 192>"

@@ -15,7 +15,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.model.spec.run_file import job_of
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

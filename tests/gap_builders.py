@@ -19,7 +19,7 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.gap import Gap
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 
 US = 1_000

@@ -13,13 +13,18 @@ from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.arrays import Intervals, empty
 from stepsplit.analyzer.readers.kineto import calls
-from stepsplit.analyzer.split import attribute, classify, run_split, steps
+from stepsplit.analyzer.split import (
+    attribute,
+    blame,
+    classify,
+    clock_sync,
+    matching,
+    run,
+    steps,
+    transfers,
+)
 from stepsplit.analyzer.split.attribute import IDLE
-from stepsplit.analyzer.split.blame import lags, levels
-from stepsplit.analyzer.split.calls import arrivals, identity, waits
-from stepsplit.analyzer.split.calls.arrivals import Arrivals
-from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW, Pieces
-from stepsplit.analyzer.split.clocks import ends, fit
+from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals, Pieces
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -68,7 +73,7 @@ def _no_waiting(original: Any, *args: Any) -> Arrivals:
 def _first_to_come(original: Any, *args: Any) -> Any:
     came = original(*args)
     matched, start = args[0], args[1]
-    least = arrivals.least_of(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
+    least = transfers.least_of(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
     return replace(came, at_ns=np.where(matched.shared >= 0, least[matched.shared], came.at_ns))
 
 
@@ -129,10 +134,14 @@ BUGS = (
     Bug(
         "skew and bubble swapped",
         SCENARIOS["tp_slow_rank"],
-        _wrapped(waits, "_wait_bucket", _swapped),
+        _wrapped(transfers, "_wait_bucket", _swapped),
     ),
-    Bug("an offset dropped", SCENARIOS["ddp_slow_rank"], _wrapped(ends, "fitted", _offset_dropped)),
-    Bug("a drift dropped", _drifting, _wrapped(fit, "_drift", _drift_dropped)),
+    Bug(
+        "an offset dropped",
+        SCENARIOS["ddp_slow_rank"],
+        _wrapped(clock_sync, "fitted", _offset_dropped),
+    ),
+    Bug("a drift dropped", _drifting, _wrapped(clock_sync, "_drift", _drift_dropped)),
     Bug(
         "the gap rule forgotten",
         SCENARIOS["ddp_host_stall"],
@@ -141,17 +150,17 @@ BUGS = (
     Bug(
         "waiting is transfer",
         SCENARIOS["ddp_host_stall"],
-        _wrapped(run_split, "arrivals_of", _no_waiting),
+        _wrapped(run, "arrivals_of", _no_waiting),
     ),
     Bug(
         "the first to come",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(arrivals, "_last_to_come", _first_to_come),
+        _wrapped(transfers, "_last_to_come", _first_to_come),
     ),
     Bug(
         "copies compute",
         SCENARIOS["ddp_slow_copy"],
-        _wrapped(run_split, "work_of", _copies_compute),
+        _wrapped(run, "work_of", _copies_compute),
     ),
     Bug(
         "steps of the host",
@@ -166,7 +175,7 @@ BUGS = (
     Bug(
         "messages off by one",
         SCENARIOS["pp_host_stall"],
-        _wrapped(identity, "_received", _next_message),
+        _wrapped(matching, "_received", _next_message),
     ),
     Bug(
         "one stream computes",
@@ -176,12 +185,12 @@ BUGS = (
     Bug(
         "imbalance is slowness",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(lags, "_beyond", _no_imbalance),
+        _wrapped(blame, "_beyond_peers", _no_imbalance),
     ),
     Bug(
         "lags since arrival",
         SCENARIOS["ddp_host_stall"],
-        _wrapped(levels, "_level_ns", _level_at_arrival),
+        _wrapped(blame, "_level_ns", _level_at_arrival),
     ),
     Bug("overlap counted twice", SCENARIOS["ddp"], _communication_first),
 )

@@ -11,7 +11,7 @@ from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.compare.replay.play import play
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 
 
 def split_of(*places: Path | str) -> RunSplit:

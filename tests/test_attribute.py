@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.attribute import attribute
-from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
 
 Span = tuple[int, int]
 Piece = tuple[int, int, int, int]

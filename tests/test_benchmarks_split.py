@@ -13,7 +13,7 @@ from benchmarks.split import CALLS, main, measured
 from benchmarks.split_rows import Verdict, missed, rows_of, verdicts_of
 
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run_split import Schedule, split_run
+from stepsplit.analyzer.split.run import Schedule, split_run
 from stepsplit.analyzer.trace import OPS
 
 

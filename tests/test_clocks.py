@@ -10,9 +10,8 @@ from builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.report.report import ClockRow
-from stepsplit.analyzer.split.clocks.bounds import Bounds
-from stepsplit.analyzer.split.clocks.clock import Clock
-from stepsplit.analyzer.split.clocks.fit import BIAS_NS, fitted
+from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fitted
+from stepsplit.analyzer.split.clocks import Clock
 
 PAIR = [("0", "", [0, 1])]
 MS = 1_000_000

@@ -22,7 +22,7 @@ from stepsplit.analyzer.model.prediction import Band, Communication, Message, Pr
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.model.spec.run_file import job_of
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run_split import split_run
+from stepsplit.analyzer.split.run import split_run
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 NONE = Amount(0, 0)

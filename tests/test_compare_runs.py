@@ -33,9 +33,9 @@ from stepsplit.analyzer.report.report import (
     Run,
     StepRow,
 )
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
-from stepsplit.analyzer.split.coverage import Coverage
-from stepsplit.analyzer.split.strategy.strategy import Strategy
+from stepsplit.analyzer.split.attribute import Coverage
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.strategy_evidence import Strategy
 
 RUN = Run("base", 2, (0, 1), (Host("a", (0, 1)),), "nccl", "H100", (AxisSize("tp", 2),), "run.json",
           "2.13.0", "2.30", "0", None, (Strategy("tp", "tp", 2),))  # fmt: skip

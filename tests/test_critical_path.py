@@ -19,7 +19,7 @@ from stepsplit.analyzer.split.critical_path import (
     critical_paths,
     timeline_of,
 )
-from stepsplit.analyzer.split.run_split import split_run
+from stepsplit.analyzer.split.run import split_run
 from stepsplit.analyzer.trace import OP_CODE
 
 CHAIN = [("a", "mesh_tp", [0, 1]), ("b", "mesh_dp", [1, 2])]

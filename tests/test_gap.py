@@ -48,8 +48,8 @@ from stepsplit.analyzer.report.gap import (
     GapRow,
 )
 from stepsplit.analyzer.report.report import Finding, MemoryRow, Pipeline, Report
-from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.lateness import SlowKernel
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 from stepsplit.dashboard.reporters.gap import gap_section
 

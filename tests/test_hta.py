@@ -21,9 +21,9 @@ from stepsplit.analyzer.arrays import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.hta import in_hta, open_in_hta
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.attribute import IDLE, attribute
-from stepsplit.analyzer.split.calls.waits import Pieces
 from stepsplit.analyzer.split.classify import work_of
 from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, RankTrace
 
 if TYPE_CHECKING:

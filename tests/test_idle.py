@@ -11,7 +11,7 @@ from builders import CpuTrace, GpuTrace
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.attribute import COMPUTE, IDLE, Band
-from stepsplit.analyzer.split.idle.causes import IdleCause, idle_causes
+from stepsplit.analyzer.split.idle import IdleCause, idle_causes
 from stepsplit.analyzer.trace import RankTrace
 
 ENGINE = 200

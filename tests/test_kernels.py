@@ -14,16 +14,15 @@ from required import shared_trace
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.calls.waits import COLLECTIVE, SKEW, Pieces
-from stepsplit.analyzer.split.compute.contention import Contention, slowdown_under_communication
-from stepsplit.analyzer.split.compute.kernels import KernelFamily, kernel_families
-from stepsplit.analyzer.split.compute.slow_ranks import (
-    SlowKernel,
-    SlowRank,
-    slow_kernels,
-    slow_ranks,
+from stepsplit.analyzer.split.kernels import (
+    Contention,
+    KernelFamily,
+    kernel_families,
+    slowdown_under_communication,
 )
+from stepsplit.analyzer.split.lateness import SlowKernel, SlowRank, slow_kernels, slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
+from stepsplit.analyzer.split.transfers import COLLECTIVE, SKEW, Pieces
 from stepsplit.analyzer.trace import Category, Events, Lane, RankTrace, to_calls
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"

@@ -11,8 +11,8 @@ from cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.mesh.group_names import Named, named
-from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
+from stepsplit.analyzer.split.mesh import RankLayout, layout_of
+from stepsplit.analyzer.split.mesh_groups import Named, named
 from stepsplit.analyzer.trace import Group, RankTrace
 from stepsplit.collectors.run_spec import GroupInfo, Mesh, RunSpec
 
@@ -113,16 +113,16 @@ MEGATRON_RANK_9 = (
 """Of the groups of rank 9 in a real job on 16 ranks: tp 4, pp 2, dp 2, experts over 8."""
 
 
-def described(world_size: int, *groups: tuple[str, tuple[int, ...]]) -> Layout:
+def described(world_size: int, *groups: tuple[str, tuple[int, ...]]) -> RankLayout:
     infos = [GroupInfo(f"{i}", description, ranks) for i, (description, ranks) in enumerate(groups)]
     return layout_of(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
 
 
-def axes(layout: Layout, *groups: tuple[str, tuple[int, ...]]) -> list[str | None]:
+def axes(layout: RankLayout, *groups: tuple[str, tuple[int, ...]]) -> list[str | None]:
     return [layout.axis_of(Group(f"{i}", ranks, text)) for i, (text, ranks) in enumerate(groups)]
 
 
-def read(folder: Path, *traces: GpuTrace | CpuTrace) -> Layout:
+def read(folder: Path, *traces: GpuTrace | CpuTrace) -> RankLayout:
     for trace in traces:
         trace.write(folder)
     return layout_of(None, recorded(folder))

@@ -8,8 +8,7 @@ import numpy as np
 from builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.calls.match import Matched, match
-from stepsplit.analyzer.split.calls.shifts import Sequence, paired
+from stepsplit.analyzer.split.matching import CallSequence, Matched, match, paired
 
 PAIR = [("0", "", [0, 1])]
 
@@ -17,8 +16,10 @@ PAIR = [("0", "", [0, 1])]
 US = 1_000
 
 
-def sequence(sizes: list[int], ends: list[int]) -> Sequence:
-    return Sequence(np.array(sizes, dtype=np.int64)[:, np.newaxis], np.array(ends, dtype=np.int64))
+def sequence(sizes: list[int], ends: list[int]) -> CallSequence:
+    return CallSequence(
+        np.array(sizes, dtype=np.int64)[:, np.newaxis], np.array(ends, dtype=np.int64)
+    )
 
 
 def matched(tmp_path: Path, *traces: GpuTrace) -> Matched:

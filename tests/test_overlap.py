@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals
-from stepsplit.analyzer.split.calls.waits import COLLECTIVE, P2P, SKEW, Pieces
-from stepsplit.analyzer.split.overlap import Overlap, overlaps_of, overlaps_together
+from stepsplit.analyzer.split.attribute import Overlap, overlaps_of, overlaps_together
 from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, SKEW, Pieces
 from stepsplit.analyzer.trace import OP_CODE, Calls
 
 AXES = ("tp", "dp_shard")

@@ -14,13 +14,16 @@ from simulator.schedules import SCHEDULES, actions
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.mesh.layout import Layout, layout_of
-from stepsplit.analyzer.split.pipeline.boxes import FoundBoxes, boxes_of_messages, found_boxes
-from stepsplit.analyzer.split.pipeline.grid import numbered
-from stepsplit.analyzer.split.pipeline.marked import Box, boxes_of
-from stepsplit.analyzer.split.pipeline.marks import PHASE_OF_LETTER
-from stepsplit.analyzer.split.pipeline.schedule_kind import (
+from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
+from stepsplit.analyzer.split.mesh import RankLayout, layout_of
+from stepsplit.analyzer.split.pipeline import (
+    Box,
+    FoundBoxes,
     SeenSchedule,
+    boxes_of,
+    boxes_of_messages,
+    found_boxes,
+    numbered,
     schedule_named,
     schedule_of,
     schedule_seen,
@@ -31,8 +34,8 @@ from stepsplit.collectors.run_spec import Mesh
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 STAGES = [("0", "mesh_pp", [0, 1])]
 EQUAL = (1.0, 1.0, 1.0)
-TWO = Layout.along(Mesh.of({"pp": 2}), "run.json", [(0, 1)])
-THREE = Layout.along(Mesh.of({"pp": 3}), "run.json", [(0, 1, 2)])
+TWO = RankLayout.along(Mesh.of({"pp": 2}), "run.json", [(0, 1)])
+THREE = RankLayout.along(Mesh.of({"pp": 3}), "run.json", [(0, 1, 2)])
 
 
 def order(words: str, durations: dict[str, int] | None = None) -> list[Box]:
@@ -237,7 +240,7 @@ def test_torchs_gpipe_marks_are_boxes_of_the_ranks_own_stage(tmp_path: Path) -> 
     found = read(tmp_path, trace)
     boxes = (us(1, 0, "forward", 0, 10), us(1, 0, "backward", 20, 40))
     assert found_boxes(found, TWO) == FoundBoxes(boxes, "annotations")
-    assert found_boxes(found, Layout.along(None, None, ())) == FoundBoxes((), None)
+    assert found_boxes(found, RankLayout.along(None, None, ())) == FoundBoxes((), None)
 
 
 def test_a_mark_that_a_device_shows_on_two_streams_is_one_box(tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_communication_within_the_stage_belongs_to_the_box_and_that_of_gradients
     tmp_path: Path,
 ) -> None:
     mesh = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
-    layout = Layout.along(mesh, "run.json", [(0, 4), (1, 5), (2, 6), (3, 7)])
+    layout = RankLayout.along(mesh, "run.json", [(0, 4), (1, 5), (2, 6), (3, 7)])
     groups = [("0", "", [0, 4]), ("1", "", [0, 1]), ("2", "", [0, 2])]
     trace = GpuTrace(0, 8, groups=groups).step(1, 0, 200).kernel("gemm", 10, 20)
     trace.all_reduce(20, 30, group="1", launched=11).message("send", 4, 30, 35)
@@ -376,7 +379,7 @@ def test_a_rank_that_launched_nothing_has_no_boxes(tmp_path: Path) -> None:
 
 def test_a_rank_outside_of_any_pipeline_has_no_boxes(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=STAGES).kernel("gemm", 0, 10).message("send", 1, 10, 15)
-    assert boxes_of_messages(read(tmp_path, trace), Layout.along(None, None, ())) == ()
+    assert boxes_of_messages(read(tmp_path, trace), RankLayout.along(None, None, ())) == ()
 
 
 @pytest.mark.parametrize("name", ["pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2"])

@@ -17,7 +17,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.split.run_split import split_run
+from stepsplit.analyzer.split.run import split_run
 from stepsplit.analyzer.trace import OPS, Category, Group, Lane, RankTrace
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -19,7 +19,7 @@ from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.table import Table, table_of
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors.run_spec import HostInfo, Mesh, ModelSpec, RunSpec, Training
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"

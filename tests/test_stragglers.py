@@ -11,9 +11,9 @@ from builders import GpuTrace
 
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.calls.arrivals import arrivals_of
-from stepsplit.analyzer.split.run_split import split_run
-from stepsplit.analyzer.split.stragglers import Lateness, chance_of, lateness_of
+from stepsplit.analyzer.split.lateness import Lateness, chance_of, lateness_of
+from stepsplit.analyzer.split.run import split_run
+from stepsplit.analyzer.split.transfers import arrivals_of
 
 PAIR = [("0", "mesh_tp", [0, 1])]
 Groups = list[tuple[str, str, list[int]]]

@@ -12,7 +12,7 @@ from required import shared_trace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.wire import from_json, to_json
-from stepsplit.analyzer.split.strategy.strategy import NAMES, Strategy
+from stepsplit.analyzer.split.strategy_evidence import NAMES, Strategy
 from stepsplit.collectors.launch import launch_workload
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"

@@ -8,7 +8,7 @@ from report_builders import analysis
 from rich.console import Console
 
 from stepsplit.analyzer.report.report import MemoryRow, Report
-from stepsplit.analyzer.split.strategy.strategy import Strategy
+from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.dashboard.reporters.terminal import screen
 
 

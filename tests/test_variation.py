@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.buckets import Kind, Split, StepSplit
-from stepsplit.analyzer.split.variation import SlowStep, StepTimes, Variation, variation_of
+from stepsplit.analyzer.split.steps import SlowStep, StepTimes, Variation, variation_of
 
 
 def step(rank: int, number: int, kind: Kind = "full", **buckets_ns: int) -> StepSplit:

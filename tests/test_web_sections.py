@@ -13,12 +13,10 @@ from dash.development.base_component import Component
 from report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import ContentionRow, IdleRow, Report
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
-from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
-from stepsplit.analyzer.split.coverage import Coverage
-from stepsplit.analyzer.split.overlap import Overlap
-from stepsplit.analyzer.split.stragglers import Lateness
-from stepsplit.analyzer.split.variation import SlowStep, StepTimes
+from stepsplit.analyzer.split.attribute import Coverage, Overlap
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
+from stepsplit.analyzer.split.steps import SlowStep, StepTimes
 from stepsplit.dashboard.pages.compute import compute
 from stepsplit.dashboard.pages.coverage import holds
 from stepsplit.dashboard.pages.idle import idle

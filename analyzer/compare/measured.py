@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
-from stepsplit.analyzer.split.strategy.issued import host_steps, issued_in
-from stepsplit.analyzer.split.strategy.strategy import axis_named
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.strategy_evidence import axis_named, host_steps, issued_in
 from stepsplit.analyzer.trace import OPS, Bool, Group
 
 UNKNOWN_GROUP = "group unknown"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.compare.measured import MeasuredMessages
 from stepsplit.analyzer.model.prediction import Message, Prediction
-from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 
 _DATA = ("dp_replicate", "dp_shard")
 _SUMS_TOO = "dp_cp"

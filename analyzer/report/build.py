@@ -35,13 +35,11 @@ from stepsplit.analyzer.report.report import (
     StepRow,
     WarningRow,
 )
-from stepsplit.analyzer.split.blame.blame import Blame
-from stepsplit.analyzer.split.calls.bandwidth import CollectiveStat
-from stepsplit.analyzer.split.calls.step_calls import StepCalls
-from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE
-from stepsplit.analyzer.split.pipeline.grid import StageHoles
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.bandwidth import CollectiveStat, StepCalls
+from stepsplit.analyzer.split.blame import Blame
+from stepsplit.analyzer.split.pipeline import StageHoles
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
 
 UNKNOWN_HOST = "unknown"

@@ -9,10 +9,9 @@ from dataclasses import replace
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.report.report import ContentionRow, IdleRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.idle.causes import IdleCause
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
-from stepsplit.analyzer.split.variation import StepTimes
+from stepsplit.analyzer.split.idle import IdleCause
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.steps import StepTimes
 
 _MOST_OPS = 5
 """Of each cause, so many ops of a rank are named."""

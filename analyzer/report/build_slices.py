@@ -10,8 +10,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.report.slices import Slices
 from stepsplit.analyzer.split.classify import computing, copying
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import Bool, Int32, Int64, Lane, UInt8
 
 _COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")

@@ -8,9 +8,8 @@ from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.report.build import origin_ns
 from stepsplit.analyzer.report.build_slices import BuiltSlices
 from stepsplit.analyzer.report.tables import PHASES, Boxes, Segments, Tables, Waits
-from stepsplit.analyzer.split.calls.waits import BUBBLE, SKEW
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS
 
 

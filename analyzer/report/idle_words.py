@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.split.idle.causes import IdleCause
+from stepsplit.analyzer.split.idle import IdleCause
 
 IDLE_MEANING = {
     "data_loading": "waiting for the next batch",

@@ -13,14 +13,12 @@ from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.gap import Gap
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
-from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
-from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.overlap import Overlap
-from stepsplit.analyzer.split.stragglers import Lateness
-from stepsplit.analyzer.split.strategy.strategy import Strategy
-from stepsplit.analyzer.split.variation import SlowStep, StepTimes
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
+from stepsplit.analyzer.split.steps import SlowStep, StepTimes
+from stepsplit.analyzer.split.strategy_evidence import Strategy
 
 SCHEMA = "stepsplit.report/1"
 NO_MODEL = "no_model"

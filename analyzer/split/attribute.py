@@ -1,22 +1,236 @@
-"""Every instant of a step in exactly one bucket."""
+"""Attribution of time: every instant of a step in exactly one bucket, axis and phase."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, meet, own, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    distinct,
+    inside,
+    labels_of,
+    meet,
+    overlap_ns,
+    own,
+    union,
+)
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE, P2P, Pieces
-from stepsplit.analyzer.split.classify import Work
+from stepsplit.analyzer.split.classify import Work, marks_in
+from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, Pieces
+from stepsplit.analyzer.trace import (
+    OP_CODE,
+    OPS,
+    Bool,
+    Calls,
+    Category,
+    Events,
+    Int32,
+    Int64,
+    RankTrace,
+    UInt8,
+)
+
+# In which phase of a step each call was made.
+
+
+def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayout) -> list[str]:
+    """One of forward, backward, grad_sync, optimizer, other for each call of the rank.
+
+    A call belongs where the host made it; a message of a pipeline by its direction.
+    """
+    calls, events = trace.calls, trace.events
+    when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
+    marks = _Marks(
+        optimizer=inside(_spans(events, events.named("Optimizer.step#")), when),
+        backward=inside(
+            _spans(events, events.named("autograd::engine") | _boxes(events, "backward")), when
+        ),
+        forward=inside(_spans(events, _boxes(events, "forward")), when),
+        early=_before_backward(events, windows, when),
+    )
+    ahead = _stages_ahead(trace, layout)
+    sends, receives = calls.op == OP_CODE["send"], calls.op == OP_CODE["recv"]
+    found = np.select(
+        [
+            sends & (ahead > 0) | receives & (ahead < 0),
+            sends & (ahead < 0) | receives & (ahead > 0),
+            marks.optimizer,
+            ~marks.forward & _syncing(trace, layout),
+            marks.backward,
+            marks.forward | marks.early,
+        ],
+        ["forward", "backward", "optimizer", "grad_sync", "backward", "forward"],
+        "other",
+    )
+    phases: list[str] = found.tolist()
+    return phases
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """For each call, whether it was made in such a part of the step; early: before any backward."""
+
+    optimizer: Bool
+    backward: Bool
+    forward: Bool
+    early: Bool
+
+
+def _syncing(trace: RankTrace, layout: RankLayout) -> Bool:
+    """Which calls bring gradients together, by their group and op."""
+    syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
+    table = np.array([[op in of_group for op in OPS] for of_group in (*syncs, frozenset())])
+    return np.asarray(table[trace.calls.group_id, trace.calls.op])
+
+
+def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
+    """The ops by which a group of these axes brings gradients together.
+
+    Data and context parallel ranks hold the same weights. On cp alone reduce_scatter belongs to
+    attention.
+    """
+    if not axes or not axes <= DATA_AXES:
+        return frozenset()
+    return frozenset({"all_reduce"} if axes == {"cp"} else {"all_reduce", "reduce_scatter"})
+
+
+def _stages_ahead(trace: RankTrace, layout: RankLayout) -> Int64:
+    """By how many stages the peer of each message is later in the pipeline, 0 for no message.
+
+    Activations go to later stages, gradients to earlier ones.
+    """
+    peers, place = np.unique(trace.calls.peer, return_inverse=True)
+    mine = layout.stage(trace.rank)
+    ahead = [layout.stage(peer) - mine if peer >= 0 else 0 for peer in peers.tolist()]
+    return np.array(ahead, dtype=np.int64)[place]
+
+
+def _boxes(events: Events, phase: str) -> Bool:
+    """Which events mark forwards (or backwards) of microbatches; of what stage is all the same."""
+    marked = (any(mark.phase == phase for mark in marks_in(name, 0)) for name in events.names)
+    return events.name_mask(tuple(marked))
+
+
+def _spans(events: Events, mask: Bool) -> Intervals:
+    mask = mask & events.of(Category.OP, Category.ANNOTATION)
+    return union(events.start_ns[mask], events.end_ns[mask])
+
+
+def _before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:
+    """Which calls come before the first backward of their step."""
+    backward = events.start_ns[events.named("autograd::engine")]
+    early = np.zeros(len(when), dtype=np.bool_)
+    for window in windows:
+        first = int(np.searchsorted(backward, window.start_ns))
+        limit = int(backward[first]) if first < len(backward) else window.start_ns
+        early |= (when >= window.start_ns) & (when < min(limit, window.end_ns))
+    return early
+
+
+# How much of the moving of data compute hides, by axis and operation.
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How long one kind of communication moved data; rank is None for all ranks together.
+
+    moved_ns is the time in which it moved any; hidden_ns the part of it under compute, exposed_ns
+    the part that held the rank up. What is left of it went on in a gap of compute, but was not
+    what the gap waited for. Kinds may move data at once: their times do not add up.
+    """
+
+    rank: int | None
+    axis: str | None
+    op: str
+    moved_ns: int
+    hidden_ns: int
+    exposed_ns: int
+
+    @property
+    def efficiency(self) -> float:
+        """hidden / moved, 0..1."""
+        return self.hidden_ns / self.moved_ns
+
+
+def overlaps_of(
+    rank: int,
+    calls: Calls,
+    axes: Sequence[str | None],
+    windows: Sequence[StepWindow],
+    pieces: Pieces,
+    compute: Intervals,
+) -> tuple[Overlap, ...]:
+    """One rank's rows, by axis and op, for what moved inside the windows.
+
+    axes has one entry a group of the rank; waits are left out. The windows are in order.
+    """
+    moving = _chosen(pieces, np.isin(pieces.bucket, (COLLECTIVE, P2P)))
+    blocking = held_up(moving, compute)
+    inside = union(
+        np.array([window.start_ns for window in windows], dtype=np.int64),
+        np.array([window.end_ns for window in windows], dtype=np.int64),
+    )
+    names = tuple(dict.fromkeys((*axes, None)))
+    axis = np.array([names.index(name) for name in (*axes, None)])[calls.group_id]
+    kind = labels_of(axis, calls.op)
+    held = dict(_by_kind(kind, blocking, inside))
+    found = []
+    for number, moved in _by_kind(kind, moving, inside):
+        call = int(np.flatnonzero(kind == number)[0])
+        hidden = overlap_ns(moved, compute)
+        exposed = held[number].total_ns if number in held else 0
+        name = names[int(axis[call])]
+        found.append(Overlap(rank, name, OPS[calls.op[call]], moved.total_ns, hidden, exposed))
+    return tuple(found)
+
+
+def overlaps_together(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
+    """The sums over the ranks, the kind that held ranks up longest first."""
+    kinds = dict.fromkeys((row.axis, row.op) for row in rows)
+    together = []
+    for axis, op in kinds:
+        same = [row for row in rows if (row.axis, row.op) == (axis, op)]
+        together.append(
+            Overlap(
+                None, axis, op, sum(row.moved_ns for row in same),
+                sum(row.hidden_ns for row in same), sum(row.exposed_ns for row in same),
+            )
+        )  # fmt: skip
+    return tuple(sorted(together, key=lambda row: (-row.exposed_ns, -row.moved_ns)))
+
+
+def _by_kind(kind: Int64, pieces: Pieces, inside: Intervals) -> Iterator[tuple[int, Intervals]]:
+    """(kind of call, when any of its pieces ran inside of these), for the kinds that have some."""
+    of_piece = kind[pieces.call]
+    for number in distinct(of_piece).tolist():
+        rows = of_piece == number
+        both = meet(union(pieces.start_ns[rows], pieces.end_ns[rows]), inside)
+        if len(both.start_ns):
+            yield number, Intervals(both.start_ns, both.end_ns)
+
+
+def _chosen(pieces: Pieces, rows: Bool) -> Pieces:
+    return Pieces(
+        pieces.call[rows], pieces.bucket[rows], pieces.start_ns[rows],
+        pieces.end_ns[rows], pieces.life_end_ns[rows], pieces.owner[rows],
+    )  # fmt: skip
+
+
+# Every instant of a step in exactly one bucket.
 
 COMPUTE, IDLE = 0, 6
+
 _MOVING, _FUSED = 6, 7
+
 _CLASSES = 8
+
 _BUCKET_OF = np.array(
     [next((c for c in range(IDLE) if mask >> c & 1), IDLE) for mask in range(1 << _CLASSES)],
     dtype=np.uint8,
@@ -182,3 +396,59 @@ def _check(splits: Sequence[Split], exposed: Exposed) -> None:
         owned = int((exposed.end_ns - exposed.start_ns)[rows].sum())
         held = sum(split.buckets_ns[bucket] for split in splits)
         assert owned == held, f"{BUCKETS[bucket]}: calls own {owned} ns of {held}"
+
+
+# Which numbers hold where only some of a job's ranks were recorded.
+
+Holds = Literal["measured", "partly", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How far waiting on one axis (None: along none alone) is measured.
+
+    Of the groups that the recorded ranks called, whole had all of their members recorded and alone
+    only one. Waits are measured in whole groups; where some members are there the others are
+    estimated from what was seen of the call, and for one member alone from how long such a call
+    takes. unmatched of calls lack a counterpart. compute, copy and idle hold whatever is missing,
+    and so does the sum.
+    """
+
+    axis: str | None
+    groups: int
+    whole: int
+    alone: int
+    calls: int
+    unmatched: int
+
+    @property
+    def holds(self) -> Holds:
+        """Whether waits on this axis are measured, partly so, or estimated throughout."""
+        if not self.unmatched:
+            return "measured"
+        return "estimated" if self.unmatched == self.calls else "partly"
+
+
+def coverage_of(
+    traces: Sequence[RankTrace], matched: Matched, layout: RankLayout
+) -> tuple[Coverage, ...]:
+    """A row an axis on which the recorded ranks communicate."""
+    present = {trace.rank for trace in traces}
+    there = [len(present & set(group.ranks)) for group in matched.groups]
+    axis_of = [layout.axis_of(group) for group in matched.groups]
+    used = distinct(matched.group[matched.group >= 0]).tolist()
+    found = []
+    for axis in dict.fromkeys(axis_of[group] for group in used):
+        mine = [group for group in used if axis_of[group] == axis]
+        calls = np.isin(matched.group, mine)
+        found.append(
+            Coverage(
+                axis,
+                len(mine),
+                sum(there[group] == len(matched.groups[group].ranks) for group in mine),
+                sum(there[group] == 1 for group in mine),
+                int(calls.sum()),
+                int((calls & (matched.key < 0)).sum()),
+            )
+        )
+    return tuple(found)

@@ -1,7 +1,8 @@
-"""Which events are work of the rank: computing, copying, or both at once with communication."""
+"""Classification of events: compute, copies, fused kernels, pipeline annotations."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,10 @@ from stepsplit.analyzer.arrays import Intervals, distinct, empty, union
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.trace import Bool, Category, Events, RankTrace
 
+# Which events are work of the rank: computing, copying, or both at once with communication.
+
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+
 _WRAPS = ("autograd::engine", "torch::autograd::", "PythonSubclass")
 
 
@@ -103,3 +107,49 @@ def _fused(events: Events, rules: Rules) -> Bool:
     for number in distinct(events.name_id[kernels]).tolist():
         chosen[number] = rules.kind_of(events.names[number]) == "fused"
     return kernels & chosen[events.name_id]
+
+
+# The names by which annotations mark the work of a pipeline.
+
+_ONE = re.compile(
+    r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
+    r"(?: stage=(?P<stage>\d{1,9}) mb=(?P<mb>\d{1,9})|(?P<pp_mb>\d{1,9}))$"
+)
+
+PHASE_OF_LETTER = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+
+_AT_ONCE = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+
+_OF_GPIPE = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
+
+MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
+"""How the names of each kind of mark begin; the first kind that a trace holds counts alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A stage's work on a microbatch, as a name tells it."""
+
+    stage: int
+    microbatch: int
+    phase: str
+
+
+def marks_in(name: str, stage: int | None = None) -> tuple[Mark, ...]:
+    """What the name marks, several actions at once included; nothing for any other name.
+
+    torch's GPipe names no stage: stage, the rank's pp coordinate, does, or they mark nothing.
+    """
+    if (one := _ONE.match(name)) is not None:
+        phase = PHASE_OF_LETTER[one["letter"]]
+        return (Mark(int(one["stage"] or one["pp"]), int(one["mb"] or one["pp_mb"]), phase),)
+    if (several := _AT_ONCE.match(name)) is not None:
+        return tuple(
+            Mark(int(at), int(microbatch), PHASE_OF_LETTER[letter])
+            for at, letter, microbatch in _ACTION.findall(several["actions"])
+        )
+    if stage is not None and (named := _OF_GPIPE.match(name)) is not None:
+        return (Mark(stage, int(named["mb"]), named["phase"].lower()),)
+    return ()

@@ -1,18 +1,18 @@
-"""Where each step of a rank begins and ends."""
+"""Steps: where each step of a rank begins and ends, and which are the same across ranks."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import most_of
-from stepsplit.analyzer.buckets import Kind
-from stepsplit.analyzer.split.repeats import repeats_of
+from stepsplit.analyzer.arrays import labels_of, most_of
+from stepsplit.analyzer.buckets import BUCKETS, Kind, StepSplit
+from stepsplit.analyzer.split.matching import Matched
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -22,6 +22,79 @@ from stepsplit.analyzer.trace import (
     Note,
     RankTrace,
 )
+
+# Which steps of different ranks are the same: those whose matched calls are.
+
+_NONE = np.iinfo(np.int64).min
+"""The number of a call that no rank has numbered yet."""
+
+
+def agreed(steps: Sequence[Steps], matched: Matched) -> list[Steps]:
+    """The steps with one numbering, the first rank's; a rank that shares no call keeps its own."""
+    calls = [_calls(own, i, matched) for i, own in enumerate(steps)]
+    numbered = {0: steps[0]}
+    number_of = np.full(int(matched.key.max(initial=-1)) + 1, _NONE, dtype=np.int64)
+    _number(number_of, calls[0], steps[0])
+    left = set(range(1, len(steps)))
+    while left:
+        votes = {i: _votes(calls[i], number_of) for i in sorted(left)}
+        known = [i for i in sorted(left) if votes[i]]
+        for i in known or sorted(left):
+            numbered[i] = _renumbered(steps[i], votes[i])
+            _number(number_of, calls[i], numbered[i])
+            left.discard(i)
+    return [numbered[i] for i in range(len(steps))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """The matched calls of a rank that began in its windows, window by window."""
+
+    key: Int64
+    window: Int64
+
+
+def _calls(steps: Steps, trace: int, matched: Matched) -> _Calls:
+    rows = matched.of_trace(trace)
+    key, start = matched.key[rows], matched.start_ns[rows]
+    starts = np.array([window.start_ns for window in steps.windows], dtype=np.int64)
+    ends = np.array([window.end_ns for window in steps.windows], dtype=np.int64)
+    window = np.searchsorted(starts, start, side="right") - 1
+    inside = np.flatnonzero((window >= 0) & (key >= 0))
+    inside = inside[start[inside] < ends[window[inside]]]
+    inside = inside[np.argsort(window[inside], kind="stable")]
+    return _Calls(key[inside], window[inside])
+
+
+def _number(number_of: Int64, calls: _Calls, steps: Steps) -> None:
+    """Notes for each key of a matched call the number of the step that it began in."""
+    number = np.array([window.step for window in steps.windows], dtype=np.int64)
+    number_of[calls.key] = number[calls.window]
+
+
+def _votes(calls: _Calls, number_of: Int64) -> dict[int, int]:
+    """{window: the number that most of its calls have on other ranks, of equals the first}."""
+    number = number_of[calls.key]
+    told = number != _NONE
+    label = labels_of(calls.window[told], number[told])
+    first, count = np.unique(label, return_index=True, return_counts=True)[1:]
+    window = calls.window[told][first]
+    best = np.lexsort((first, -count, window))
+    best = best[np.flatnonzero(np.diff(window[best], prepend=-1))]
+    return dict(zip(window[best].tolist(), number[told][first[best]].tolist(), strict=True))
+
+
+def _renumbered(steps: Steps, votes: Mapping[int, int]) -> Steps:
+    shifts = Counter(vote - steps.windows[window].step for window, vote in votes.items())
+    shift = shifts.most_common(1)[0][0] if shifts else 0
+    if not shift:
+        return steps
+    note = Note("steps_renumbered", f"its step numbers are {-shift:+d} off the first rank's")
+    moved: tuple[StepWindow, ...] = tuple(replace(w, step=w.step + shift) for w in steps.windows)
+    return Steps(moved, (*steps.notes, note))
+
+
+# Where each step of a rank begins and ends.
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
@@ -191,3 +264,201 @@ def _signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> li
     pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
     edges = np.searchsorted(step_of[rows], np.arange(count + 1)).tolist()
     return [pairs[low:high].tobytes() for low, high in pairwise(edges)]
+
+
+# Where the steps of a trace lie that marks none: told from what comes again in every step.
+
+_FEWEST_CALLS, _FEWEST_TIMES = 4, 3
+"""A step that its calls tell has so many calls at least, and comes again so many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """The instants on the host at which one step ends and the next begins; what told them."""
+
+    ends_ns: Int64
+    told_by: str
+
+
+def repeats_of(trace: RankTrace) -> Repeats | None:
+    """The ends of the steps by the optimizer, else by the sequence of calls; None if untold."""
+    ends = _optimizer_ends(trace.events)
+    if len(ends):
+        return Repeats(ends, "the optimizer's steps")
+    ends = _sequence_ends(trace)
+    return Repeats(ends, "the sequence of collectives, which repeats") if len(ends) else None
+
+
+def _optimizer_ends(events: Events) -> Int64:
+    """When each step's last optimizer is done; several may follow upon one backward."""
+    marks = events.named("Optimizer.step#") & events.of(Category.ANNOTATION, Category.OP)
+    ends = np.sort(events.end_ns[marks])
+    backward = np.sort(events.start_ns[events.named("autograd::engine")])
+    if not len(backward):
+        return ends
+    before = np.searchsorted(backward, ends)
+    last = np.ones(len(ends), dtype=np.bool_)
+    last[:-1] = before[1:] > before[:-1]
+    return ends[last]
+
+
+def _sequence_ends(trace: RankTrace) -> Int64:
+    """When the host made the last call of each period of the sequence of calls.
+
+    A period counts if one of its calls comes once in it: it is then a step's, not a layer's.
+    """
+    calls = trace.calls
+    known = np.flatnonzero(calls.issued_ns >= 0)
+    known = known[np.argsort(calls.issued_ns[known], kind="stable")]
+    if len(known) < _FEWEST_TIMES * _FEWEST_CALLS:
+        return np.empty(0, dtype=np.int64)
+    kind = labels_of(calls.group_id[known], calls.op[known], calls.message_bytes[known])
+    count = np.bincount(kind)
+    rarest = int(np.flatnonzero(count == count[count > 0].min())[0])
+    at = np.flatnonzero(kind == rarest)
+    if not _is_period(kind, at):
+        return np.empty(0, dtype=np.int64)
+    return calls.issued_ns[known[at]] + 1
+
+
+def _is_period(kind: Int64, at: Int64) -> bool:
+    """Whether what lies between the places of the rarest call is always the same."""
+    if len(at) < _FEWEST_TIMES:
+        return False
+    length = np.diff(at)
+    period = int(length[0])
+    if period < _FEWEST_CALLS or (length != period).any():
+        return False
+    return bool((kind[:-period] == kind[period:]).all())
+
+
+# How the steps of a run differ: their usual time, their tail, and what held the slow ones up.
+
+LEAST_STEPS = 6
+"""Fewer steps do not tell which of them are unusual."""
+
+LEAST_EXCESS = 0.03
+"""A step that is longer by less is not slow, however even the others are."""
+
+SIGMAS = 5.0
+
+_SIGMA_OF_MAD = 1.4826
+
+_WAITS = ("skew", "bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The full steps of one rank, or of all (rank is None: each step as long as on its last rank).
+
+    p99_ns is by nearest rank: the least time that at least 99 % of the steps do not exceed, which
+    for fewer than 100 steps is the longest. slow_steps are the numbers of the slow ones.
+    """
+
+    rank: int | None
+    steps: int
+    median_ns: int
+    p99_ns: int
+    longest_ns: int
+    slow_steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStep:
+    """A slow step of the run, and where its excess over the median step began.
+
+    bucket is what most exceeded its own median, on the rank where it did by excess_in_bucket_ns;
+    waits (skew and bubble) are taken only where nothing else explains half of the excess, for
+    they are what the other ranks see of it.
+    """
+
+    step: int
+    step_ns: int
+    excess_ns: int
+    rank: int
+    bucket: str
+    excess_in_bucket_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """The steps of each rank and of the run; run is None where no step is full on every rank."""
+
+    ranks: tuple[StepTimes, ...]
+    run: StepTimes | None
+    slow: tuple[SlowStep, ...]
+
+
+def variation_of(steps: Sequence[StepSplit]) -> Variation:
+    """How the full steps differ.
+
+    A step is slow that takes longer than the median by SIGMAS standard deviations (by MAD) and by
+    LEAST_EXCESS, of LEAST_STEPS or more.
+    """
+    by_rank = defaultdict[int, dict[int, StepSplit]](dict)
+    for one in steps:
+        if one.kind == "full":
+            by_rank[one.rank][one.step] = one
+    ranks = [_times(rank, _lengths(by_rank[rank].values())) for rank in sorted(by_rank)]
+    common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
+    if not common:
+        return Variation(tuple(ranks), None, ())
+    run = _times(None, {n: max(_lengths(_of_step(by_rank, n)).values()) for n in common})
+    return Variation(tuple(ranks), run, _slow(by_rank, common, run))
+
+
+_Splits = Mapping[int, Mapping[int, StepSplit]]
+"""The step splits by rank and step."""
+
+
+def _of_step(by_rank: _Splits, step: int) -> list[StepSplit]:
+    return [of_rank[step] for of_rank in by_rank.values()]
+
+
+def _lengths(steps: Iterable[StepSplit]) -> Mapping[int, int]:
+    return {one.step: one.split.step_ns for one in steps}
+
+
+def _times(rank: int | None, length_ns: Mapping[int, int]) -> StepTimes:
+    ordered = np.sort(np.array(list(length_ns.values()), dtype=np.int64))
+    middle = _middle(ordered)
+    slow = tuple(n for n, ns in sorted(length_ns.items()) if _is_slow(ns, ordered, middle))
+    place = -(-99 * len(ordered) // 100) - 1
+    return StepTimes(rank, len(ordered), middle, int(ordered[place]), int(ordered[-1]), slow)
+
+
+def _middle(values: Int64) -> int:
+    """The median, the mean of the two in the middle rounded down."""
+    ordered = np.sort(values)
+    return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
+
+
+def _is_slow(step_ns: int, all_ns: Int64, middle: int) -> bool:
+    if len(all_ns) < LEAST_STEPS:
+        return False
+    sigma = _SIGMA_OF_MAD * _middle(np.abs(all_ns - middle))
+    return step_ns - middle > max(SIGMAS * sigma, LEAST_EXCESS * middle)
+
+
+def _slow(by_rank: _Splits, common: Sequence[int], run: StepTimes) -> tuple[SlowStep, ...]:
+    ranks = sorted(by_rank)
+    buckets = np.array(
+        [[by_rank[rank][n].split.buckets_ns for rank in ranks] for n in common], dtype=np.int64
+    )
+    usual = np.sort(buckets, axis=0)[(len(common) - 1) // 2]
+    return tuple(
+        _explained(step, buckets[common.index(step)], usual, ranks, run) for step in run.slow_steps
+    )
+
+
+def _explained(
+    step: int, buckets_ns: Int64, usual_ns: Int64, ranks: Sequence[int], run: StepTimes
+) -> SlowStep:
+    step_ns = int(buckets_ns.sum(axis=1).max())
+    excess, beyond = step_ns - run.median_ns, buckets_ns - usual_ns
+    waits = [BUCKETS.index(bucket) for bucket in _WAITS]
+    own = beyond.copy()
+    own[:, waits] = np.iinfo(np.int64).min
+    told = own if 2 * int(own.max()) >= excess else beyond
+    row, bucket = divmod(int(told.argmax()), len(BUCKETS))
+    return SlowStep(step, step_ns, excess, ranks[row], BUCKETS[bucket], int(beyond[row, bucket]))

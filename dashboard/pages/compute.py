@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dash import html
 
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
-from stepsplit.analyzer.split.compute.slow_ranks import SlowKernel
+from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.dashboard.pages.averages import summed_steps
 from stepsplit.dashboard.pages.parts import (
     Cell,

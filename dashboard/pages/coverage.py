@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dash import html
 
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.dashboard.pages.parts import Cell, count_cell, section, table
 
 RUNS = 12

@@ -8,7 +8,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.variation import SlowStep
+from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import milliseconds
 from stepsplit.dashboard.figures.critical_path import critical_path, path_shares
 from stepsplit.dashboard.pages.address import page_url

@@ -8,8 +8,8 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.overlap import Overlap, overlaps_together
-from stepsplit.analyzer.split.stragglers import Lateness
+from stepsplit.analyzer.split.attribute import Overlap, overlaps_together
+from stepsplit.analyzer.split.lateness import Lateness
 from stepsplit.dashboard.pages.averages import summed_steps
 from stepsplit.dashboard.pages.parts import (
     Cell,

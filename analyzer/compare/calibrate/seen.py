@@ -14,9 +14,8 @@ from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.table import Table
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.compute.kernels import kernel_families
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.kernels import kernel_families
+from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
 
 PRODUCTS, ATTENTION = "gemm", "attention"
 """Families of kernels, as the built-in rules call them."""

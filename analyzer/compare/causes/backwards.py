@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer.arrays import inside, union
-from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Category, Int64
 
 _FORWARD = 1 / 3

@@ -14,7 +14,7 @@ from stepsplit.analyzer.compare.causes.paces import slow_paces
 from stepsplit.analyzer.compare.causes.scene import Scene, scene_of
 from stepsplit.analyzer.compare.causes.shares import uneven_shares
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Note
 from stepsplit.collectors.rank_record import RankRecord
 

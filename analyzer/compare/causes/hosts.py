@@ -9,7 +9,7 @@ from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import capped
 from stepsplit.analyzer.report.idle_words import why_idle
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.idle.causes import IdleCause
+from stepsplit.analyzer.split.idle import IdleCause
 
 _SAYS = {
     "idle": ("host_stall", "rank {rank} runs nothing for {more} of the step longer than the "

@@ -10,9 +10,9 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.edits import left_out
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
-from stepsplit.analyzer.split.mesh.layout import DATA_AXES
-from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
+from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.strategy_evidence import accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
 
 _PRECISIONS = (0.25, 0.5, 1.0, 2.0)

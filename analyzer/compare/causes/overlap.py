@@ -9,10 +9,10 @@ from stepsplit.analyzer.compare.causes.backwards import Backwards
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.mesh.group_usage import SCALAR_BYTES
-from stepsplit.analyzer.split.mesh.layout import DATA_AXES
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
+from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.run import RankSplit
+from stepsplit.analyzer.split.strategy_evidence import accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, Int64
 
 _SUMS = ("all_reduce", "reduce_scatter")

@@ -10,7 +10,7 @@ from stepsplit.analyzer.compare.causes.devices import said_of
 from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import paced
 from stepsplit.analyzer.report.report import EventRef, Finding
-from stepsplit.analyzer.split.compute.slow_ranks import SlowRank, slow_ranks
+from stepsplit.analyzer.split.lateness import SlowRank, slow_ranks
 
 
 def pace_of(scene: Scene) -> Float:

@@ -14,7 +14,7 @@ from stepsplit.analyzer.compare.replay.build import graph_of
 from stepsplit.analyzer.compare.replay.graph import WORK, Graph
 from stepsplit.analyzer.compare.replay.play import play, times_of
 from stepsplit.analyzer.report.report import EventRef
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
 

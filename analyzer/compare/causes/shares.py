@@ -11,7 +11,7 @@ from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import moved_faster, paced
 from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.mesh.layout import STAGE_AXES
+from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.trace import Int64
 
 _UNEVEN = 1.02

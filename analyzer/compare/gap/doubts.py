@@ -6,7 +6,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.report.gap import ComparedStage
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 
 _DATA = ("dp_replicate", "dp_shard")

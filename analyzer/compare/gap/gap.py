@@ -16,7 +16,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.gap import ComparedStage, Gap
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 
 
 def gap_of(

@@ -22,7 +22,7 @@ from stepsplit.analyzer.report.gap import Gap
 from stepsplit.analyzer.report.medians import step_median_ns
 from stepsplit.analyzer.report.predicted import body_of, job_body
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 
 GUESSED = "cpu"
 """A family of which the model only guesses, unless it is calibrated: no MFU and no finding rests on

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.report.gap import ComparedMemory
 from stepsplit.analyzer.report.report import MemoryRow
-from stepsplit.analyzer.split.mesh.layout import Layout
+from stepsplit.analyzer.split.mesh import RankLayout
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 
 
 def compared_memory(
-    rows: Sequence[MemoryRow], layout: Layout, prediction: Prediction
+    rows: Sequence[MemoryRow], layout: RankLayout, prediction: Prediction
 ) -> tuple[ComparedMemory, ...]:
     """Of each stage its peak and each category, on the rank that held most of it; none of what no
     rank measured."""

@@ -15,11 +15,10 @@ from stepsplit.analyzer.compare.measured import (
 from stepsplit.analyzer.compare.messages import Call, axis_words
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.gap import ComparedStage
-from stepsplit.analyzer.split.calls.waits import COLLECTIVE, P2P
-from stepsplit.analyzer.split.overlap import overlaps_of
-from stepsplit.analyzer.split.rank_split import RankSplit
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.attribute import overlaps_of
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS
 
 _BUCKETS = {COLLECTIVE: "collective", P2P: "p2p"}

@@ -7,7 +7,7 @@ from collections import defaultdict
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.gap import ComparedStage
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 
 
 def compared_stages(found: RunSplit, prediction: Prediction) -> tuple[ComparedStage, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stepsplit.analyzer.model.spec.table import Table
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 
 _PRESETS = (

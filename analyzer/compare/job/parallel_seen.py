@@ -9,9 +9,9 @@ from stepsplit.analyzer.compare.job.framework_seen import (
 )
 from stepsplit.analyzer.model.spec.layout import RANK_ORDER, SCHEDULES, TWO_STAGES
 from stepsplit.analyzer.model.spec.table import MOST, Table
-from stepsplit.analyzer.split.pipeline.schedule_kind import schedule_named
-from stepsplit.analyzer.split.run_split import RunSplit
-from stepsplit.analyzer.split.strategy.strategy import Strategy
+from stepsplit.analyzer.split.pipeline import schedule_named
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.collectors.run_spec import Mesh, RunSpec, Training
 
 _ZERO_BUBBLE = "zb-h1"

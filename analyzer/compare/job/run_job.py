@@ -12,7 +12,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.spec.job import Job
 from stepsplit.analyzer.model.spec.run_file import job_in
 from stepsplit.analyzer.model.spec.table import Table
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 
 NAMES = ("model", "parallel", "training", "hardware")

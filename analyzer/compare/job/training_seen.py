@@ -7,8 +7,8 @@ from collections import Counter
 
 from stepsplit.analyzer.compare.job.framework_seen import framework_seen
 from stepsplit.analyzer.model.spec.table import Table
-from stepsplit.analyzer.split.run_split import RunSplit
-from stepsplit.analyzer.split.strategy.strategy import accumulated_microbatches
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.strategy_evidence import accumulated_microbatches
 from stepsplit.collectors.run_spec import RunSpec, Training
 
 _AS_STATED = ("seq_len", "micro_batch", "global_batch", "microbatches", "optimizer")

@@ -21,7 +21,7 @@ from stepsplit.analyzer.compare.replay.mains import Main, main_of
 from stepsplit.analyzer.compare.replay.meetings import Edges, meetings_of
 from stepsplit.analyzer.compare.replay.order import in_order
 from stepsplit.analyzer.compare.replay.rank_calls import RankCalls, rank_calls
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Int64
 
 

@@ -10,9 +10,9 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.compare.replay.graph import WORK
 from stepsplit.analyzer.compare.replay.rank_calls import RankCalls
 from stepsplit.analyzer.split.attribute import IDLE
-from stepsplit.analyzer.split.blame.activity import Activity
-from stepsplit.analyzer.split.calls.waits import BUBBLE, COLLECTIVE
-from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.blame import Activity
+from stepsplit.analyzer.split.run import RankSplit
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Int64, UInt8
 
 _NO_MORE = np.iinfo(np.int64).max

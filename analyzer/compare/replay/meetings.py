@@ -6,8 +6,8 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.compare.replay.graph import Kernels
-from stepsplit.analyzer.split.calls.match import TOGETHER, Matched
-from stepsplit.analyzer.split.run_split import RunSplit
+from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64
 
 _NEED_ALL = [OP_CODE[op] for op in (*TOGETHER, "all_to_all", "barrier", "unknown")]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.arrays import inside, labels_of, most_of, union
-from stepsplit.analyzer.split.calls.arrivals import Arrivals
-from stepsplit.analyzer.split.idle.threads import SYNCHRONIZES, named
-from stepsplit.analyzer.split.rank_split import RankSplit
+from stepsplit.analyzer.split.idle import SYNCHRONIZES, named
+from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.split.steps import on_main_stream
+from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import Bool, Category, Int64, RankTrace
 
 _SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from stepsplit.analyzer.compare.runs.comparison import FamilyChange, most_changed
 from stepsplit.analyzer.report.medians import full_steps
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.compute.kernels import KernelFamily
+from stepsplit.analyzer.split.kernels import KernelFamily
 
 
 def family_changes(baseline: Report, candidate: Report) -> tuple[FamilyChange, ...]:

@@ -15,7 +15,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.engine import Costs
 from stepsplit.analyzer.model.schedule.steady import pipeline_ns
 from stepsplit.analyzer.model.spec.layout import SCHEDULES, Schedule
-from stepsplit.analyzer.split.run_split import Schedule as Seen
+from stepsplit.analyzer.split.run import Schedule as Seen
 
 
 def window_gain_ns(scene: Scene, change: Change) -> float:

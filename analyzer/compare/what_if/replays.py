@@ -13,7 +13,7 @@ from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.compare.what_if.change import Change
 from stepsplit.analyzer.compare.what_if.evened import evened, usual_transfers
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.split.mesh.layout import DATA_AXES
+from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.trace import Int64
 
 

@@ -13,7 +13,7 @@ from stepsplit.analyzer.compare.what_if.replays import replayed
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run_split import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, split_run
 
 _BY_SCHEDULE = ("microbatches", "schedule")
 

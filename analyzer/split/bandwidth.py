@@ -1,0 +1,180 @@
+"""algbw and busbw of each kind of collective, and the calls of a step by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import labels_of, runs_of
+from stepsplit.analyzer.ops import busbw_factor
+from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.split.steps import Steps
+from stepsplit.analyzer.split.transfers import Arrivals
+from stepsplit.analyzer.trace import OPS, Int64, RankTrace
+
+# How fast each kind of collective moved its data, its waiting left out.
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStat:
+    """All calls of one op, dtype and size on one group; -1 and None are unknown."""
+
+    group: int
+    op: str
+    dtype: str
+    message_bytes: int
+    count: int
+    transfer_ns_median: int
+    wait_ns_median: int
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+
+
+def collective_stats(
+    traces: Sequence[RankTrace], matched: Matched, arrivals: Arrivals
+) -> tuple[CollectiveStat, ...]:
+    """One row a kind of call, the most transfer time first."""
+    stats = [_stat(kind, rows, matched, arrivals) for kind, rows in kinds_of(traces, matched)]
+    return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
+
+
+def _stat(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> CollectiveStat:
+    group, op, size = kind.group, kind.op, kind.message_bytes
+    moved = np.maximum(arrivals.moved_ns[rows] - arrivals.moves_ns[rows], 0)
+    life = arrivals.end_ns[rows] - arrivals.start_ns[rows]
+    waited = np.clip(arrivals.moves_ns[rows] - arrivals.start_ns[rows], 0, life)
+    transfer = int(np.median(moved))
+    known = group >= 0 and size > 0 and transfer > 0 and not arrivals.estimated[rows].any()
+    algbw = size / (transfer / 1e9) if known else None
+    ranks = len(matched.groups[group].ranks) if group >= 0 else 1
+    keys = matched.key[rows]
+    return CollectiveStat(
+        group=group,
+        op=op,
+        dtype=kind.dtype,
+        message_bytes=size,
+        count=len(np.unique(keys[keys >= 0])) + int((keys < 0).sum()),
+        transfer_ns_median=transfer,
+        wait_ns_median=int(np.median(waited)),
+        algbw_bytes_per_s=algbw,
+        busbw_bytes_per_s=None if algbw is None else algbw * busbw_factor(op, ranks),
+    )
+
+
+# How often each kind of call is made in a step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """The calls of one kind in a full step, those of all recorded ranks together: as most steps
+    have it, the least and the most that a step has."""
+
+    kind: CallKind
+    calls: int
+    least: int
+    most: int
+
+
+def step_calls(
+    traces: Sequence[RankTrace], steps: Sequence[Steps], matched: Matched
+) -> tuple[StepCalls, ...]:
+    """A row for each kind of call that a full step has; a call is of the window that it began in.
+
+    Most steps decide rank by rank: a call may begin just before or after the edge of a step.
+    """
+    window, counted = _windows(steps, matched)
+    rows = [
+        _row(kind, rows[matched.leads[rows]], matched, window, counted)
+        for kind, rows in kinds_of(traces, matched)
+    ]
+    return tuple(row for row in rows if row.most)
+
+
+def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]]:
+    """(for each call which of its rank's full steps it began in, -1 for none; how many there are
+    by rank)."""
+    window = np.full(len(matched), -1, dtype=np.int64)
+    for trace, own in enumerate(steps):
+        rows = matched.of_trace(trace)
+        start, full = matched.start_ns[rows], own.counted
+        starts = np.array([one.start_ns for one in full], dtype=np.int64)
+        ends = np.array([one.end_ns for one in full], dtype=np.int64)
+        at = np.searchsorted(starts, start, side="right") - 1
+        window[rows] = np.where((at >= 0) & (start < ends[at]), at, -1)
+    return window, [len(own.counted) for own in steps]
+
+
+def _row(
+    kind: CallKind, rows: Int64, matched: Matched, window: Int64, counted: Sequence[int]
+) -> StepCalls:
+    rows = rows[window[rows] >= 0]
+    ranks = np.unique(matched.trace[rows]).tolist()
+    of_ranks = [
+        np.bincount(window[rows[matched.trace[rows] == rank]], minlength=counted[rank])
+        for rank in ranks
+    ]
+    usual = sum(int(np.bincount(counts).argmax()) for counts in of_ranks)
+    least, most = (sum(int(edge(counts)) for counts in of_ranks) for edge in (np.min, np.max))
+    return StepCalls(kind, usual, least, most)
+
+
+# Which calls are of one kind: the same op, dtype and size on the same group.
+
+
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """One op, dtype and size on one group; -1 and "" are unknown."""
+
+    group: int
+    op: str
+    dtype: str
+    message_bytes: int
+
+
+def kinds_of(traces: Sequence[RankTrace], matched: Matched) -> list[tuple[CallKind, Int64]]:
+    """Each kind with the rows of its calls, in the order of its first."""
+    names, dtype = _dtypes(traces)
+    dtype, size = _known_by_any(matched, dtype, names.index(""))
+    order, first = runs_of(labels_of(matched.group, matched.op, dtype, size))
+    kinds = np.split(order, first[1:]) if len(order) else []
+    found = []
+    for rows in sorted(kinds, key=lambda rows: int(rows[0])):
+        one = rows[0]
+        op, name = OPS[matched.op[one]], names[dtype[one]]
+        found.append((CallKind(int(matched.group[one]), op, name, int(size[one])), rows))
+    return found
+
+
+def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
+    """(all names of dtypes, among them "" for unknown; which one each call has)."""
+    names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
+    number = {name: i for i, name in enumerate(names)}
+    columns = [
+        np.array([number[name] for name in trace.calls.dtypes], dtype=np.int64)[trace.calls.dtype]
+        for trace in traces
+    ]
+    return names, np.concatenate(columns)
+
+
+def _known_by_any(matched: Matched, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:
+    """Each call's dtype and size; of a matched collective those of the member that knows most.
+
+    A root may know the size alone. The last dtype counts beside which no larger size was stated.
+    """
+    rows = np.flatnonzero((matched.key >= 0) & ~matched.is_message)
+    order, first = runs_of(matched.key[rows])
+    rows = rows[order]
+    call = np.repeat(np.arange(len(first)), np.diff(first, append=len(rows)))
+    sizes, place = np.unique(matched.message_bytes[rows], return_inverse=True)
+    rising = call * len(sizes) + place
+    knows = np.maximum.accumulate(rising) == rising
+    named = knows & (dtype[rows] != unknown)
+    best_size = np.empty(len(first), dtype=np.int64)
+    best_size[call[knows]] = matched.message_bytes[rows][knows]
+    best_dtype = np.full(len(first), unknown, dtype=np.int64)
+    best_dtype[call[named]] = dtype[rows][named]
+    dtype, size = dtype.copy(), matched.message_bytes.copy()
+    dtype[rows], size[rows] = best_dtype[call], best_size[call]
+    return dtype, size

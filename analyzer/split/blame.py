@@ -1,0 +1,547 @@
+"""Blame: which rank caused each wait, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stepsplit.analyzer.arrays import firsts_of, labels_of
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.readers.kernel_rules import Rules
+from stepsplit.analyzer.split.attribute import Attribution
+from stepsplit.analyzer.split.classify import computing
+from stepsplit.analyzer.split.clocks import Clock
+from stepsplit.analyzer.split.kernels import own_ns
+from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
+from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
+
+# All waiting that held some rank up, in one table.
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The exposed waits of all ranks, rank by rank and in order of time; columns of one length.
+
+    who and waited_for index the ranks that wait and that are waited for (-1: not here); origin
+    numbers the pairs of axis and bucket.
+    """
+
+    who: Int64
+    waited_for: Int64
+    rank: Int64
+    owner: Int64
+    step: Int64
+    bucket: Int64
+    origin: Int64
+    length_ns: Int64
+    end_ns: Int64
+    axes: tuple[str | None, ...]
+    first: Int64
+
+    @property
+    def origins(self) -> int:
+        """How many pairs of axis and bucket there can be."""
+        return 2 * len(self.axes)
+
+    def by_axis(self, amounts: Sequence[int]) -> Iterator[tuple[str | None, int, int]]:
+        """(axis, skew, bubble) of amounts by origin."""
+        for i, axis in enumerate(self.axes):
+            yield axis, amounts[2 * i], amounts[2 * i + 1]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankTime]) -> Waits:
+        """The waits of these ranks."""
+        index = {one.rank: i for i, one in enumerate(ranks)}
+        axes = tuple(dict.fromkeys(axis for one in ranks for axis in one.axis))
+        number = {axis: i for i, axis in enumerate(axes)}
+        count = [len(one.window) for one in ranks]
+        owner = np.concatenate([one.owner for one in ranks]).astype(np.int64)
+        bucket = np.concatenate([one.bucket for one in ranks]).astype(np.int64)
+        axis = np.array([number[axis] for one in ranks for axis in one.axis], dtype=np.int64)
+        return cls(
+            who=np.repeat(np.arange(len(ranks)), count),
+            waited_for=np.array([index.get(rank, -1) for rank in owner.tolist()], dtype=np.int64),
+            rank=np.repeat([one.rank for one in ranks], count),
+            owner=owner,
+            step=np.concatenate([one.step[one.window] for one in ranks]),
+            bucket=bucket,
+            origin=2 * axis + (bucket == BUBBLE),
+            length_ns=np.concatenate([one.length_ns for one in ranks]),
+            end_ns=np.concatenate([one.end_ns for one in ranks]),
+            axes=axes,
+            first=np.concatenate(([0], np.cumsum(count))),
+        )
+
+
+# How much time a rank had spent in each bucket up to an instant.
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """A band of buckets, sorted and disjoint; sums_ns[i] is what was spent before its i-th part."""
+
+    start_ns: Int64
+    end_ns: Int64
+    bucket: UInt8
+    sums_ns: Int64
+
+    @classmethod
+    def of(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
+        """The activity of such a band, of one part at least."""
+        spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
+        spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
+        return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
+
+    def spent_ns(self, at_ns: Int64) -> Int64:
+        """For each instant the time spent in each bucket before it: (instants, buckets)."""
+        part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
+        spent = self.sums_ns[part].copy()
+        within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
+        spent[np.arange(len(at_ns)), self.bucket[part]] += within
+        return spent
+
+
+# Who caused the waiting, and by what.
+#
+# A wait ends when the rank that came last arrives. Its lag behind the waiter is what it did more
+# of than the waiter since the two were last level, which they were when the waiter last waited
+# for a call of the same ranks. What it did more of is the cause: computing, copying, moving data,
+# or nothing at all (its host was late). Where it waited more itself, blame passes on to those
+# that it waited for, in the shares of those waits, and from there on.
+
+Float = npt.NDArray[np.float64]
+
+CAUSES = ("compute", "imbalance", "host", "copy", "transfer")
+
+_ROUNDS = 24
+"""Through how many ranks blame is passed on at most."""
+
+_SETTLED = 1e-4
+
+_Key = tuple[int | None, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Waiting that one rank (None: nobody in particular) caused on one axis in one step."""
+
+    rank: int | None
+    cause: str
+    axis: str | None
+    step: int
+    skew_ns: int
+    bubble_ns: int
+
+
+def blame(
+    ranks: Sequence[RankTime], schedule_ns: Mapping[tuple[int, int], int]
+) -> tuple[Blame, ...]:
+    """All skew and bubble of all ranks, each instant once, by who caused it.
+
+    schedule_ns is the ideal bubble of each (rank, step): that much of its bubble is the schedule's,
+    first of all where nobody did more than the others.
+    """
+    waits = Waits.of(ranks)
+    if not len(waits.length_ns):
+        return ()
+    lags = lags_of(ranks, waits)
+    schedule = _of_schedule(waits, lags, schedule_ns)
+    carried = _carried(waits, lags, schedule)
+    return _rows(waits, _shares(waits, lags, carried, schedule))
+
+
+def _of_schedule(waits: Waits, lags: Lags, schedule_ns: Mapping[tuple[int, int], int]) -> Float:
+    """The part of each wait that the schedule itself costs: of what nobody is behind first."""
+    part = np.zeros(len(waits.length_ns))
+    bubble = waits.bucket == BUBBLE
+    innocent = np.where(bubble, waits.length_ns * (1 - _behind(waits, lags)), 0.0)
+    whole = np.where(bubble, waits.length_ns, 0.0)
+    for (rank, step), ideal_ns in schedule_ns.items():
+        rows = np.flatnonzero(bubble & (waits.rank == rank) & (waits.step == step))
+        free, total = float(innocent[rows].sum()), float(whole[rows].sum())
+        part[rows] += innocent[rows] * (min(ideal_ns, free) / free if free else 0.0)
+        rest = whole[rows] - part[rows]
+        left = min(float(ideal_ns), total) - float(part[rows].sum())
+        part[rows] += rest * (left / float(rest.sum()) if left > 0 and rest.any() else 0.0)
+    return part
+
+
+def _behind(waits: Waits, lags: Lags) -> Float:
+    """Which part of each wait somebody is behind who did more than his fair share of work."""
+    guilty = 1 - lags.passed - lags.fair
+    found = guilty
+    for _ in range(_ROUNDS):
+        found, before = guilty + lags.passed * lags.mean_of(found * waits.length_ns), found
+        if float(np.abs(found - before).max()) < _SETTLED:
+            break
+    return np.clip(found, 0, 1)
+
+
+def _carried(waits: Waits, lags: Lags, schedule: Float) -> Float:
+    """How much of the waiting of each origin ends up with the cause of each wait: (waits, origins).
+
+    An origin is an (axis, bucket) of the waits. What went round too often stays where it is.
+    """
+    moving = np.zeros((len(waits.length_ns), waits.origins))
+    moving[np.arange(len(moving)), waits.origin] = waits.length_ns - schedule
+    settled = np.zeros_like(moving)
+    for _ in range(_ROUNDS):
+        settled += moving * (1 - lags.passed)[:, np.newaxis]
+        moving = lags.passed_on(moving * lags.passed[:, np.newaxis])
+        if moving.sum() < _SETTLED * waits.length_ns.sum():
+            break
+    return settled + moving
+
+
+def _shares(waits: Waits, lags: Lags, carried: Float, schedule: Float) -> dict[_Key, Float]:
+    """For each (rank, cause, step) what it is to blame for, by origin."""
+    found: dict[_Key, Float] = {}
+    alone = np.where(lags.passed < 1, 1 - lags.passed, 1.0)
+    nobody = np.full(len(carried), -1)
+    for number, cause in enumerate(CAUSES):
+        share = np.where(lags.known, lags.direct[:, number] / alone, 0.0)
+        _add(found, waits.owner, waits.step, cause, carried * share[:, np.newaxis])
+    missing, unknown = ~lags.known & lags.named, ~lags.known & ~lags.named
+    _add(found, waits.owner, waits.step, "missing", carried * missing[:, np.newaxis])
+    _add(found, nobody, waits.step, "unknown", carried * unknown[:, np.newaxis])
+    of_schedule = np.zeros_like(carried)
+    of_schedule[np.arange(len(carried)), waits.origin] = schedule
+    _add(found, nobody, waits.step, "schedule", of_schedule)
+    return found
+
+
+def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount: Float) -> None:
+    """Adds the amounts of each (owner, step) to those of the cause; an owner of -1 is nobody."""
+    label = labels_of(owner, step)
+    first = firsts_of(label)
+    sums = np.zeros((len(first), amount.shape[1]))
+    np.add.at(sums, label, amount)
+    for rank, number, row in zip(owner[first].tolist(), step[first].tolist(), sums, strict=True):
+        if row.any():
+            key = (None if rank < 0 else rank, cause, number)
+            found[key] = found[key] + row if key in found else row
+
+
+def _rows(waits: Waits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
+    """The shares in whole ns, which add up to the waits of each origin exactly."""
+    keys = list(shares)
+    table = np.stack([shares[key] for key in keys])
+    whole = np.zeros(table.shape, dtype=np.int64)
+    for origin in range(waits.origins):
+        total = int(waits.length_ns[waits.origin == origin].sum())
+        whole[:, origin] = _apportioned(table[:, origin], total)
+    rows = []
+    for key, row in zip(keys, whole, strict=True):
+        for axis, skew, bubble in waits.by_axis(row.tolist()):
+            if skew or bubble:
+                rows.append(Blame(key[0], key[1], axis, key[2], skew, bubble))
+    return tuple(rows)
+
+
+def _apportioned(amount: Float, total: int) -> Int64:
+    """The amounts in whole numbers that sum to the total, by largest remainders."""
+    scale = total / float(amount.sum()) if amount.any() else 0.0
+    exact = amount * scale
+    whole = np.floor(exact).astype(np.int64)
+    short = total - int(whole.sum())
+    order = np.argsort(whole - exact, kind="stable")
+    whole[order[: max(short, 0)]] += 1
+    for row in order[::-1][: max(-short, 0)].tolist():
+        whole[row] -= 1
+    return whole
+
+
+# Of each wait: what the rank that came last did more of than the one that waited for it.
+
+COMPUTE, COPY, IDLE = (BUCKETS.index(name) for name in ("compute", "copy", "idle"))
+
+_MOVING = [BUCKETS.index(name) for name in ("collective", "p2p")]
+
+_WAITING = [SKEW, BUBBLE]
+
+_LITTLE = 0.01
+"""Work beyond that of the peers is told apart only where it is such a part of all work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lags:
+    """For each wait the shares of its causes, 0..1.
+
+    direct has one column a cause of blame.CAUSES, passed is what the owner itself waited for: the
+    two add up to 1 where the owner is known, which is a rank of the recording. named: the owner is
+    known by its number at least. fair is the part of direct that is compute such as anybody's.
+    low and high bound the owner's waits, as rows, to which what is passed on goes.
+    """
+
+    direct: Float
+    passed: Float
+    fair: Float
+    known: Bool
+    named: Bool
+    low: Int64
+    high: Int64
+    length_ns: Int64
+
+    def mean_of(self, amount: Float) -> Float:
+        """Of each wait's range of the owner's waits, the sum of an amount over their length."""
+        sums = np.concatenate(([0.0], np.cumsum(amount)))
+        length = np.concatenate(([0], np.cumsum(self.length_ns)))
+        total = length[self.high] - length[self.low]
+        return np.where(total > 0, (sums[self.high] - sums[self.low]) / np.maximum(total, 1), 0.0)
+
+    def passed_on(self, amount: Float) -> Float:
+        """Amounts (waits, origins) handed to the waits of the ranges, by their length."""
+        length = np.concatenate(([0], np.cumsum(self.length_ns)))
+        density = amount / np.maximum(length[self.high] - length[self.low], 1)[:, np.newaxis]
+        edges = np.zeros((len(amount) + 1, amount.shape[1]))
+        np.add.at(edges, self.low, density)
+        np.add.at(edges, self.high, -density)
+        handed = np.cumsum(edges, axis=0)[:-1] * self.length_ns[:, np.newaxis]
+        return np.maximum(handed, 0.0)
+
+
+def lags_of(ranks: Sequence[RankTime], waits: Waits) -> Lags:
+    """The causes of each wait."""
+    level = np.concatenate([one.level_ns for one in ranks])
+    came = np.concatenate([one.came_ns for one in ranks])
+    late = np.concatenate([one.late_ns for one in ranks])
+    begin = np.array([one.activity.start_ns[0] for one in ranks])
+    known = (waits.waited_for >= 0) & (waits.waited_for != waits.who)
+    level = np.maximum(level, np.maximum(begin[waits.who], begin[waits.waited_for]))
+    level = np.minimum(level, came)
+    more = _spent(ranks, waits.waited_for, level, late) - _spent(ranks, waits.who, level, came)
+    during = _spent(ranks, waits.waited_for, came, late)
+    more = np.maximum(more, 0)
+    more = np.where(more.sum(axis=1, keepdims=True) > 0, more, during)
+    low, high = _ranges(ranks, waits, level, late)
+    return _shared(ranks, waits, more.astype(np.float64), known, low, high)
+
+
+def _spent(ranks: Sequence[RankTime], who: Int64, since: Int64, until: Int64) -> Int64:
+    """What ranks spent in each bucket from one instant to another; nothing for an unknown rank."""
+    found = np.zeros((len(who), len(BUCKETS)), dtype=np.int64)
+    until = np.maximum(until, since)
+    for i, one in enumerate(ranks):
+        rows = np.flatnonzero(who == i)
+        if len(rows):
+            found[rows] = one.activity.spent_ns(until[rows]) - one.activity.spent_ns(since[rows])
+    return found
+
+
+def _ranges(
+    ranks: Sequence[RankTime], waits: Waits, since: Int64, until: Int64
+) -> tuple[Int64, Int64]:
+    """The rows of the owner's waits that end between two instants."""
+    low, high = (np.zeros(len(waits.waited_for), dtype=np.int64) for _ in range(2))
+    for i, one in enumerate(ranks):
+        rows = np.flatnonzero(waits.waited_for == i)
+        low[rows] = waits.first[i] + np.searchsorted(one.end_ns, since[rows], side="right")
+        high[rows] = waits.first[i] + np.searchsorted(one.end_ns, until[rows], side="right")
+    return low, np.maximum(low, high)
+
+
+def _shared(
+    ranks: Sequence[RankTime], waits: Waits, more: Float, known: Bool, low: Int64, high: Int64
+) -> Lags:
+    length = np.concatenate(([0], np.cumsum(waits.length_ns)))
+    can_pass = known & (length[high] > length[low])
+    waited = np.where(can_pass, more[:, _WAITING].sum(axis=1), 0.0)
+    moved = more[:, _MOVING].sum(axis=1)
+    slower, extra = _beyond_peers(ranks, waits)
+    computed = more[:, COMPUTE]
+    direct = np.stack(
+        [computed * (1 - extra), computed * extra, more[:, IDLE], more[:, COPY], moved], axis=1
+    )
+    total = direct.sum(axis=1) + waited
+    nothing = total <= 0
+    direct[nothing, -1], total = 1.0, np.where(nothing, 1.0, total)
+    fair = computed * (1 - slower) / total
+    fair = np.where(waits.bucket == BUBBLE, fair, 0.0)
+    share = direct / total[:, np.newaxis]
+    passed = np.where(known, waited / total, 0.0)
+    return Lags(share, passed, fair, known, waits.owner >= 0, low, high, waits.length_ns)
+
+
+def _beyond_peers(ranks: Sequence[RankTime], waits: Waits) -> tuple[Float, Float]:
+    """(which part of the owner's compute is beyond its peers', how much of that is more work)."""
+    beyond, extra = np.zeros(len(waits.waited_for)), np.zeros(len(waits.waited_for))
+    for i, one in enumerate(ranks):
+        rows = np.flatnonzero(waits.waited_for == i)
+        place = np.clip(np.searchsorted(one.step, waits.step[rows]), 0, len(one.step) - 1)
+        slower, more = one.workload.slower[place], one.workload.more[place]
+        beyond[rows] = slower + more
+        told = beyond[rows] > _LITTLE
+        extra[rows] = np.where(told, more / np.maximum(beyond[rows], 1e-12), 0.0)
+    return beyond, extra
+
+
+# What blame knows of a rank: what it did, what it waited for, when it was level with others.
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """One rank on the common clock; the columns of its exposed waits have one length.
+
+    window indexes step and the workload; owner is the rank that was waited for, -1 unknown, and
+    axis where. came_ns is when this rank arrived at the call, late_ns when the owner did, and
+    level_ns when, before that, this rank last waited for a call of the same ranks.
+    """
+
+    rank: int
+    step: Int64
+    activity: Activity
+    workload: Workload
+    window: Int32
+    bucket: UInt8
+    owner: Int32
+    axis: tuple[str | None, ...]
+    length_ns: Int64
+    end_ns: Int64
+    came_ns: Int64
+    late_ns: Int64
+    level_ns: Int64
+
+
+def rank_time(
+    trace: RankTrace,
+    rows: slice,
+    found: Attribution,
+    steps: Sequence[int],
+    axis: Sequence[str | None],
+    clock: Clock,
+    arrivals: Arrivals,
+    workload: Workload,
+) -> RankTime:
+    """The rank's time; axis has one entry an exposed row, rows are the rank's in arrivals."""
+    band, exposed = found.band, found.exposed
+    waits = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
+    call = exposed.call[waits]
+    level = _level_ns(trace, rows, found, arrivals)
+    end = clock.common_ns(exposed.end_ns[waits])
+    return RankTime(
+        rank=trace.rank,
+        step=np.array(steps, dtype=np.int64),
+        activity=Activity.of(
+            clock.common_ns(band.start_ns), clock.common_ns(band.end_ns), band.bucket
+        ),
+        workload=workload,
+        window=exposed.window[waits],
+        bucket=exposed.bucket[waits],
+        owner=exposed.owner[waits],
+        axis=tuple(axis[i] for i in waits.tolist()),
+        length_ns=(exposed.end_ns - exposed.start_ns)[waits],
+        end_ns=end,
+        came_ns=arrivals.start_ns[rows][call],
+        late_ns=np.minimum(np.maximum(arrivals.moves_ns[rows][call], level[call]), end),
+        level_ns=level[call],
+    )
+
+
+def _level_ns(trace: RankTrace, rows: slice, found: Attribution, arrivals: Arrivals) -> Int64:
+    """For each call when the last of the same ranks was over that held this rank up before.
+
+    Calls of one gap of compute held it up together: of these only an earlier gap's count. The
+    smallest int64 where there is none.
+    """
+    calls = trace.calls
+    start, end = arrivals.start_ns[rows], arrivals.end_ns[rows]
+    peer = np.where(calls.is_message, calls.peer, -1)
+    same = labels_of(np.where(calls.is_message, -1, calls.group_id), peer)
+    level = np.full(len(start), np.iinfo(np.int64).min)
+    held = np.flatnonzero(found.gap >= 0)
+    order = held[np.lexsort((found.gap[held], same[held]))]
+    for part in np.split(order, np.flatnonzero(np.diff(same[order])) + 1):
+        over = np.maximum.accumulate(end[part])
+        before = np.searchsorted(found.gap[part], found.gap[part], side="left") - 1
+        level[part] = np.where(before >= 0, over[before], level[part])
+    before_call: Int64 = np.minimum(level, start)
+    return before_call
+
+
+# Why a rank computes longer than others: the same kernels slower, or more of them.
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Of each rank's compute in each of its windows, 0..1: which part is beyond that of its peers.
+
+    slower: the same kernels took longer than the median rank's; more: it ran more of them. Each of
+    shape (windows,).
+    """
+
+    slower: Float
+    more: Float
+
+
+def workloads(
+    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]], rules: Rules
+) -> list[Workload]:
+    """The workload of every rank, each kernel known by its name."""
+    names: dict[str, int] = {}
+    for trace in traces:
+        for name in trace.events.names:
+            names.setdefault(name, len(names))
+    tables = [_table(trace, own, names, rules) for trace, own in zip(traces, windows, strict=True)]
+    usual = _usual_ns(tables)
+    work = [(table.count * usual).sum(axis=1) for table in tables]
+    fair = _fair_ns(work, windows)
+    return [
+        _workload_beyond(table.total_ns.sum(axis=1), done, expected)
+        for table, done, expected in zip(tables, work, fair, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """How often each kernel ran in each window, and how long in all: (windows, names)."""
+
+    count: Int64
+    total_ns: Int64
+
+
+def _table(
+    trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int], rules: Rules
+) -> _Table:
+    events = trace.events
+    rows = np.flatnonzero(computing(trace, rules))
+    took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
+    window = np.searchsorted([w.start_ns for w in windows], events.start_ns[rows], side="right") - 1
+    rows, took, window = rows[window >= 0], took[window >= 0], window[window >= 0]
+    number = np.array([names[name] for name in events.names], dtype=np.int64)
+    shape = (len(windows), len(names))
+    cell = window * shape[1] + number[events.name_id[rows]]
+    count = np.bincount(cell, minlength=shape[0] * shape[1])
+    total = np.bincount(cell, weights=took, minlength=shape[0] * shape[1])
+    return _Table(count.reshape(shape), total.astype(np.int64).reshape(shape))
+
+
+def _usual_ns(tables: Sequence[_Table]) -> Float:
+    """How long one run of each kernel takes on the median rank that has it."""
+    count = np.stack([table.count.sum(axis=0) for table in tables])
+    total = np.stack([table.total_ns.sum(axis=0) for table in tables])
+    mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    some = (count > 0).any(axis=0)
+    usual = np.zeros(count.shape[1])
+    usual[some] = np.nanmedian(mean[:, some], axis=0)
+    return usual
+
+
+def _fair_ns(work: Sequence[Float], windows: Sequence[Sequence[StepWindow]]) -> list[Float]:
+    """What the median rank had to do in each rank's windows, by the numbers of the steps."""
+    done: dict[int, list[float]] = {}
+    for own, amounts in zip(windows, work, strict=True):
+        for window, amount in zip(own, amounts.tolist(), strict=True):
+            done.setdefault(window.step, []).append(amount)
+    fair = {step: float(np.median(amounts)) for step, amounts in done.items()}
+    return [np.array([fair[window.step] for window in own]) for own in windows]
+
+
+def _workload_beyond(actual_ns: Int64, work_ns: Float, fair_ns: Float) -> Workload:
+    whole = np.maximum(actual_ns, 1)
+    slower = np.clip((actual_ns - work_ns) / whole, 0, 1)
+    more = np.clip((work_ns - fair_ns) / whole, 0, 1 - slower)
+    return Workload(slower, more)

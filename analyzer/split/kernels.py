@@ -1,0 +1,231 @@
+"""Kernel families of a rank, and what communication beside compute costs it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import Intervals, distinct, union
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.split.classify import computing
+from stepsplit.analyzer.split.steps import Steps, StepWindow
+from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, Pieces
+from stepsplit.analyzer.trace import Events, Int64, RankTrace
+
+# What a rank computes: its kernels, or the ops of a CPU run, by family.
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFamily:
+    """All compute of one family on one rank, over its full steps, or all where none is full.
+
+    Kernels that run side by side count their whole time each, so that total_ns may exceed the
+    steps' compute_ns. share is the family's part of the sum over all families, 0..1.
+    """
+
+    rank: int
+    family: str
+    count: int
+    total_ns: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The compute that began in a rank's full steps, or in all where none is full.
+
+    Columns of one length, sorted by start.
+
+    step is the step's number, name_id indexes the trace's names. took_ns is the duration of a
+    kernel; of an op of a CPU run, which holds others, what none of those took.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    steps: tuple[int, ...]
+    step: Int64
+    name_id: Int64
+    took_ns: Int64
+
+
+def kernel_families(
+    traces: Sequence[RankTrace], steps: Sequence[Steps], rules: Rules = BUILT_IN
+) -> tuple[KernelFamily, ...]:
+    """A row for each family of each rank, by rank and then the largest first.
+
+    steps has the windows of each trace.
+    """
+    rows = []
+    for trace, found in zip(traces, steps, strict=True):
+        rows += _families(computed(trace, found, rules), rules)
+    return tuple(rows)
+
+
+def computed(trace: RankTrace, steps: Steps, rules: Rules = BUILT_IN) -> Computed:
+    """What the rank computed in its full steps, or in all where none is full."""
+    rows, events = np.flatnonzero(computing(trace, rules)), trace.events
+    took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
+    full = steps.counted
+    starts = np.array([window.start_ns for window in full], dtype=np.int64)
+    ends = np.array([window.end_ns for window in full], dtype=np.int64)
+    at = np.searchsorted(starts, events.start_ns[rows], side="right") - 1
+    inside = at >= 0
+    inside[inside] &= events.start_ns[rows[inside]] < ends[at[inside]]
+    numbers = np.array([window.step for window in full], dtype=np.int64)
+    return Computed(
+        rank=trace.rank,
+        names=events.names,
+        steps=tuple(numbers.tolist()),
+        step=numbers[at[inside]],
+        name_id=events.name_id[rows[inside]].astype(np.int64),
+        took_ns=took[inside],
+    )
+
+
+def own_ns(events: Events, rows: Int64) -> Int64:
+    """Of each of these nested events its time outside of those that it holds on its lane.
+
+    rows ascend. The sum over a lane is the time that the events cover.
+    """
+    own = events.dur_ns[rows].copy()
+    for lane in distinct(events.lane[rows]).tolist():
+        here = np.flatnonzero(events.lane[rows] == lane)
+        start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        outer_first = np.lexsort((-end, start))
+        here, start, end = here[outer_first], start[outer_first], end[outer_first]
+        holder = _holders(start, end)
+        held = holder >= 0
+        inside = np.minimum(end[held], end[holder[held]]) - start[held]
+        np.subtract.at(own, here[holder[held]], inside)
+    return np.maximum(own, 0)
+
+
+def _holders(start: Int64, end: Int64) -> Int64:
+    """The innermost event around each, -1 for none; of events sorted by start, outer ones first."""
+    holder = np.full(len(start), -1, dtype=np.int64)
+    left = np.arange(len(start))
+    outer = np.empty(0, dtype=np.int64)
+    while len(left):  # once a level of nesting
+        reach = np.maximum.accumulate(end[left])
+        on_top = np.concatenate(([True], start[left][1:] >= reach[:-1]))
+        level = left[on_top]
+        if len(outer):
+            holder[level] = outer[np.searchsorted(start[outer], start[level], side="right") - 1]
+        left, outer = left[~on_top], level
+    return holder
+
+
+def _families(found: Computed, rules: Rules) -> list[KernelFamily]:
+    count = np.bincount(found.name_id, minlength=len(found.names))
+    total = np.zeros(len(found.names), dtype=np.int64)
+    np.add.at(total, found.name_id, found.took_ns)
+    counts, totals = defaultdict[str, int](int), defaultdict[str, int](int)
+    for name in np.flatnonzero(count).tolist():
+        family = rules.family_of(found.names[name])
+        counts[family] += int(count[name])
+        totals[family] += int(total[name])
+    everything = sum(totals.values()) or 1
+    rows = [
+        KernelFamily(found.rank, family, counts[family], ns, ns / everything)
+        for family, ns in totals.items()
+    ]
+    return sorted(rows, key=lambda row: (-row.total_ns, row.family))
+
+
+# How much slower kernels are while communication moves data beside them.
+
+LEAST_PLACES = 10
+"""Fewer kernels that ran both ways say little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Compute under moving communication takes ratio times what it takes without.
+
+    places are the kernels of a step that were compared, under and alone how often they ran;
+    lost_ns is what the runs under communication took beyond what they take alone, in all steps.
+    """
+
+    ratio: float
+    places: int
+    under: int
+    alone: int
+    lost_ns: int
+
+
+def slowdown_under_communication(
+    trace: RankTrace, steps: Steps, pieces: Pieces, rules: Rules = BUILT_IN
+) -> Contention | None:
+    """Kernels with communication moving data for at least half of their time, against the same
+    kernels in other steps without any; None where fewer than LEAST_PLACES ran both ways.
+
+    A trace states no shapes, and kernels of one name beside communication are often of other
+    shapes than the rest, so only the n-th run of a name in a step is held against the n-th in other
+    steps, among the full steps that run that name equally often. The ratio is that of the medians,
+    each place weighted by the time that its runs under communication take alone. Runs that
+    communication only touches are left out.
+    """
+    rows = np.flatnonzero(computing(trace, rules))
+    start, took = trace.events.start_ns[rows], trace.events.dur_ns[rows]
+    place = _places(trace.events.name_id[rows].astype(np.int64), start, steps.windows)
+    beside = _covered_ns(start, took, _moving(pieces))
+    under, alone = (place >= 0) & (2 * beside >= took) & (took > 0), (place >= 0) & (beside == 0)
+    both = np.intersect1d(place[under], place[alone])
+    if len(both) < LEAST_PLACES:
+        return None
+    under, alone = under & np.isin(place, both), alone & np.isin(place, both)
+    runs = np.bincount(np.searchsorted(both, place[under]))
+    took_ns = float(runs @ _medians(place[under], took[under]))
+    alone_ns = float(runs @ _medians(place[alone], took[alone]))
+    lost_ns = round(took_ns - alone_ns)
+    return Contention(
+        took_ns / max(alone_ns, 1.0), len(both), int(under.sum()), int(alone.sum()), lost_ns
+    )
+
+
+def _moving(pieces: Pieces) -> Intervals:
+    """When data moves; a call that only waits leaves the memory and the links alone."""
+    moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
+    return union(pieces.start_ns[moving], pieces.end_ns[moving])
+
+
+def _places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
+    """A number for each (name, n-th run in its step); -1 outside of full steps, and in those that
+    run the name more or less often than most do. start ascends."""
+    full = [w for w in windows if w.kind == "full"]
+    step = np.searchsorted([w.start_ns for w in full], start, side="right") - 1
+    inside = step >= 0
+    inside[inside] &= start[inside] < np.array([w.end_ns for w in full])[step[inside]]
+    place, first = np.full(len(name), -1, dtype=np.int64), 0
+    rows = np.flatnonzero(inside)
+    rows = rows[np.lexsort((rows, step[rows], name[rows]))]
+    for same in np.split(rows, np.flatnonzero(np.diff(name[rows])) + 1):
+        counts = np.bincount(step[same], minlength=len(full))
+        usual = int(np.bincount(counts[counts > 0]).argmax()) if len(same) else 0
+        nth = np.arange(len(same)) - np.repeat(np.cumsum(counts) - counts, counts)
+        place[same] = np.where(counts[step[same]] == usual, first + nth, -1)
+        first += usual
+    return place
+
+
+def _medians(place: Int64, took: Int64) -> Int64:
+    """The median of each place, in their order; the lower of two in the middle."""
+    order = np.lexsort((took, place))
+    _, first, count = np.unique(place[order], return_index=True, return_counts=True)
+    return np.asarray(took[order][first + (count - 1) // 2])
+
+
+def _covered_ns(start: Int64, took: Int64, by: Intervals) -> Int64:
+    """For how long of each interval the set holds."""
+    sums = np.concatenate(([0], np.cumsum(by.end_ns - by.start_ns)))
+
+    def until(at: Int64) -> Int64:
+        begun = np.searchsorted(by.start_ns, at, side="right")
+        last = np.maximum(begun - 1, 0)
+        over = np.maximum(by.end_ns[last] - at, 0) if len(by) else np.zeros_like(at)
+        return np.asarray(sums[begun] - np.where(begun > 0, over, 0))
+
+    return until(start + took) - until(start)

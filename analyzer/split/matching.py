@@ -1,0 +1,617 @@
+"""Matching of calls across ranks: which are the same collective or message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import firsts_of, labels_of, least_of, most_of, place_within, runs_of
+from stepsplit.analyzer.split.clocks import Alignment
+from stepsplit.analyzer.trace import (
+    OP_CODE,
+    Bool,
+    Group,
+    Int32,
+    Int64,
+    Note,
+    RankTrace,
+    UInt8,
+    wall_lead_ns,
+)
+
+# Which calls of different ranks are the same collective or message.
+
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives whose members all bring the same size, and whose kernels end together."""
+
+_TOGETHER_CODES = [OP_CODE[op] for op in TOGETHER]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The calls of all ranks in one table, in the order of (trace, call); columns of one length.
+
+    trace indexes the traces and call that trace's Calls; group indexes groups (-1 unknown). shared
+    is one number for all rows of one collective or message, -1 where a rank has it alone; key is
+    the same where every member's call is there, else -1. leads marks the first of a rank's rows of
+    one call, which may be several kernels.
+    start_ns is the arrival (on gloo, of the call) and end_ns the end, on the rank's own clock.
+    """
+
+    trace: Int32
+    call: Int32
+    group: Int32
+    op: UInt8
+    key: Int64
+    shared: Int64
+    leads: Bool
+    start_ns: Int64
+    end_ns: Int64
+    message_bytes: Int64
+    groups: tuple[Group, ...]
+    notes: tuple[Note, ...]
+
+    def __len__(self) -> int:
+        return len(self.trace)
+
+    @property
+    def is_message(self) -> Bool:
+        return self.op >= OP_CODE["send"]
+
+    def of_trace(self, trace: int) -> slice:
+        """The rows of one trace, in the order of its calls."""
+        return slice(*np.searchsorted(self.trace, [trace, trace + 1]).tolist())
+
+
+def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Matched:
+    """The table of all calls, each joined with its counterparts on the other ranks.
+
+    What only time can tell is told by the wall clocks of hosts, or by those of an alignment.
+    """
+    groups, group = _global_groups(traces)
+    column = [trace.calls for trace in traces]
+    rows = Matched(
+        trace=np.repeat(np.arange(len(traces), dtype=np.int32), [len(calls) for calls in column]),
+        call=np.concatenate([np.arange(len(calls), dtype=np.int32) for calls in column]),
+        group=np.concatenate(group),
+        op=np.concatenate([calls.op for calls in column]),
+        key=np.empty(0, dtype=np.int64),
+        shared=np.empty(0, dtype=np.int64),
+        leads=np.empty(0, dtype=np.bool_),
+        start_ns=np.concatenate([_arrival_ns(trace) for trace in traces]),
+        end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
+        message_bytes=np.concatenate([calls.message_bytes for calls in column]),
+        groups=groups,
+        notes=_notes(groups),
+    )
+    return _with_keys(rows, traces, alignment)
+
+
+def _arrival_ns(trace: RankTrace) -> Int64:
+    """When each call's rank arrived: its kernel's start, or on gloo the host's call."""
+    start = trace.events.start_ns[trace.calls.event]
+    if trace.on_device:
+        return start
+    issued = trace.calls.issued_ns
+    return np.where(issued >= 0, np.minimum(issued, start), start)
+
+
+def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:
+    """All groups, and each trace's calls' index into them.
+
+    A group is its ranks; where a rank is in several of the same ranks, its name too.
+    """
+    several = {ranks for trace in traces for ranks in _repeated(trace.groups)}
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    groups: list[Group] = []
+    columns = []
+    for trace in traces:
+        local = []
+        for group in trace.groups:
+            key = (group.name if group.ranks in several else "", group.ranks)
+            if key not in numbers:
+                numbers[key] = len(groups)
+                groups.append(group)
+            local.append(numbers[key])
+        lookup = np.array([*local, -1], dtype=np.int32)
+        columns.append(lookup[trace.calls.group_id])
+    return _with_unnamed(traces, groups, columns)
+
+
+def _repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    counts = Counter(group.ranks for group in groups)
+    return [ranks for ranks, count in counts.items() if count > 1]
+
+
+def _with_unnamed(
+    traces: Sequence[RankTrace], groups: list[Group], columns: list[Int32]
+) -> tuple[tuple[Group, ...], list[Int32]]:
+    """The same, with calls of no named group given to the world where they are its collectives."""
+    world = world_of_unnamed(traces)
+    if world is None:
+        return tuple(groups), columns
+    given = [
+        np.where((column < 0) & (trace.calls.peer < 0), len(groups), column).astype(np.int32)
+        for trace, column in zip(traces, columns, strict=True)
+    ]
+    return (*groups, world), given
+
+
+def _with_keys(rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None) -> Matched:
+    start, end = (_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns))
+    calls = call_rows(traces, rows.trace, rows.group, start, end, _clocks(traces, alignment))
+    collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
+    found = identities(calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0)))
+    label, count = found.label, int(found.label.max(initial=-1)) + 1
+    members = _members(rows, label, count)
+    one_call = (members >= 2) & _agreed(rows, label, count)
+    complete = one_call & (members == _expected(rows, label, count))
+    known = np.where(label >= 0, label, 0)
+    shared = np.where((label >= 0) & _at(one_call, known), label, -1)
+    key = np.where((label >= 0) & _at(complete, known), label, -1)
+    leads = _first_kernels(rows, shared)
+    return replace(rows, key=key, shared=shared, leads=leads, notes=(*rows.notes, *found.notes))
+
+
+def _first_kernels(rows: Matched, shared: Int64) -> Bool:
+    """Which rows are the first of their rank in a call; a row of no call is one."""
+    leads = shared < 0
+    known = np.flatnonzero(~leads)
+    in_time = known[np.argsort(rows.start_ns[known], kind="stable")]
+    first = firsts_of(labels_of(shared[in_time], rows.trace[in_time]))
+    leads[in_time[first]] = True
+    return leads
+
+
+def _at(of_label: Bool, label: Int64) -> Bool:
+    return of_label[label] if len(of_label) else np.zeros(len(label), dtype=np.bool_)
+
+
+def _by_clocks(
+    rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None, own_ns: Int64
+) -> Int64:
+    """Own times by the wall clocks, or on the clock that an alignment gives all ranks."""
+    if alignment is None:
+        return own_ns + wall_lead_ns(traces)[rows.trace]
+    parts = [clock.common_ns(own_ns[rows.of_trace(i)]) for i, clock in enumerate(alignment.clocks)]
+    return np.concatenate(parts)
+
+
+def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
+    """Whose clock each trace is by: its host's, or the common one where it is joined to that."""
+    if alignment is None:
+        return [trace.host for trace in traces]
+    joined = [clock.sigma_ns is not None for clock in alignment.clocks]
+    return ["common" if one else trace.host for one, trace in zip(joined, traces, strict=True)]
+
+
+def _members(rows: Matched, label: Int64, count: int) -> Int64:
+    """How many ranks made each call; of a message, how many ends of it are there."""
+    known = np.flatnonzero(label >= 0)
+    who = np.where(rows.is_message[known], known, rows.trace[known])
+    first = firsts_of(labels_of(label[known], who))
+    return np.bincount(label[known][first], minlength=count)
+
+
+def _agreed(rows: Matched, label: Int64, count: int) -> Bool:
+    """Whether the members agree on what the call is; sizes differ only where ops allow it."""
+    op = np.minimum(rows.op, OP_CODE["send"]).astype(np.int64)
+    same_op = least_of(label, op, count) == most_of(label, op, count)
+    size = rows.message_bytes
+    sized = np.where(size >= 0, label, -1)
+    same_size = least_of(sized, size, count) >= most_of(sized, size, count)
+    free = most_of(label, (~np.isin(rows.op, _TOGETHER_CODES)).astype(np.int64), count) > 0
+    agreed: Bool = same_op & (same_size | free) & _two_ends(rows, label, count)
+    return agreed
+
+
+def _two_ends(rows: Matched, label: Int64, count: int) -> Bool:
+    """Whether a message is between two ranks."""
+    trace = rows.trace.astype(np.int64)
+    apart: Bool = most_of(label, trace, count) > least_of(label, trace, count)
+    return apart
+
+
+def _expected(rows: Matched, label: Int64, count: int) -> Int64:
+    """How many members each call has when all are there."""
+    sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
+    return most_of(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
+
+
+def _notes(groups: Sequence[Group]) -> tuple[Note, ...]:
+    text = "collectives of no named group are taken for those of all ranks, which ran the same ones"
+    return (Note("groups_inferred", text),) if any(g.name == NAME for g in groups) else ()
+
+
+# What makes rows of different ranks the same call: a sequence number, else a place in an order.
+
+_NUMBERED, _ORDERED, _MESSAGE = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRows:
+    """The calls of all ranks; columns of one length. Times are by the clocks known so far.
+
+    trace indexes the traces; those of one clock, such as a host's, have the same name in clocks, ""
+    where it is not known. group is -1 where unknown.
+    """
+
+    trace: Int32
+    group: Int32
+    op: UInt8
+    seq: Int64
+    rank: Int64
+    peer: Int64
+    size_bytes: Int64
+    start_ns: Int64
+    end_ns: Int64
+    clocks: tuple[str, ...]
+
+    def share_a_clock(self, one: Int64, other: Int64) -> bool:
+        """Whether the rows, each of one trace, are by one clock."""
+        clocks = {self.clocks[int(self.trace[rows[0]])] for rows in (one, other)}
+        return len(clocks) == 1 and clocks != {""}
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """One label for all rows of a call, -1 for a row that is like no other; what was ambiguous."""
+
+    label: Int64
+    notes: tuple[Note, ...]
+
+
+def call_rows(
+    traces: Listed[RankTrace],
+    trace: Int32,
+    group: Int32,
+    start_ns: Int64,
+    end_ns: Int64,
+    clocks: Listed[str],
+) -> CallRows:
+    """The columns that identities need, from those of the whole table; clocks has one a trace."""
+    calls = [one.calls for one in traces]
+    return CallRows(
+        trace=trace,
+        group=group,
+        op=np.concatenate([c.op for c in calls]),
+        seq=np.concatenate([c.seq for c in calls]),
+        rank=np.array([one.rank for one in traces], dtype=np.int64)[trace],
+        peer=np.concatenate([c.peer for c in calls]).astype(np.int64),
+        size_bytes=np.concatenate([c.message_bytes for c in calls]),
+        start_ns=start_ns,
+        end_ns=end_ns,
+        clocks=tuple(clocks),
+    )
+
+
+def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
+    """The labels of the collectives and messages among the rows, each given by its row numbers."""
+    way = np.full(len(rows.trace), -1, dtype=np.int64)
+    place, channel = (np.full(len(rows.trace), -1, dtype=np.int64) for _ in range(2))
+    numbered = _numbered(rows, collective)
+    known = collective[numbered]
+    way[known], place[known], channel[known] = _NUMBERED, rows.seq[known], rows.group[known]
+    plain = collective[~numbered]
+    ambiguous = _place_in_order(rows, plain, place)
+    way[plain], channel[plain] = _ORDERED, rows.group[plain]
+    if len(message):
+        channel[message] = _channels(rows, message)
+        ambiguous |= _place_messages(rows, message, channel, place)
+        way[message] = _MESSAGE
+    label = np.where(place != -1, labels_of(way, channel, place), -1)
+    text = "ranks repeat the same calls without sequence numbers, and their clocks do not tell "
+    note = Note("order_ambiguous", text + "which is which: the pairing closest in time is taken")
+    return Identities(label, (note,) if ambiguous else ())
+
+
+def _numbered(rows: CallRows, collective: Int64) -> Bool:
+    """Which collectives are told by their sequence number alone.
+
+    A replayed graph repeats its numbers: a group with such a call goes by order.
+    """
+    seq = rows.seq[collective]
+    label = labels_of(rows.group[collective], rows.trace[collective])
+    order = np.lexsort((rows.start_ns[collective], label))
+    fresh = np.ones(len(order), dtype=np.bool_)
+    fresh[1:] = (seq[order][1:] != seq[order][:-1]) | (label[order][1:] != label[order][:-1])
+    first = order[fresh]
+    again = place_within(labels_of(label[first], seq[first])) > 0
+    replayed = np.unique(rows.group[collective[first[again & (seq[first] >= 0)]]])
+    return (seq >= 0) & ~np.isin(rows.group[collective], replayed)
+
+
+def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
+    """Writes the place of each call in its group's order; says whether some were ambiguous."""
+    ambiguous = False
+    order, first = runs_of(rows.group[plain].astype(np.int64))
+    for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
+        by_trace = _in_time(rows, of_group, rows.trace[of_group].astype(np.int64))
+        longest = max(by_trace, key=len)
+        place[longest] = np.arange(len(longest))
+        whole = _sequence(rows, longest)
+        for one in by_trace:
+            if one is not longest:
+                together = rows.share_a_clock(one, longest)
+                found = paired(_sequence(rows, one), whole, one_clock=together)
+                place[one] = found.place
+                ambiguous |= found.ambiguous and not together
+    return ambiguous
+
+
+def _in_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
+    """The chosen rows of each label, in order of time."""
+    if not len(chosen):
+        return []
+    ordered = np.lexsort((rows.start_ns[chosen], label))
+    bounds = np.flatnonzero(np.diff(label[ordered])) + 1
+    return np.split(chosen[ordered], bounds)
+
+
+def _sequence(rows: CallRows, chosen: Int64) -> CallSequence:
+    kind = (rows.op[chosen].astype(np.int64), rows.size_bytes[chosen], rows.seq[chosen])
+    return CallSequence(np.stack(kind, axis=1), rows.end_ns[chosen])
+
+
+def _channels(rows: CallRows, message: Int64) -> Int64:
+    """A number for each (group, source, destination) that messages take."""
+    sends = rows.op[message] == OP_CODE["send"]
+    mine, theirs = rows.rank[message], rows.peer[message]
+    source, target = np.where(sends, mine, theirs), np.where(sends, theirs, mine)
+    return labels_of(rows.group[message], source, target)
+
+
+def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:
+    """A receive matches the n-th send of its channel, once windows that begin apart are shifted."""
+    ambiguous = False
+    sends = (rows.op[message] == OP_CODE["send"]).astype(np.int64)
+    for ends in _pairs_of_ends(rows, message, channel[message], sends):
+        sent, received = ends
+        place[sent] = np.arange(len(sent))
+        found = _received(rows, sent, received)
+        place[received] = np.where(
+            found.place >= 0, found.place, len(sent) + np.arange(len(received))
+        )
+        ambiguous |= found.ambiguous and not rows.share_a_clock(sent, received)
+    return ambiguous
+
+
+def _pairs_of_ends(
+    rows: CallRows, message: Int64, channel: Int64, sends: Int64
+) -> list[tuple[Int64, Int64]]:
+    """(sends, receives) of each channel that has both, in order of time."""
+    both: dict[int, dict[int, Int64]] = {}
+    order, first = runs_of(channel * 2 + sends)
+    for part in np.split(order, first[1:]):
+        in_time = part[np.argsort(rows.start_ns[message[part]], kind="stable")]
+        both.setdefault(int(channel[part[0]]), {})[int(sends[part[0]])] = message[in_time]
+    return [(ends[1], ends[0]) for ends in both.values() if len(ends) == 2]
+
+
+def _received(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
+    """Which send each receive belongs to.
+
+    Windows that begin on the same message are the rule, so that only times which fit another
+    pairing plainly better, or receives that would end before their sends began, speak against it.
+    """
+    likely = len(sent) == len(received) and not _out_of_order(rows, sent, received)
+    one = CallSequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
+    other = CallSequence(rows.size_bytes[sent][:, np.newaxis], rows.end_ns[sent])
+    together = rows.share_a_clock(sent, received)
+    return paired(one, other, one_clock=together, likely=0 if likely else None)
+
+
+def _out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
+    """Whether, on one clock, some receive would end before its send began."""
+    early = rows.end_ns[received] < rows.start_ns[sent]
+    return rows.share_a_clock(sent, received) and bool(early.any())
+
+
+# Collectives of which a trace names no group: the world's, where all ranks agree that they are.
+#
+# Old traces, and some frameworks today, record communication kernels without arguments. Where
+# every rank of the job is there and all ran the same communication kernels in the same order, and
+# no kernel ends before the last of its fellows has begun, they are one collective of all ranks.
+
+NAME = "unnamed"
+
+EARLY_NS = 100_000
+"""How much before the last arrival a kernel may seem to end, on clocks joined by the kernels."""
+
+
+def world_of_unnamed(traces: Sequence[RankTrace]) -> Group | None:
+    """The group of all ranks, if the calls without a group are its collectives; else None."""
+    rows = [_unnamed(trace) for trace in traces]
+    everybody = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
+    if not everybody or not len(rows[0]) or len({len(one) for one in rows}) > 1:
+        return None
+    if len({_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
+        return None
+    if not _together(traces, rows):
+        return None
+    return Group(NAME, tuple(trace.rank for trace in traces), "all ranks, told by order")
+
+
+def _unnamed(trace: RankTrace) -> Int64:
+    """The events of the calls without group and peer, in order of their start."""
+    calls = trace.calls
+    events = calls.event[(calls.group_id < 0) & (calls.peer < 0)]
+    return events[np.argsort(trace.events.start_ns[events], kind="stable")]
+
+
+def _names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
+    return tuple(trace.events.names[name] for name in trace.events.name_id[events].tolist())
+
+
+def _together(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
+    """Whether the n-th kernels overlap on all ranks, once their median ends are laid together."""
+    start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
+    end = np.stack([t.events.end_ns[r] for t, r in zip(traces, rows, strict=True)])
+    apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
+    return bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all())
+
+
+# Two recordings of one sequence of calls, without sequence numbers: which call is which.
+#
+# Windows of two ranks may begin and end on different calls, and a recording may have lost some.
+# What the calls are (op, size) rules most pairings out; of the rest the right one is told by
+# time: the members of a call end together, so that under the right pairing their ends are apart
+# by one constant, the offset of the clocks, whatever it is.
+
+MAX_SHIFT = 64
+"""By how many calls windows without sequence numbers may begin apart."""
+
+_RESUME = 8
+"""How many calls must agree again after one that a recording lost."""
+
+_TOGETHER_NS = 50_000
+"""How far the ends of a call may scatter where its members end together; on gloo they do not."""
+
+_PLAIN, _NOISE_NS, _TELLING = 3.0, 10_000, 4
+"""A pairing is plainly better than another if its ends scatter so many times less, noise aside, and
+if so many calls meet that their scatter says anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The n-th call of the one is the place[n]-th of the other; -1 for a call that has no fellow.
+
+    ambiguous: another pairing fits as well, and only the wall clocks chose.
+    """
+
+    place: Int64
+    ambiguous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallSequence:
+    """Calls in order: kind of shape (n, k), each column -1 where unknown, and when they ended."""
+
+    kind: Int64
+    end_ns: Int64
+
+    def __len__(self) -> int:
+        return len(self.end_ns)
+
+
+def paired(
+    one: CallSequence, other: CallSequence, *, one_clock: bool, likely: int | None = None
+) -> Pairing:
+    """The best pairing of two sequences, whose ends are by wall clocks.
+
+    Of pairings that fit alike the likely one is taken, else on one clock the one plainly closest in
+    time, else the one in which most calls meet and whose windows begin closest together.
+    """
+    shifts = [s for s in _by_size(MAX_SHIFT) if _agrees(one, other, s)]
+    if not shifts:
+        return _resumed(one, other)
+    alike = _fitting(one, other, shifts)
+    if likely in alike:
+        return Pairing(_placed(one, other, likely), False)
+    best = _closest(one, other, alike) if one_clock else alike[0]
+    return Pairing(_placed(one, other, best), len(alike) > 1)
+
+
+def _closest(one: CallSequence, other: CallSequence, alike: list[int]) -> int:
+    """The pairing closest in time, where it is plainly closer than the one in which most meet: on a
+    busy machine gloo ends a call on one rank about when it ends the next on another."""
+    best = min(alike, key=lambda shift: _apart_ns(one, other, shift))
+    usual = max(alike, key=lambda shift: _count(one, other, shift))
+    limit = _PLAIN * _apart_ns(one, other, best) + _NOISE_NS
+    return usual if _apart_ns(one, other, usual) <= limit else best
+
+
+def _fitting(one: CallSequence, other: CallSequence, shifts: list[int]) -> list[int]:
+    """The pairings whose ends scatter least, and those that cannot be told from them."""
+    met = [_count(one, other, shift) for shift in shifts]
+    if max(met) < _TELLING:
+        return shifts
+    told = [shift for shift, count in zip(shifts, met, strict=True) if count >= _TELLING]
+    scatter = [_scatter_ns(one, other, shift) for shift in told]
+    if min(scatter) > _TOGETHER_NS:
+        return shifts
+    limit = _PLAIN * min(scatter) + _NOISE_NS
+    return [shift for shift, ns in zip(told, scatter, strict=True) if ns <= limit]
+
+
+def _count(one: CallSequence, other: CallSequence, shift: int) -> int:
+    mine, _ = _meeting(one, other, shift)
+    return len(one.end_ns[mine])
+
+
+def _by_size(around: int) -> list[int]:
+    return sorted(range(-around, around + 1), key=abs)
+
+
+def _meeting(one: CallSequence, other: CallSequence, shift: int) -> tuple[slice, slice]:
+    """The calls of both that a shift brings together."""
+    low, high = max(shift, 0), min(shift + len(one), len(other))
+    high = max(high, low)
+    return slice(low - shift, high - shift), slice(low, high)
+
+
+def _agrees(one: CallSequence, other: CallSequence, shift: int) -> bool:
+    """Whether all calls that meet are of one kind.
+
+    At least half of the shorter must meet, or any two calls of a kind would do.
+    """
+    mine, theirs = _meeting(one, other, shift)
+    count = _count(one, other, shift)
+    enough = count > 0 and 2 * count >= min(len(one), len(other))
+    return enough and bool(_alike(one.kind[mine], other.kind[theirs]).all())
+
+
+def _alike(one: Int64, other: Int64) -> Bool:
+    """Which calls are of one kind; what one of the two does not know fits any."""
+    return np.asarray(((one == other) | (one < 0) | (other < 0)).all(axis=1))
+
+
+def _scatter_ns(one: CallSequence, other: CallSequence, shift: int) -> float:
+    mine, theirs = _meeting(one, other, shift)
+    apart = one.end_ns[mine] - other.end_ns[theirs]
+    return float(np.median(np.abs(apart - np.sort(apart)[len(apart) // 2])))
+
+
+def _apart_ns(one: CallSequence, other: CallSequence, shift: int) -> int:
+    mine, theirs = _meeting(one, other, shift)
+    return int(np.median(np.abs(one.end_ns[mine] - other.end_ns[theirs])))
+
+
+def _placed(one: CallSequence, other: CallSequence, shift: int) -> Int64:
+    place = np.arange(len(one)) + shift
+    return np.where((place >= 0) & (place < len(other)), place, -1)
+
+
+def _resumed(one: CallSequence, other: CallSequence) -> Pairing:
+    """The pairing where calls are missing: where kinds differ it resumes at the next agreement."""
+    place = np.full(len(one), -1, dtype=np.int64)
+    at, there = 0, 0
+    while at < len(one) and there < len(other):
+        count = min(len(one) - at, len(other) - there)
+        alike = _alike(one.kind[at : at + count], other.kind[there : there + count])
+        good = int(alike.argmin()) if not alike.all() else count
+        place[at : at + good] = np.arange(there, there + good)
+        at, there = at + good, there + good
+        if good < count:
+            step = _next_agreement(one, other, at, there)
+            if step is None:
+                break
+            at, there = at + step[0], there + step[1]
+    return Pairing(place, True)
+
+
+def _next_agreement(
+    one: CallSequence, other: CallSequence, at: int, there: int
+) -> tuple[int, int] | None:
+    """How many calls to pass over on either side until several agree again, the fewest."""
+    for skipped in range(1, MAX_SHIFT + 1):
+        for mine in range(skipped + 1):
+            left = one.kind[at + mine : at + mine + _RESUME]
+            right = other.kind[there + skipped - mine : there + skipped - mine + _RESUME]
+            if len(left) and len(left) == len(right) and _alike(left, right).all():
+                return mine, skipped - mine
+    return None

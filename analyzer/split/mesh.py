@@ -1,0 +1,206 @@
+"""The mesh of a run: coordinates of each rank, axis of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.split.mesh_groups import Line, mesh_of, named, named_lines, one_axis
+from stepsplit.analyzer.split.mesh_inference import Exchanges, exchanges, lines_of, used_axes
+from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.collectors.run_spec import Mesh, RunSpec
+
+# Which rank sits where: the mesh, the pipeline coordinate of each rank, the axis of each group.
+
+Lines = Mapping[str, Line]
+
+DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
+"""Axes along which ranks train the same weights on different data, and sum their gradients."""
+
+STAGE_AXES = frozenset({"tp", "cp", "ep"})
+"""Axes within a stage: communication along them is a part of its forwards and backwards."""
+
+NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
+"""What a layout may be taken from where run.json states no mesh."""
+
+_NO_MESH = "run.json states no mesh"
+
+_UNKNOWN = "no mesh known: every wait counts as skew, none as bubble"
+
+_EVIDENCE = {
+    NAMES: "the names of the groups, which do not make up all ranks",
+    MESSAGES: "the messages between ranks",
+    USE: "the ranks of the groups and the operations on them",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where ranks sit; mesh and source are None where unknown.
+
+    pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
+    told holds the axes of groups of which more is known than the mesh tells, as of experts.
+    """
+
+    mesh: Mesh | None
+    source: str | None
+    pipelines: tuple[tuple[int, ...], ...]
+    stage_of: Mapping[int, int]
+    notes: tuple[Note, ...] = ()
+    told: Mapping[Group, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def along(
+        cls,
+        mesh: Mesh | None,
+        source: str | None,
+        pipelines: Sequence[Sequence[int]],
+        *notes: Note,
+        told: Mapping[Group, frozenset[str]] | None = None,
+    ) -> RankLayout:
+        """The layout whose pipelines are these."""
+        stages = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
+        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, told or {})
+
+    def stage(self, rank: int) -> int:
+        """The rank's pp coordinate, 0 where there is no pipeline."""
+        return self.stage_of.get(rank, 0)
+
+    def axes_of(self, group: Group) -> frozenset[str]:
+        """The axes along which the group's ranks differ; none where nobody knows.
+
+        A group of experts lies along their own axes, whatever the mesh makes of its ranks.
+        """
+        if group in self.told:
+            return self.told[group]
+        if (name := named(group.description)).experts:
+            return frozenset(name.axes)
+        if self.mesh is None:
+            described = described_axis(group)
+            return frozenset({described} if described else ())
+        axes = self.mesh.axes
+        spread = {a: {self.mesh.coordinate(rank, a) for rank in group.ranks} for a in axes}
+        return frozenset(axis for axis in axes if len(spread[axis]) > 1)
+
+    def axis_of(self, group: Group) -> str | None:
+        """The axis along which the group lies; None for a group along several or of one rank."""
+        if len(group.ranks) < 2:
+            return None
+        axes = self.axes_of(group)
+        if axes or self.mesh is not None:
+            return next(iter(axes)) if len(axes) == 1 else None
+        stages = {self.stage(rank) for rank in group.ranks}
+        return "pp" if len(stages) == len(group.ranks) else None
+
+
+def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
+    """The layout that run.json states, else what group names, messages and use tell."""
+    groups = _all_groups(spec, traces)
+    if spec is not None and spec.mesh is not None:
+        told = expert_axes(groups)
+        return RankLayout.along(spec.mesh, "run.json", _pipelines(spec.mesh), told=told)
+    world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
+    lines = named_lines(groups)
+    if (mesh := mesh_of(lines, groups, world_size)) is not None:
+        note = Note("mesh_inferred", f"{_NO_MESH}: taken from the names of the groups")
+        told = expert_axes(groups)
+        return RankLayout.along(mesh, NAMES, _pipelines(mesh), note, told=told)
+    if world_size == 1:
+        return RankLayout.along(None, None, ())
+    return _inferred(traces, groups, lines, world_size)
+
+
+def described_axis(group: Group) -> str | None:
+    """The axis that a group's description names, as DeviceMesh, Megatron and DeepSpeed do."""
+    return one_axis(group.description)
+
+
+def _inferred(
+    traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
+) -> RankLayout:
+    """The layout by messages and the use of groups, where names alone do not make up the world."""
+    found = exchanges(traces)
+    pipelines = named_pipelines(groups, lines, world_size) or found.pipelines
+    stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
+    used = used_axes(traces, found.rings, stage)
+    told = axes_by_name(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
+    seen = {**lines_of(used, found, {trace.rank for trace in traces}), **lines}
+    mesh = mesh_of(seen, groups, world_size)
+    if mesh is not None and set(_pipelines(mesh)) >= set(pipelines) and _clear(traces, found, seen):
+        source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
+        text = f"{_NO_MESH}: taken from {_EVIDENCE[source]}"
+        note = Note("mesh_inferred", text)
+        return RankLayout.along(mesh, source, _pipelines(mesh), note, told=told)
+    if pipelines:
+        source = MESSAGES if pipelines == found.pipelines else NAMES
+        note = Note("mesh_inferred", f"{_NO_MESH}: stages taken from {_EVIDENCE[source]}")
+        return RankLayout.along(None, source, pipelines, note, told=told)
+    note = Note("mesh_unknown", _UNKNOWN + _doubt(found))
+    return RankLayout.along(None, USE if used else None, (), note, told=told)
+
+
+def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
+    """Whether no message may belong to a pipeline that the mesh would lack."""
+    unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
+    return "pp" in lines or not (found.doubtful or unknown)
+
+
+def _doubt(found: Exchanges) -> str:
+    some = units.listed(found.doubtful)
+    text = f"; ranks {some} send to each other as a pipeline or a ring might"
+    return text if found.doubtful else ""
+
+
+def _pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
+    lines = dict.fromkeys(mesh.line(rank, "pp") for rank in range(mesh.world_size))
+    return [line for line in lines if len(line) > 1]
+
+
+def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
+    stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
+    every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
+    return [group for group in every if group.ranks]
+
+
+# What groups with telling names say where the mesh as a whole does not: their axes, the stages.
+
+Axes = dict[Group, frozenset[str]]
+
+
+def axes_by_name(groups: Sequence[Group], lines: Mapping[str, Line]) -> Axes:
+    """The axes of each group with a telling name, without those that lines show to be of size 1."""
+    axes: Axes = {}
+    for group in groups:
+        name = named(group.description)
+        several = {a for a in name.axes if a not in lines or lines[a].size > 1}
+        alone = one_axis(group.description)
+        if name.axes and not name.experts:
+            axes[group] = frozenset({alone} if alone and alone in several else several)
+    return axes | expert_axes(groups)
+
+
+def expert_axes(groups: Sequence[Group]) -> Axes:
+    """The axes of the groups of experts; one with the ranks of an ep group lies along ep alone."""
+    experts = [(g, named(g.description)) for g in groups if named(g.description).experts]
+    parallel = {group.ranks for group, name in experts if name.axes == ("ep",)}
+    return {
+        group: frozenset({"ep"} if "ep" in name.axes and group.ranks in parallel else name.axes)
+        for group, name in experts
+    }
+
+
+def named_pipelines(
+    groups: Sequence[Group], lines: Mapping[str, Line], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each pipeline by groups named pp, none where these overlap.
+
+    Where all of them lie as in a grid, those of the ranks that nobody recorded lie so too.
+    """
+    told = [(g, named(g.description)) for g in groups if len(g.ranks) > 1]
+    stages = {g.ranks for g, name in told if name.axes == ("pp",) and name.whole}
+    line = lines.get("pp", Line(1, 1))
+    if line.size > 1 and line.fills(world_size) and all(line.starts_at(r[0]) for r in stages):
+        return tuple(line.all(world_size))
+    members = [rank for ranks in stages for rank in ranks]
+    return tuple(sorted(stages)) if len(set(members)) == len(members) else ()

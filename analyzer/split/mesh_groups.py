@@ -1,0 +1,279 @@
+"""Axes from the names and the ranks of process groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from stepsplit.analyzer.trace import Group
+from stepsplit.collectors.run_spec import Mesh
+
+# Which axes of which size lie in the rank numbers of groups, and the mesh that they make.
+
+_MAY_BE_ONE = ("dp_shard", "cp")
+"""Axes that frameworks fold into the name of another where the job does not use them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How ranks lie along one axis: so many, so far apart."""
+
+    stride: int
+    size: int
+
+    @property
+    def offsets(self) -> range:
+        return range(0, self.stride * self.size, self.stride)
+
+    def starts_at(self, rank: int) -> bool:
+        """Whether the rank can be the first of such a line, in a grid that begins at rank 0."""
+        return rank // self.stride % self.size == 0
+
+    def fills(self, world_size: int) -> bool:
+        """Whether such lines can make up so many ranks."""
+        return world_size % (self.stride * self.size) == 0
+
+    def all(self, world_size: int) -> list[tuple[int, ...]]:
+        """All lines of so many ranks."""
+        starts = (rank for rank in range(world_size) if self.starts_at(rank))
+        return [tuple(start + offset for offset in self.offsets) for start in starts]
+
+
+def line_of(ranks: Sequence[int]) -> Line | None:
+    """The line of ranks that are equally far apart, in ascending order; None for others."""
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if stride < 1 or tuple(ranks) != tuple(ranks[0] + i * stride for i in range(len(ranks))):
+        return None
+    return Line(stride, len(ranks))
+
+
+def named_lines(groups: Iterable[Group]) -> dict[str, Line]:
+    """The line of each axis that descriptions name, also of size 1; contradictory ones left out.
+
+    A group along several axes tells the one that others leave over: data parallel ranks with cp,
+    where cp is known.
+    """
+    told = {(named(g.description), _offsets(g.ranks)) for g in groups}
+    spans = sorted((n.axes, offsets) for n, offsets in told if n.whole and not n.experts)
+    seen: dict[str, set[Line | None]] = {}
+    for axes, offsets in spans:
+        if len(axes) == 1:
+            seen.setdefault(axes[0], set()).add(line_of(offsets))
+    lines: dict[str, Line] = {}
+    for axis, found in seen.items():
+        (line, *others) = found
+        if line is not None and not others:
+            lines[axis] = line
+    several = [(axes, offsets) for axes, offsets in spans if len(axes) > 1]
+    for strict in (True, False):
+        for _ in several:
+            lines |= _left_over(several, lines, frozenset(seen), strict)
+    return lines
+
+
+def mesh_of(lines: Mapping[str, Line], groups: Iterable[Group], world_size: int) -> Mesh | None:
+    """The mesh of these lines; None where they do not make up the world or named groups differ."""
+    outermost_first = sorted(
+        (axis for axis, line in lines.items() if line.size > 1), key=lambda a: -lines[a].stride
+    )
+    stride = 1
+    for axis in reversed(outermost_first):
+        if lines[axis].stride != stride:
+            return None
+        stride *= lines[axis].size
+    if stride != world_size or not outermost_first:
+        return None
+    mesh = Mesh.of({axis: lines[axis].size for axis in outermost_first})
+    return (
+        mesh if all(_lies_in(mesh, group, named(group.description)) for group in groups) else None
+    )
+
+
+def _offsets(ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank - ranks[0] for rank in ranks)
+
+
+def _left_over(
+    several: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+    lines: Mapping[str, Line],
+    pure: frozenset[str],
+    strict: bool,
+) -> dict[str, Line]:
+    """The first line that a group along several axes tells; unless strict, axes that nothing names
+    and that a name holds only for completeness are of size 1."""
+    for axes, offsets in several:
+        unknown = [axis for axis in axes if axis not in lines]
+        if not unknown or pure & set(unknown) or (strict and len(unknown) > 1):
+            continue
+        if any(axis not in _MAY_BE_ONE for axis in unknown[1:]):
+            continue
+        line = line_of(_without(offsets, [lines[axis] for axis in axes if axis in lines]))
+        if line is not None:
+            return {unknown[0]: line} | {axis: Line(1, 1) for axis in unknown[1:]}
+    return {}
+
+
+def _without(offsets: Sequence[int], known: Sequence[Line]) -> tuple[int, ...]:
+    """The offsets that remain when those along known lines are taken as one; () where they do
+    not lie so."""
+    block = [sum(steps) for steps in product(*(line.offsets for line in known))]
+    left, remain = dict.fromkeys(sorted(offsets)), []
+    while left:
+        first = next(iter(left))
+        if any(first + step not in left for step in block):
+            return (0, 0)
+        for step in block:
+            del left[first + step]
+        remain.append(first)
+    return tuple(remain)
+
+
+def _lies_in(mesh: Mesh, group: Group, told: Named) -> bool:
+    """Whether the group's ranks are those that its description names; others are as they are."""
+    if not told.whole or told.experts:
+        return True
+    lines = [mesh.line(group.ranks[0], axis) for axis in told.axes if axis in mesh.axes]
+    spanned = sorted(
+        group.ranks[0] + sum(rank - group.ranks[0] for rank in ranks) for ranks in product(*lines)
+    )
+    return spanned == sorted(group.ranks)
+
+
+# Which axes the description of a process group names.
+
+_DATA, _SHARDED = ("dp_replicate", "dp_shard"), ("dp_shard", "cp")
+
+_DIMS: dict[str, tuple[str, ...]] = {
+    "pp": ("pp",),
+    "pipe": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "replicate": ("dp_replicate",),
+    "ddp": ("dp_replicate",),
+    "data": ("dp_replicate",),
+    "dp_shard": ("dp_shard",),
+    "shard": ("dp_shard",),
+    "dp": _DATA,
+    "batch": _DATA,
+    "fsdp": _SHARDED,
+    "loss": (*_DATA, "cp"),
+    "cp": ("cp",),
+    "tp": ("tp",),
+    "tensor": ("tp",),
+    "model": ("tp",),
+    "slice": ("tp",),
+    "ep": ("ep",),
+    "expert": ("ep",),
+}
+"""Dims of DeviceMesh as torchtitan, Accelerate and the tutorials of PyTorch name them, and the axes
+of DeepSpeed's topology. torchtitan: batch = dp_replicate x dp_shard, fsdp = dp_shard x cp."""
+
+_PARTS = {"dp_shard_mod_ep": ("dp_shard",), "dp_shard_in_ep": ("dp_shard",)}
+
+_EXPERT_DIMS = {"etp": ("tp",), "efsdp": ("dp_shard",), "edp": ("dp_replicate",)}
+
+_PARALLEL: dict[str, tuple[str, ...]] = {
+    "tensor_model": ("tp",),
+    "tensor": ("tp",),
+    "slice": ("tp",),
+    "pipeline_model": ("pp",),
+    "pipeline": ("pp",),
+    "pipe": ("pp",),
+    "context": ("cp",),
+    "sequence": ("cp",),
+    "data": ("dp_replicate",),
+    "sequence_data": ("dp_replicate", "cp"),
+    "model": ("tp", "pp"),
+    "tensor_and_data": ("tp", "dp_replicate"),
+    "tensor_and_context": ("tp", "cp"),
+}
+"""What stands before _parallel in the names of Megatron-LM's parallel_state and of DeepSpeed."""
+
+_EXPERT_PARALLEL = {
+    "expert": ("ep",),
+    "expert_model": ("ep",),
+    "expert_tensor": ("tp",),
+    "expert_data": ("dp_replicate",),
+    "data_modulo_expert": ("dp_replicate",),
+    "tensor_and_expert": ("tp", "ep"),
+    "expert_tensor_and_model": ("tp", "ep"),
+    "expert_tensor_model_pipeline": ("tp", "ep", "pp"),
+}
+
+_ENDS = {"embedding": ("pp",), "position_embedding": ("pp",)}
+
+_PART_OF = re.compile(r"^(?:intra_partial|inter_partial|hierarchical)_(.+?)(?:_l\d+)?$")
+
+_HYBRID = re.compile(r"^hybrid_dp_cp_\d+$")
+
+_WHAT_FOR = re.compile(r"(?:_gloo|_ag)$|_group(?=_|$)")
+
+_EP_SIZE = re.compile(r"^ep_size_\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The axes along which the ranks of a group so described differ, if their sizes are above 1.
+
+    whole: they are all the ranks that differ along these axes alone, not a part of them.
+    experts: the group is of the experts' own grid, which lies beside the mesh.
+    """
+
+    axes: tuple[str, ...] = ()
+    whole: bool = False
+    experts: bool = False
+
+
+@cache
+def named(description: str) -> Named:
+    """What the description names, by DeviceMesh, Megatron-LM or DeepSpeed; no axis if nothing."""
+    text = _WHAT_FOR.sub("", description.lower())
+    if (part := _PART_OF.match(text)) is not None:
+        of = _parallel(part[1])
+        return Named(of.axes, whole=False, experts=of.experts)
+    found = _parallel(text)
+    return found if found.axes else _dims(text.removeprefix("mesh_"))
+
+
+def one_axis(description: str) -> str | None:
+    """The axis of a description that names a single one: dp is short for dp_replicate, fsdp for
+    dp_shard, as in run.json."""
+    found = named(description)
+    if len(found.axes) == 1 or description.lower().removeprefix("mesh_") in ("dp", "fsdp"):
+        return found.axes[0]
+    return None
+
+
+def _parallel(text: str) -> Named:
+    """Of a name such as tensor_and_data_parallel_with_cp."""
+    if text in _ENDS or _HYBRID.match(text):
+        return Named(_ENDS.get(text, ("dp_replicate", "cp")), whole=False)
+    base = text.removesuffix("_with_cp")
+    kind = base.removesuffix("_parallel")
+    if kind == base:
+        return Named(("ep",), whole=True, experts=True) if _EP_SIZE.match(text) else Named()
+    if kind in _EXPERT_PARALLEL:
+        return Named(_EXPERT_PARALLEL[kind], whole=True, experts=True)
+    axes = _PARALLEL.get(kind, ())
+    return Named((*axes, "cp") if axes and base != text else axes, whole=bool(axes))
+
+
+def _dims(text: str) -> Named:
+    """Of a dim of a DeviceMesh; flattened dims are joined by underscores."""
+    if text in _PARTS:
+        return Named(_PARTS[text], whole=False)
+    axes: list[str] = []
+    experts, rest = False, text
+    while rest:
+        dim = next((d for d in _BY_LENGTH if rest == d or rest.startswith(f"{d}_")), None)
+        if dim is None:
+            return Named()
+        axes += _DIMS[dim] if dim in _DIMS else _EXPERT_DIMS[dim]
+        experts |= dim in _EXPERT_DIMS or "ep" in axes
+        rest = rest[len(dim) + 1 :]
+    return Named(tuple(dict.fromkeys(axes)), whole=bool(axes), experts=experts)
+
+
+_BY_LENGTH = sorted((*_DIMS, *_EXPERT_DIMS), key=len, reverse=True)

@@ -1,0 +1,450 @@
+"""Inference of axes from how groups are used, where neither names nor run.json say it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from stepsplit.analyzer.arrays import Intervals, inside, union
+from stepsplit.analyzer.split.classify import marks_in, work_of
+from stepsplit.analyzer.split.mesh_groups import Line, line_of, named, one_axis
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
+
+# Which axes groups without telling names have, by their ranks and by how they are used.
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The shapes of groups that sum gradients, those with an axis, and the smallest stride."""
+
+    summed: Set[frozenset[int]]
+    axes: Set[tuple[frozenset[int], str]]
+    closest: int
+
+
+def used_axes(
+    traces: Sequence[RankTrace], rings: Collection[tuple[int, ...]], stage: Mapping[int, int]
+) -> dict[Group, str]:
+    """The axis of each group without a telling name whose use and ranks leave no doubt.
+
+    A group lies along the axis that all groups of its shape are used for. What spans stages is none
+    of them: embeddings of the first and last stage are summed as gradients are.
+    """
+    every = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
+    mesh = [group for group in every if not named(group.description).experts]
+    told = {g: axis for g in mesh if (axis := one_axis(g.description)) is not None}
+    told |= {group: "cp" for group in _with_messages(traces) if group.ranks in rings}
+    used = {g: u for g, u in usages(traces).items() if g not in told and len(g.ranks) > 1}
+    unnamed = {g: u for g, u in used.items() if not named(g.description).axes}
+    axes = _by_shape(unnamed, stage)
+    seen = _Seen(
+        summed={_shape(group) for group, usage in used.items() if usage.sums_gradients},
+        axes={(_shape(group), axis) for group, axis in (axes | told).items()},
+        closest=min((_stride(group) for group in [*used, *told]), default=1),
+    )
+    clear = {group: axis for group, axis in axes.items() if not _doubtful(group, axis, seen)}
+    lines: dict[str, set[Line | None]] = defaultdict(set)
+    for group, axis in (told | clear).items():
+        lines[axis].add(line_of(group.ranks))
+    one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
+    return one_line | {g: axis for g, axis in told.items() if not named(g.description).axes}
+
+
+def lines_of(
+    axes: Mapping[Group, str], found: Exchanges, present: Collection[int]
+) -> dict[str, Line]:
+    """The line of each axis of the mesh that groups and messages tell; unclear ones left out.
+
+    A chain counts where all its ranks are there: else it may go on.
+    """
+    seen: dict[str, set[Line | None]] = defaultdict(set)
+    for group, axis in axes.items():
+        seen[axis].add(line_of(group.ranks))
+    for axis, exchanged in (("pp", found.pipelines), ("cp", found.rings)):
+        for ranks in exchanged:
+            seen[axis].add(line_of(ranks) if set(ranks) <= set(present) else None)
+    only = {axis: next(iter(lines)) for axis, lines in seen.items() if len(lines) == 1}
+    return {axis: line for axis, line in only.items() if line is not None and axis != "ep"}
+
+
+def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
+    """The axes of groups by their use, where all groups of a shape within a stage agree."""
+    seen: dict[Line, set[str]] = defaultdict(set)
+    axes: dict[Group, str] = {}
+    for group, usage in used.items():
+        axis, line = usage.axis(), line_of(group.ranks)
+        if axis == "ep":
+            axes[group] = axis
+        elif axis is not None and line and len({stage.get(rank) for rank in group.ranks}) == 1:
+            axes[group] = axis
+            seen[line].add(axis)
+    lines = {group: line_of(group.ranks) for group in axes}
+    return {g: a for g, a in axes.items() if a == "ep" or len(seen[lines[g] or Line(1, 1)]) == 1}
+
+
+def _doubtful(group: Group, axis: str, seen: _Seen) -> bool:
+    """Whether the ranks of other groups speak against the axis.
+
+    tp has the closest ranks. Ranks of which a larger group also sums gradients may gather keys and
+    values of attention, not weights. What holds a whole line of another axis lies along several.
+    """
+    shape = _shape(group)
+    if axis == "ep":
+        return False
+    if axis == "tp":
+        return _stride(group) > seen.closest
+    if axis == "dp_shard" and any(shape < other for other in seen.summed):
+        return True
+    return any(other < shape for other, of in seen.axes if of not in (axis, "ep"))
+
+
+def _shape(group: Group) -> frozenset[int]:
+    """How far the ranks are from the first: groups of an axis are few shapes, however many."""
+    return frozenset(rank - group.ranks[0] for rank in group.ranks)
+
+
+def _stride(group: Group) -> int:
+    line = line_of(group.ranks)
+    return line.stride if line is not None else 1
+
+
+def _with_messages(traces: Sequence[RankTrace]) -> list[Group]:
+    """The groups on which messages are sent."""
+    return [
+        trace.groups[group_id]
+        for trace in traces
+        for group_id in sorted(set(trace.calls.group_id[trace.calls.is_message].tolist()))
+        if group_id >= 0
+    ]
+
+
+# How each group is used in a step: which collectives, and whether before the first backward.
+
+SCALAR_BYTES = 1024
+"""A collective of at most so many bytes brings together a loss, a norm or a flag, no tensor."""
+
+MANY = 4
+"""So many all_reduces before the first backward of a step: two of each of two layers."""
+
+_GATHERS = "FSDP::all_gather"
+
+Counts = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Mean calls a step and rank, shape (ops,): before the first backward of a step and after.
+
+    sizes: how many different sizes the all_to_alls of the group have. sharded: FSDP marks the
+    group's gathers as its own.
+    """
+
+    early: Counts
+    late: Counts
+    sizes: int
+    sharded: bool
+
+    def axis(self) -> str | None:
+        """The axis of a group so used; None where groups of several axes may be used so.
+
+        Layers of tp sum, or gather and scatter, activations in both passes. Sharded weights are
+        gathered in both passes and scattered in the backward alone. Replicated weights have no
+        collective before. Experts receive ever other numbers of tokens, where all_to_alls of
+        attention heads are alike.
+        """
+        if self.sharded:
+            return "dp_shard"
+        if self._often("all_to_all", early=0, late=0):
+            return "ep" if self.sizes > MANY else None
+        if self._often("all_reduce", early=MANY, late=MANY):
+            return "tp"
+        if self._often("reduce_scatter", early=MANY, late=MANY):
+            return "tp" if self.early[OP_CODE["all_gather"]] >= MANY else None
+        if self.early[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any():
+            return None
+        gathers, scatters = OP_CODE["all_gather"], OP_CODE["reduce_scatter"]
+        both_late = bool(self.late[gathers] and self.late[scatters])
+        if self.early[gathers]:
+            return "dp_shard" if both_late else None
+        return "dp_replicate" if self.late[OP_CODE["all_reduce"]] or both_late else None
+
+    def _often(self, op: str, *, early: float, late: float) -> bool:
+        """Whether the op is called at all, and at least so often in either part of a step."""
+        code = OP_CODE[op]
+        called = bool(self.early[code] or self.late[code])
+        return called and bool(self.early[code] >= early and self.late[code] >= late)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether tensors are reduced after the first backward has begun."""
+        return bool(self.late[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any())
+
+
+def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
+    """How groups are used, where traces tell which calls come before the first backward."""
+    counts: dict[Group, list[Counts]] = defaultdict(list)
+    sizes: dict[Group, set[int]] = defaultdict(set)
+    sharded: dict[Group, bool] = {}
+    for trace in traces:
+        parts, marked = _parts(trace), _marked_gathers(trace)
+        for group_id in np.unique(trace.calls.group_id[parts >= 0]).tolist():
+            rows = (parts >= 0) & (trace.calls.group_id == group_id)
+            if group_id >= 0:
+                group = trace.groups[group_id]
+                counts[group].append(_calls_per_step(trace, rows, parts))
+                gathers = marked[rows & (trace.calls.op == OP_CODE["all_gather"])]
+                sharded[group] = sharded.get(group, True) and bool(len(gathers) and gathers.all())
+                exchanged = rows & (trace.calls.op == OP_CODE["all_to_all"])
+                sizes[group] |= set(trace.calls.message_bytes[exchanged].tolist())
+    means = {group: np.mean(found, axis=0) for group, found in counts.items()}
+    return {g: Usage(m[0], m[1], len(sizes[g]), sharded[g]) for g, m in means.items()}
+
+
+def _marked_gathers(trace: RankTrace) -> Bool:
+    """Which calls the host made within an all_gather of FSDP2."""
+    events, calls = trace.events, trace.calls
+    marks = events.named(_GATHERS) & events.of(Category.OP, Category.ANNOTATION)
+    spans = union(events.start_ns[marks], events.end_ns[marks])
+    when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
+    return inside(spans, when)
+
+
+def _calls_per_step(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:
+    """Calls a step, shape (2, ops), of early and late parts."""
+    place = parts[rows] * len(OPS) + trace.calls.op[rows]
+    steps = max(1, len(_step_starts(trace.events)))
+    return np.bincount(place, minlength=2 * len(OPS)).reshape(2, len(OPS)) / steps
+
+
+def _parts(trace: RankTrace) -> Int64:
+    """0 for calls before the first backward of their step, 1 for later ones, -1 for those that do
+    not count: messages, scalars, calls of unknown time or outside of steps with a backward."""
+    calls, events = trace.calls, trace.events
+    starts = events.start_ns[calls.event]
+    known = calls.issued_ns >= 0
+    when = np.where(known, calls.issued_ns, starts)
+    tensors = (calls.message_bytes < 0) | (calls.message_bytes > SCALAR_BYTES)
+    counts = tensors & ~calls.is_message & (known | (not trace.on_device))
+    backward = _first_backward_ns(events, when)
+    return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
+
+
+def _first_backward_ns(events: Events, when: Int64) -> Int64:
+    """When the step of each instant has its first backward; -1 where there is none."""
+    marks = events.named("autograd::engine") & events.of(Category.OP, Category.ANNOTATION)
+    backward = events.start_ns[marks]
+    steps = _step_starts(events)
+    steps = steps if len(steps) else events.start_ns[:1]
+    if not len(backward) or not len(steps):
+        return np.full(len(when), -1, dtype=np.int64)
+    ends = np.append(steps[1:], np.iinfo(np.int64).max)
+    first = np.searchsorted(backward, steps)
+    start = backward[np.minimum(first, len(backward) - 1)]
+    of_step = np.where((first < len(backward)) & (start < ends), start, -1)
+    step = np.searchsorted(steps, when, side="right") - 1
+    return np.where(step >= 0, of_step[np.maximum(step, 0)], -1)
+
+
+def _step_starts(events: Events) -> Int64:
+    mask = events.named("ProfilerStep#") & events.of(Category.OP, Category.ANNOTATION)
+    return events.start_ns[mask]
+
+
+# Which ranks pass messages on as the stages of a pipeline do, and which in a ring.
+
+Ranks = tuple[int, ...]
+
+_ONE_WAY = (OP_CODE["send"], OP_CODE["recv"])
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """pipelines: ranks of each, first stage first; rings: ranks of each, ascending.
+
+    doubtful: ranks that exchange messages in a way that fits neither, or both.
+    """
+
+    pipelines: tuple[Ranks, ...] = ()
+    rings: tuple[Ranks, ...] = ()
+    doubtful: Ranks = ()
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """The messages within one group: with whom, how many of them, and who began by sending."""
+
+    neighbors: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    first_is_send: dict[int, bool] = field(default_factory=dict)
+    first_peer: dict[int, int] = field(default_factory=dict)
+
+
+def exchanges(traces: Sequence[RankTrace]) -> Exchanges:
+    """What the messages of all ranks tell; ranks in two pipelines are in none."""
+    by_rank = {trace.rank: trace for trace in traces}
+    pipelines: dict[Ranks, None] = {}
+    rings: dict[Ranks, None] = {}
+    doubtful: set[int] = set()
+    for traffic in _traffic(traces):
+        for ranks in _components(traffic.neighbors):
+            marked = _marked_order(ranks, by_rank)
+            line = _pipeline(ranks, traffic, by_rank) if marked is None else marked
+            if line:
+                pipelines[line] = None
+            elif _is_ring(ranks, traffic) or (marked == () and len(ranks) == 2):
+                rings[tuple(sorted(ranks))] = None
+            else:
+                doubtful |= set(ranks)
+    members = [rank for line in pipelines for rank in line]
+    if len(set(members)) < len(members):
+        return Exchanges(rings=tuple(rings), doubtful=tuple(sorted({*doubtful, *members})))
+    return Exchanges(tuple(pipelines), tuple(rings), tuple(sorted(doubtful)))
+
+
+def _traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
+    """The messages of each group; both ends of a message may have recorded it."""
+    found: dict[Ranks, _Traffic] = defaultdict(_Traffic)
+    for trace in traces:
+        for group_id, op, peer, count in _message_counts(trace):
+            traffic = found[trace.groups[group_id].ranks if group_id >= 0 else ()]
+            sends = op == OP_CODE["send"]
+            traffic.first_is_send.setdefault(trace.rank, sends)
+            traffic.first_peer.setdefault(trace.rank, peer)
+            traffic.neighbors[trace.rank].add(peer)
+            traffic.neighbors[peer].add(trace.rank)
+            ends = (trace.rank, peer) if sends else (peer, trace.rank)
+            traffic.sent[ends] = max(traffic.sent[ends], count)
+    return list(found.values())
+
+
+def _message_counts(trace: RankTrace) -> list[tuple[int, int, int, int]]:
+    """(group, op, peer, how many) of the rank's messages, those first that it made first."""
+    calls = trace.calls
+    known = np.isin(calls.op, _ONE_WAY) & (calls.peer >= 0) & (calls.peer != trace.rank)
+    columns = np.stack((calls.group_id[known], calls.op[known], calls.peer[known]), axis=1)
+    kinds, first, count = np.unique(columns, axis=0, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return [(*kinds[i].tolist(), int(count[i])) for i in order.tolist()]
+
+
+def _components(neighbors: Mapping[int, set[int]]) -> list[Ranks]:
+    """Ranks that exchange messages, each with the next; chains from one end to the other."""
+    found, seen = [], set[int]()
+    for start in sorted(neighbors, key=lambda rank: (len(neighbors[rank]), rank)):
+        if start in seen:
+            continue
+        ranks, ahead = [], [start]
+        while ahead:
+            rank = ahead.pop()
+            if rank not in seen:
+                seen.add(rank)
+                ranks.append(rank)
+                ahead += sorted(neighbors[rank] - seen, reverse=True)
+        found.append(tuple(ranks))
+    return found
+
+
+def _pipeline(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
+    """The ranks as stages, first stage first; None where that is not beyond doubt.
+
+    Two ranks that send both ways may be a ring: some rings too begin with one that sends and one
+    that receives. Only what the later of them does in between tells.
+    """
+    degrees = sorted(len(traffic.neighbors[rank]) for rank in ranks)
+    if degrees[-1] > 2:
+        return None
+    if degrees[0] == 2:
+        return _loop(ranks, traffic)
+    first, last = traffic.first_is_send.get(ranks[0]), traffic.first_is_send.get(ranks[-1])
+    if len(ranks) == 2 and _both_ways(ranks, traffic):
+        starter, later = ranks if first else ranks[::-1]
+        if {first, last} != {True, False} or swaps(by_rank[later], starter):
+            return None
+    backward = first is False or (first is None and last is True)
+    return ranks[::-1] if backward else ranks
+
+
+def _marked_order(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
+    """The ranks by the stages that their forwards are marked with; () where ranks of one stage
+    exchange messages, None where no marks tell."""
+    stages = {rank: marked_stage(by_rank[rank].events) for rank in ranks if rank in by_rank}
+    numbers = {stage for stage in stages.values() if stage is not None}
+    if len(stages) < len(ranks) or None in stages.values():
+        return None
+    return tuple(sorted(ranks, key=lambda r: stages[r] or 0)) if len(numbers) == len(ranks) else ()
+
+
+def _both_ways(ranks: Ranks, traffic: _Traffic) -> bool:
+    return bool(traffic.sent[ranks[0], ranks[1]] and traffic.sent[ranks[1], ranks[0]])
+
+
+def _loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
+    """The stages of an interleaved schedule: one rank alone begins by sending, to the second."""
+    starters = [rank for rank in ranks if traffic.first_is_send.get(rank, True)]
+    if len(starters) != 1 or len(ranks) != len(traffic.first_is_send.keys() & set(ranks)):
+        return None
+    line = [starters[0], traffic.first_peer[starters[0]]]
+    while len(line) < len(ranks):
+        (following,) = traffic.neighbors[line[-1]] - {line[-2]}
+        line.append(following)
+    two_way = all(traffic.sent[b, a] for a, b in pairwise(line))
+    return tuple(line) if two_way else None
+
+
+def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
+    """Three ranks or more, each of which sends as much to one neighbor as the other sends it."""
+    if len(ranks) < 3 or any(len(traffic.neighbors[rank]) != 2 for rank in ranks):
+        return False
+    counts = {count for (source, _), count in traffic.sent.items() if source in ranks and count}
+    ways = [ends for ends, count in traffic.sent.items() if ends[0] in ranks and count]
+    starters = [rank for rank in ranks if traffic.first_is_send.get(rank, False)]
+    one_way = len(ways) == len(ranks) == len({source for source, _ in ways})
+    return one_way and len(counts) == 1 and len(starters) > 1
+
+
+# Which stage of the pipeline a rank's own marks say it holds.
+
+
+def marked_stage(events: Events) -> int | None:
+    """The first of the stages whose work is marked; None where none is."""
+    return min((mark.stage for name in events.names for mark in marks_in(name)), default=None)
+
+
+# Whether a rank sends back what it receives at once, or works on it first.
+
+SHARE = 0.8
+"""Of all compute between its messages, a rank that swaps does at least so much after it has sent
+and before it has received again; a last stage works between receiving and sending."""
+
+
+def swaps(trace: RankTrace, peer: int) -> bool:
+    """Whether nearly all compute between messages with the peer follows a send, not a receive.
+
+    So it does in a ring, where each round swaps data first; a last stage of a pipeline computes the
+    forward and the backward of what it has received before it sends. True where nothing tells.
+    """
+    calls, events = trace.calls, trace.events
+    rows = np.flatnonzero(calls.is_message & (calls.peer == peer))
+    sends = calls.op[rows] == OP_CODE["send"]
+    event = calls.event[rows]
+    when = np.where(sends, events.start_ns[event], events.end_ns[event])
+    order = np.lexsort((~sends, when))
+    when, sends = when[order], sends[order]
+    worked = np.diff(_worked_until(work_of(trace).compute, when))
+    after_sending = sends[:-1] & ~sends[1:]
+    return bool(worked[after_sending].sum() >= SHARE * worked.sum())
+
+
+def _worked_until(compute: Intervals, when: Int64) -> Int64:
+    """The compute before each instant, in ns."""
+    done = np.concatenate(([0], np.cumsum(compute.end_ns - compute.start_ns)))
+    last = np.searchsorted(compute.start_ns, when, side="right")
+    if not len(compute.start_ns):
+        return np.zeros(len(when), dtype=np.int64)
+    running = np.clip(compute.end_ns[np.maximum(last - 1, 0)] - when, 0, None)
+    return done[last] - np.where(last > 0, running, 0)

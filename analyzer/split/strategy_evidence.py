@@ -1,0 +1,597 @@
+"""Evidence of strategies in a step: calls, their order, and the passes around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from stepsplit.analyzer.arrays import Intervals, inside, union
+from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
+from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.steps import Steps, StepWindow
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
+
+# How the ranks that see different data keep one model: ddp, zero-1, zero-2, fsdp, hsdp.
+
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+FORWARD, BACKWARD, AFTER = range(3)
+"""The parts of a step. AFTER is behind the last backward, where optimizers work; gradients that are
+summed between a backward and the next forward are summed AFTER too."""
+
+_LATE = (BACKWARD, AFTER)
+
+_RETURNS = ("all_gather", "broadcast")
+
+_LEAST_WEIGHTS = 0.2
+"""Weights that come back after the optimizer are at least so many bytes for one of gradients:
+fp8 of fp32 is 0.25, evaluations and checkpoints gather less."""
+
+_DDP = "DistributedDataParallel.forward"
+
+_ZERO = "Optimizer.step#ZeroRedundancyOptimizer"
+
+_MEGATRON = "MODEL_PARALLEL_GROUP"
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """How a group is used for tensors; counts and bytes a step, shape (parts, ops).
+
+    marked: FSDP says that these calls are its own.
+    """
+
+    group: Group
+    axes: frozenset[str]
+    counts: Counts
+    bytes: Counts
+    marked: bool
+
+    def called(self, part: int, *ops: str) -> bool:
+        return bool(self.counts[part, _codes(*ops)].any())
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are brought together on all ranks or on their owners."""
+        return any(self.called(part, *_SUMS) for part in _LATE)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets its own part of the sums alone."""
+        return any(self.called(part, "reduce_scatter", "reduce") for part in _LATE)
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are gathered before they are used."""
+        return self.called(FORWARD, "all_gather") and self.scatters
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether weights may be handed on at all."""
+        return any(self.called(p, *_RETURNS) for p in (FORWARD, AFTER))
+
+    @property
+    def returns_weights(self) -> bool:
+        """Whether about as many bytes as of gradients come back after the backward."""
+        back = self.bytes[AFTER, _codes(*_RETURNS)].sum()
+        summed = self.bytes[BACKWARD:, _codes(*_SUMS)].sum()
+        return self.called(AFTER, *_RETURNS) and bool(back >= _LEAST_WEIGHTS * summed)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The strategies of a rank's data parallel groups."""
+
+    strategies: tuple[Strategy, ...]
+    groups: tuple[Group, ...]
+
+
+def data_strategies(seen: Seen, taken: Collection[Group]) -> DataParallel:
+    """What the rank's groups of data parallel ranks do; taken are those that do something else."""
+    uses = [use for use in _uses(seen) if use.group not in taken and _is_data(seen, use)]
+    groups, sharded = tuple(use.group for use in uses), [use for use in uses if use.shards]
+    if not sharded:
+        return DataParallel(tuple(s for use in uses for s in _replicated(seen, use)), groups)
+    copies = [use for use in uses if not use.shards and _copies_shards(use)]
+    replicas = max((len(use.group.ranks) for use in copies), default=1)
+    return DataParallel(tuple(_sharded(seen, use, replicas) for use in sharded), groups)
+
+
+def wrapped(seen: Seen, groups: Collection[Group]) -> list[Strategy]:
+    """DistributedDataParallel around the groups of cp, whose ranks hold the same weights."""
+    uses = [use for use in _uses(seen) if use.group in groups and use.called(BACKWARD, *_SUMS)]
+    sizes = [len(use.group.ranks) for use in uses] if _says(seen, _DDP) else []
+    return [Strategy("ddp", "cp", size) for size in sizes]
+
+
+def sums_of(seen: Seen, groups: Collection[Group]) -> int:
+    """After how many of its backward passes, over all steps, the rank sums over the groups."""
+    summing = np.zeros(len(seen.row), dtype=np.bool_)
+    for group in groups:
+        summing |= seen.on(group)
+    summing &= seen.of(*_SUMS) & seen.is_tensor & np.isin(seen.part, _LATE)
+    return len(np.unique(seen.passes.latest(seen.when[summing])))
+
+
+def _copies_shards(use: _Use) -> bool:
+    """Whether the group adds up the shards of several whole models."""
+    return use.marked or "dp_replicate" in use.axes
+
+
+def _uses(seen: Seen) -> list[_Use]:
+    return [_use(seen, group, seen.on(group) & seen.is_tensor) for group in seen.groups()]
+
+
+def _use(seen: Seen, group: Group, mask: Bool) -> _Use:
+    marked = bool((mask & seen.shards & seen.of("all_gather", *_SUMS)).any())
+    axes = seen.layout.axes_of(group)
+    return _Use(group, axes, seen.counts(mask), seen.bytes_of(mask), marked)
+
+
+def _is_data(seen: Seen, use: _Use) -> bool:
+    """Whether the group brings together gradients of ranks that see different data.
+
+    A group of unknown axis does where nothing is summed in a forward; embeddings of the first and
+    the last stage are summed as gradients are, and a group of experts lies within one of data.
+    Without marks of steps nobody knows whether weights come after one step or before the next.
+    """
+    if not use.sums or len({seen.layout.stage(rank) for rank in use.group.ranks}) > 1:
+        return False
+    if use.marked:
+        return True
+    if use.hands_on and not (seen.steps.marked or _says(seen, _ZERO)):
+        return False
+    if use.axes:
+        return use.axes == {"ep"} or (use.axes <= DATA_AXES and use.axes != {"cp"})
+    return not use.called(FORWARD, "all_reduce", "reduce_scatter")
+
+
+def _sharded(seen: Seen, use: _Use, copies: int) -> Strategy:
+    """Weights in parts: gathered for each use (fsdp), or kept from forward to backward (zero-2).
+
+    Megatron-LM's distributed optimizer, which is ZeRO-1, may gather them in the next forward.
+    """
+    axis, size = axis_named(use.axes - {"ep"}, "dp_shard"), len(use.group.ranks)
+    again = use.called(BACKWARD, "all_gather")
+    if copies > 1:
+        kept = "" if again else ", weights kept until the backward"
+        return Strategy("hsdp", axis, size, f"{copies} replicas{kept}")
+    if again:
+        return Strategy("fsdp", axis, size)
+    if not use.marked and _is_megatron(seen):
+        return Strategy("zero-1", axis, size)
+    return Strategy("zero-2", axis, size, "weights kept until the backward")
+
+
+def _replicated(seen: Seen, use: _Use) -> list[Strategy]:
+    """Whole weights on each rank; who owns a part of them, or of the gradients, hands it on."""
+    axis, size = axis_named(use.axes - {"ep"}, "dp_replicate"), len(use.group.ranks)
+    if not use.returns_weights and not _says(seen, _ZERO):
+        return [] if use.scatters else [Strategy("ddp", axis, size)]
+    return [Strategy(*_stage(seen, use, axis, size))]
+
+
+def _stage(seen: Seen, use: _Use, axis: str, size: int) -> tuple[str, str, int, str]:
+    """ZeRO-2 keeps no whole gradients: it scatters them as they come, or of each microbatch.
+
+    ZeRO-1 sums them once. With one microbatch, summed behind the backward, both look the same.
+    """
+    if _is_megatron(seen) or _says(seen, _ZERO):
+        return "zero-1", axis, size, ""
+    if use.called(BACKWARD, "reduce_scatter", "reduce"):
+        return "zero-2", axis, size, "gradients scattered during the backward"
+    if len(seen.passes) <= len(seen.steps):
+        return "zero-1", axis, size, "or zero-2: with one microbatch they send the same"
+    each = sums_of(seen, [use.group]) == len(seen.passes)
+    return ("zero-2" if each else "zero-1"), axis, size, ""
+
+
+def _is_megatron(seen: Seen) -> bool:
+    return any(_MEGATRON in group.description.upper() for group in seen.trace.groups)
+
+
+def _says(seen: Seen, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in seen.trace.events.names)
+
+
+def _codes(*ops: str) -> list[int]:
+    return [OP_CODE[op] for op in ops]
+
+
+# What a job did at once, or spared memory by, in one word.
+
+NAMES = (
+    "ddp",
+    "zero-1",
+    "zero-2",
+    "fsdp",
+    "hsdp",
+    "tp",
+    "sp",
+    "vocabulary",
+    "loss",
+    "cp",
+    "ep",
+    "pp",
+    "gradient accumulation",
+    "recompute",
+    "offload",
+    "autocast",
+    "fp8",
+    "mixed precision",
+    "loss scaling",
+)
+"""In the order in which people read them; those that a prediction's messages have are its words."""
+
+_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way of training that the steps show beyond doubt; its name is one of NAMES.
+
+    axis is the mesh's along which size ranks share the work, None where it lies along none. detail
+    is the kind, where there are several, or what else is seen: the schedule of pp, ring, all-gather
+    or ulysses of cp, full or selective of recompute.
+    """
+
+    name: str
+    axis: str | None = None
+    size: int | None = None
+    detail: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """Its name, over how many ranks of which axis, and what else is seen."""
+        size = f" {self.size}" if self.size is not None else ""
+        axis = f" on {self.axis}" if self.axis not in (None, "tp", self.name) else ""
+        return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
+
+
+def accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
+    """How many microbatches a step adds the gradients of up, as its strategies tell it; None where
+    it does not, as in a pipeline."""
+    said = [one.detail for one in strategies if one.name == "gradient accumulation"]
+    count = re.match(r"\d+", said[0]) if said else None
+    return int(count.group()) if count else None
+
+
+def axis_named(axes: Collection[str], unknown: str) -> str:
+    """The axes of a group as one word, in the usual order of a mesh; unknown for no axis."""
+    return " x ".join(sorted(axes, key=_ORDER.index)) or unknown
+
+
+# What one rank does in its full steps, as far as it tells how the job is parallel.
+
+Counts = npt.NDArray[np.float64]
+
+CALL, BACKWARD_BEGINS = "X", "|"
+
+_SHARDS = ("FSDP::", "FullyShardedDataParallel._")
+"""What PyTorch's fully sharded data parallelism marks its own gathers and sums with."""
+
+_REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A rank's calls in its full steps, a row each in the order of the trace's; columns of one
+    length. part is passes.FORWARD, BACKWARD or AFTER, -1 unknown; shards: FSDP made the call."""
+
+    trace: RankTrace
+    layout: RankLayout
+    steps: HostSteps
+    marks: Landmarks
+    passes: Passes
+    row: Int64
+    when: Int64
+    part: Int64
+    shards: Bool
+
+    @property
+    def op(self) -> Int64:
+        return self.trace.calls.op[self.row].astype(np.int64)
+
+    @property
+    def group(self) -> Int64:
+        return self.trace.calls.group_id[self.row].astype(np.int64)
+
+    @property
+    def message_bytes(self) -> Int64:
+        return self.trace.calls.message_bytes[self.row]
+
+    @property
+    def is_tensor(self) -> Bool:
+        """Which calls may move tensors, not losses, norms or flags."""
+        size = self.message_bytes
+        return (size < 0) | (size > SCALAR_BYTES)
+
+    def of(self, *ops: str) -> Bool:
+        """Which calls are of one of these ops."""
+        return np.isin(self.op, [OP_CODE[op] for op in ops])
+
+    def on(self, group: Group) -> Bool:
+        """Which calls are made on that group."""
+        ids = [i for i, one in enumerate(self.trace.groups) if one == group]
+        return np.isin(self.group, ids)
+
+    def groups(self) -> list[Group]:
+        """The groups of more than one rank on which the rank calls anything."""
+        used = sorted(set(self.group[self.group >= 0].tolist()))
+        found = dict.fromkeys(self.trace.groups[i] for i in used)
+        return [group for group in found if len(group.ranks) > 1]
+
+    def counts(self, mask: Bool) -> Counts:
+        """How many of these calls a step makes, shape (parts, ops)."""
+        return self._per_step(mask, None)
+
+    def bytes_of(self, mask: Bool) -> Counts:
+        """How many bytes these calls move a step, shape (parts, ops)."""
+        return self._per_step(mask, np.maximum(self.message_bytes, 0))
+
+    def _per_step(self, mask: Bool, weights: Int64 | None) -> Counts:
+        mask = mask & (self.part >= 0)
+        place = self.part[mask] * len(OPS) + self.op[mask]
+        each = None if weights is None else weights[mask]
+        size = 3 * len(OPS)
+        return np.bincount(place, each, size).reshape(3, len(OPS)) / max(1, len(self.steps))
+
+    def story(self, mask: Bool) -> str:
+        """The forward work of all steps as letters: X for each of these calls that is made in a
+        forward, those of landmarks, and | where a backward begins."""
+        mask = mask & (self.part == FORWARD)
+        marks = self.marks.outside & (self.steps.at(self.marks.start_ns) >= 0)
+        called, begins = self.when[mask], self.passes.start_ns
+        when = np.concatenate((self.marks.start_ns[marks], called, begins))
+        letter = np.concatenate((
+            self.marks.letter[marks],
+            np.full(len(called), ord(CALL)),
+            np.full(len(begins), ord(BACKWARD_BEGINS)),
+        ))  # fmt: skip
+        letters = letter[np.argsort(when, kind="stable")].astype(np.uint8)
+        return letters.tobytes().decode("ascii")
+
+
+def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -> Seen:
+    """What the rank does; leads marks the first row of each of its calls."""
+    steps, marks = host_steps(trace, windows), landmarks_of(trace.events)
+    steps = whole_trace(trace) if steps.on_device else steps
+    when, passes = issued_ns(trace, steps), passes_of(marks, steps)
+    row = np.flatnonzero(leads & (steps.at(when) >= 0))
+    when = when[row]
+    ends = np.isin(trace.calls.op[row], _REDUCES) | inside(marks.optimizer, when)
+    return Seen(
+        trace=trace,
+        layout=layout,
+        steps=steps,
+        marks=marks,
+        passes=passes,
+        row=row,
+        when=when,
+        part=passes.part_of(when, steps, ends),
+        shards=inside(spans_of(trace.events, *_SHARDS), when),
+    )
+
+
+def once_each(story: str) -> str:
+    """The story with each letter once where it stands several times in a row."""
+    letters = np.frombuffer(story.encode("ascii"), dtype=np.uint8)
+    new = np.ones(len(letters), dtype=np.bool_)
+    new[1:] = letters[1:] != letters[:-1]
+    return letters[new].tobytes().decode("ascii")
+
+
+# Forward, backward and what follows: where in a step each instant lies.
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The backward passes of a rank's steps in order of time; step indexes its full steps.
+
+    resumes_ns is when forward work goes on after each, the largest int64 for never.
+    """
+
+    start_ns: Int64
+    end_ns: Int64
+    resumes_ns: Int64
+    step: Int64
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def part_of(self, when: Int64, steps: HostSteps, ends: Bool) -> Int64:
+        """FORWARD, BACKWARD or AFTER for each instant; -1 outside of steps with a backward.
+
+        Between a backward and the next forward of a step, ends tells what belongs to the backward.
+        """
+        step = steps.at(when)
+        known = (step >= 0) & np.isin(step, self.step)
+        last = self.latest(when)
+        if not len(self):
+            return np.full(len(when), -1, dtype=np.int64)
+        here = known & (last >= 0) & (self.step[last] == step)
+        ended = here & (when >= self.end_ns[last]) & (when < self.resumes_ns[last])
+        ends_step = self.resumes_ns[last] >= steps.end_ns[step]
+        part = np.where(here & (when < self.end_ns[last]), BACKWARD, FORWARD)
+        part = np.where(ended & (ends | ends_step), AFTER, part)
+        return np.where(known, part, -1)
+
+    def latest(self, when: Int64) -> Int64:
+        """The pass that began last before each instant, -1 for none."""
+        return np.searchsorted(self.start_ns, when, side="right") - 1
+
+
+def passes_of(marks: Landmarks, steps: HostSteps) -> Passes:
+    """The backward passes: work of autograd that no forward work interrupts."""
+    engine = union(marks.engine.start_ns, marks.engine.end_ns)
+    step = steps.at(engine.start_ns)
+    kept = step >= 0
+    engine, step = Intervals(engine.start_ns[kept], engine.end_ns[kept]), step[kept]
+    work = marks.start_ns[marks.outside]
+    done = np.searchsorted(work, engine.start_ns)
+    new = np.ones(len(step), dtype=np.bool_)
+    new[1:] = (done[1:] != done[:-1]) | (step[1:] != step[:-1])
+    last = np.append(new[1:], True) if len(new) else new
+    return Passes(
+        start_ns=engine.start_ns[new],
+        end_ns=engine.end_ns[last],
+        resumes_ns=np.append(work, _NEVER)[done[new]],
+        step=step[new],
+    )
+
+
+# The ops by which one tells where in the model a rank is.
+
+PRODUCT, ATTENTION, EMBEDDING, ROUTING = "LAEK"
+"""Letters of the kinds: products with weights, attention, look-ups, the choice of experts."""
+
+_KINDS = {
+    "aten::linear": PRODUCT,
+    "aten::mm": PRODUCT,
+    "aten::addmm": PRODUCT,
+    "aten::_grouped_mm": PRODUCT,
+    "aten::convolution": PRODUCT,
+    "aten::softmax": ATTENTION,
+    "aten::_softmax": ATTENTION,
+    "aten::embedding": EMBEDDING,
+    "aten::topk": ROUTING,
+}
+
+_ATTENTION = re.compile(r"attention|attnfunc|flash_attn|fmha", re.IGNORECASE)
+
+_WRAPS = ("autograd::", "torch::", "c10d", "_c10d", "nn.Module", "ProfilerStep")
+
+
+@dataclass(frozen=True, slots=True)
+class Landmarks:
+    """Landmarks in order of time: when they begin and their letters, as codes of ASCII.
+
+    outside: which are forward work, in no backward and no optimizer. engine is autograd's work,
+    optimizer that of optimizers.
+    """
+
+    start_ns: Int64
+    letter: Int64
+    outside: Bool
+    engine: Intervals
+    optimizer: Intervals
+
+
+def landmarks_of(events: Events) -> Landmarks:
+    """The landmarks of a rank."""
+    letters = np.array([ord(_letter(name)) for name in events.names], dtype=np.int64)
+    rows = np.flatnonzero(events.of(Category.OP) & (letters[events.name_id] != ord(" ")))
+    start = events.start_ns[rows]
+    engine = spans_of(events, "autograd::engine")
+    optimizer = spans_of(events, "Optimizer.step#")
+    return Landmarks(
+        start_ns=start,
+        letter=letters[events.name_id[rows]],
+        outside=~(inside(engine, start) | inside(optimizer, start)),
+        engine=engine,
+        optimizer=optimizer,
+    )
+
+
+def spans_of(events: Events, *prefixes: str) -> Intervals:
+    """The instants in which the host was in something whose name begins so."""
+    named = events.name_mask(tuple(name.startswith(prefixes) for name in events.names))
+    mask = named & events.of(Category.OP, Category.ANNOTATION)
+    return union(events.start_ns[mask], events.end_ns[mask])
+
+
+@cache
+def _letter(name: str) -> str:
+    if name in _KINDS:
+        return _KINDS[name]
+    attends = not name.startswith(_WRAPS) and _ATTENTION.search(name) is not None
+    return ATTENTION if attends and "ackward" not in name else " "
+
+
+# In which step the host issued each call.
+
+_MARK = "ProfilerStep#"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSteps:
+    """The full steps of a rank in order of time, each from start_ns to end_ns.
+
+    marked: ProfilerStep says when the host began and ended them. Else they are taken from what
+    repeats, and of a device the times are its own: on_device.
+    """
+
+    number: tuple[int, ...]
+    start_ns: Int64
+    end_ns: Int64
+    marked: bool
+    on_device: bool
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def at(self, when: Int64) -> Int64:
+        """The index of the step at each instant, -1 where there is none."""
+        step = np.searchsorted(self.start_ns, when, side="right") - 1
+        within = step >= 0
+        within[within] = when[within] < self.end_ns[step[within]]
+        return np.where(within, step, -1)
+
+
+def host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
+    """The full steps of the rank (all of them where none is full) as its host went through them."""
+    marks = _marks(trace.events)
+    counted = [w for w in steps.counted if not marks or w.step in marks]
+    spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
+    return _of(spans, marked=bool(marks), on_device=trace.on_device and not marks)
+
+
+def whole_trace(trace: RankTrace) -> HostSteps:
+    """All that the host did, taken as one step."""
+    first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
+    return _of([StepWindow(0, "full", first, last)], marked=False, on_device=False)
+
+
+def _of(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSteps:
+    return HostSteps(
+        number=tuple(span.step for span in spans),
+        start_ns=np.array([span.start_ns for span in spans], dtype=np.int64),
+        end_ns=np.array([span.end_ns for span in spans], dtype=np.int64),
+        marked=marked,
+        on_device=on_device,
+    )
+
+
+def issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
+    """When each call was made, on the clock of the steps; -1 where nothing tells."""
+    starts = trace.events.start_ns[trace.calls.event]
+    if steps.on_device:
+        return starts
+    unknown = -1 if trace.on_device else starts
+    return np.where(trace.calls.issued_ns >= 0, trace.calls.issued_ns, unknown)
+
+
+def issued_in(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
+    """The index of the step in which each call was made; -1 for none, and for all rows but the
+    first of a call of several kernels."""
+    return np.where(leads, steps.at(issued_ns(trace, steps)), -1)
+
+
+def _marks(events: Events) -> dict[int, StepWindow]:
+    """The marked steps by number: each from the end of the one before, the first from its start."""
+    rows = np.flatnonzero(events.named(_MARK) & events.of(Category.ANNOTATION, Category.OP))
+    found: dict[int, StepWindow] = {}
+    begin = int(events.start_ns[rows[0]]) if len(rows) else 0
+    for row in rows.tolist():
+        number, end = events.name_of(row).removeprefix(_MARK), int(events.end_ns[row])
+        if number.isdecimal() and end > begin:
+            found[int(number)] = StepWindow(int(number), "full", begin, end)
+            begin = end
+    return found

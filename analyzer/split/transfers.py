@@ -1,0 +1,355 @@
+"""Arrivals, waits and transfers of every call, on the reference clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import Intervals, labels_of, least_of, most_of, runs_of
+from stepsplit.analyzer.split.clocks import Alignment, Clock
+from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.mesh import RankLayout
+from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
+
+# What each call of a rank did while it was open: move data, or wait, and for whom.
+
+COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
+"""Places of the communication buckets in buckets.BUCKETS."""
+
+LAG_NS, LONG_NS, TIMES = 5_000_000, 500_000, 4
+"""How long after its waiter has resumed a gloo worker may still be busy with a call; a gap of
+compute is such a wait if it is long, and many times longer than the lag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The calls of one rank in pieces of one bucket each, on its own clock; columns of one length.
+
+    call indexes the rank's Calls; life_end_ns is the end of the whole call; owner is the rank that
+    was waited for, -1 for nobody or unknown.
+    """
+
+    call: Int32
+    bucket: UInt8
+    start_ns: Int64
+    end_ns: Int64
+    life_end_ns: Int64
+    owner: Int32
+
+
+def pieces_of(
+    trace: RankTrace, rows: slice, arrivals: Arrivals, clock: Clock, layout: RankLayout
+) -> Pieces:
+    """The calls of one rank, whose rows these are: before data moves, while it does, and after."""
+    start = trace.events.start_ns[trace.calls.event]
+    end = trace.events.end_ns[trace.calls.event]
+    if not trace.on_device:
+        start = clock.own_ns(arrivals.start_ns[rows])
+    moves = np.clip(clock.own_ns(arrivals.moves_ns[rows]), start, end)
+    moved = np.clip(clock.own_ns(arrivals.moved_ns[rows]), moves, end)
+    last = _last_of_kernel(trace, moves, _waited_for_of_rank(trace, arrivals.last[rows]))
+    waits = _wait_bucket(trace, last, layout)
+    moving = np.where(trace.calls.is_message, P2P, COLLECTIVE)
+    call = np.arange(len(start), dtype=np.int32)
+    nobody = np.full(len(start), -1, dtype=np.int32)
+    parts = [
+        (waits, start, moves, last),
+        (moving, moves, moved, nobody),
+        (waits, moved, end, last),
+    ]
+    return Pieces(
+        call=np.tile(call, 3),
+        bucket=np.concatenate([part[0] for part in parts]).astype(np.uint8),
+        start_ns=np.concatenate([part[1] for part in parts]),
+        end_ns=np.concatenate([part[2] for part in parts]),
+        life_end_ns=np.tile(end, 3),
+        owner=np.concatenate([part[3] for part in parts]),
+    )
+
+
+def _last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
+    """Who each call waits for; all messages of one kernel wait for the peer that comes last."""
+    order, first = runs_of(labels_of(trace.calls.event))
+    if len(first) == len(order):
+        return last
+    found = last.copy()
+    for part in np.split(order, first[1:]):
+        if len(part) > 1:
+            found[part] = last[part[int(moves[part].argmax())]]
+    return found
+
+
+def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
+    """The pieces of a gloo run, ended where their waiter went on.
+
+    A worker's range ends up to LAG_NS after the thread that waited has resumed. So a call ends with
+    the longest gap of compute that closes within that time before it, if it is long enough.
+    """
+    end = pieces.life_end_ns
+    gap_start, gap_end = compute.end_ns[:-1], compute.start_ns[1:]
+    first = np.searchsorted(gap_end, end - LAG_NS, side="left").tolist()
+    after = np.searchsorted(gap_end, end, side="left").tolist()
+    resumed = end.copy()
+    for row, (low, high) in enumerate(zip(first, after, strict=True)):
+        if high > low:
+            longest = low + int((gap_end[low:high] - gap_start[low:high]).argmax())
+            lag = int(end[row] - gap_end[longest])
+            if gap_end[longest] - gap_start[longest] > max(LONG_NS, TIMES * lag):
+                resumed[row] = gap_end[longest]
+    return replace(
+        pieces,
+        start_ns=np.minimum(pieces.start_ns, resumed),
+        end_ns=np.minimum(pieces.end_ns, resumed),
+        life_end_ns=resumed,
+    )
+
+
+def _waited_for_of_rank(trace: RankTrace, last: Int32) -> Int32:
+    """Who each call waits for; a rank that came last itself waits for the other end, if at all."""
+    peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
+    return np.where((last == trace.rank) | (last < 0), peer, last).astype(np.int32)
+
+
+def _wait_bucket(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
+    """Waiting for another pipeline stage is bubble, for one's own stage skew.
+
+    A message whose peer nobody knows is the pipeline's where there is one.
+    """
+    mine = layout.stage(trace.rank)
+    others = np.unique(last)
+    elsewhere = others[[rank >= 0 and layout.stage(rank) != mine for rank in others.tolist()]]
+    unknown = trace.calls.is_message & (last < 0) & (trace.rank in layout.stage_of)
+    return np.where(np.isin(last, elsewhere) | unknown, BUBBLE, SKEW).astype(np.uint8)
+
+
+# When the data of each call moved, told from all of its members: what else it did was waiting.
+
+_FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]
+
+_MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*TOGETHER, "recv")]
+"""What may end before a member comes. A receive only seems to, by a clock that is a little off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When the data of each call moved, on the common clock; columns of one length.
+
+    Data moves from moves_ns to moved_ns, the rest of the call is waiting. last is the rank that
+    came last, -1 where nobody knows; estimated marks calls of which a member is not there.
+    """
+
+    start_ns: Int64
+    end_ns: Int64
+    moves_ns: Int64
+    moved_ns: Int64
+    last: Int32
+    estimated: Bool
+
+
+def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignment) -> Arrivals:
+    """When data moved in each call, and who came last."""
+    start, end = matched.start_ns.copy(), matched.end_ns.copy()
+    for i, clock in enumerate(alignment.clocks):
+        rows = matched.of_trace(i)
+        start[rows], end[rows] = clock.common_ns(start[rows]), clock.common_ns(end[rows])
+    ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
+    came = _last_to_come(matched, start, end, ranks)
+    moved = message_transfers(traces, matched, came.at_ns, end, ~came.left_early)
+    guess = guessed_transfers(traces, matched, came.at_ns, end)
+    waited = guess >= 0
+    moves = np.where(waited, end - guess, came.at_ns)
+    last = np.where(waited, _absent(matched, ranks), came.rank).astype(np.int32)
+    return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """For each row the last arrival that it had to wait for, and whose; -1 where it has no fellow.
+
+    left_early: some end of the call came before somebody's arrival, so that it tells no transfer.
+    """
+
+    at_ns: Int64
+    rank: Int32
+    left_early: Bool
+
+
+def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _Coming:
+    members = _Members.of(matched, start)
+    last = members.last_of(matched)
+    may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE)
+    left = np.zeros(len(members.after) + 1, dtype=np.bool_)
+    left[matched.shared[may_leave & (end <= start[last])]] = True
+    left_early: Bool = left[matched.shared] & (matched.shared >= 0)
+    rows = np.flatnonzero(left_early)
+    last[rows] = _waited_for_early_leavers(matched, members, rows, start, end)
+    who = np.where(matched.shared >= 0, ranks[matched.trace[last]], -1).astype(np.int32)
+    return _Coming(start[last], who, left_early)
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The first rows of the members, by call and then by arrival; after[call] is its end."""
+
+    order: Int64
+    after: Int64
+
+    @classmethod
+    def of(cls, matched: Matched, start: Int64) -> _Members:
+        known = np.flatnonzero((matched.shared >= 0) & matched.leads)
+        order = known[np.lexsort((start[known], matched.shared[known]))]
+        calls = np.arange(int(matched.shared.max(initial=-1)) + 1)
+        return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
+
+    def of_call(self, call: int) -> Int64:
+        """The rows of one call, in the order of their arrival."""
+        return self.order[self.after[call - 1] if call else 0 : self.after[call]]
+
+    def last_of(self, matched: Matched) -> Int64:
+        """For each row that of the last member of its call, itself where it has no fellow."""
+        last = np.arange(len(matched))
+        rows = np.flatnonzero(matched.shared >= 0)
+        last[rows] = self.order[self.after[matched.shared[rows]] - 1]
+        return last
+
+
+def _waited_for_early_leavers(
+    matched: Matched, members: _Members, rows: Int64, start: Int64, end: Int64
+) -> list[int]:
+    """For rows of calls that some member left early, the last that came before that.
+
+    From a root (broadcast, scatter) all wait for the root alone, so who comes after the first has
+    left is not the root, and nobody waited for it.
+    """
+    first_end = least_of(matched.shared, end, len(members.after))
+    last = []
+    for row in rows.tolist():
+        call = int(matched.shared[row])
+        fellows = members.of_call(call)
+        limit = first_end[call] if matched.op[row] in _FROM_ROOT else end[row]
+        place = int(np.searchsorted(start[fellows], limit, side="right")) - 1
+        last.append(int(fellows[max(place, 0)]))
+    return last
+
+
+def _absent(matched: Matched, present: Int32) -> Int32:
+    """The rank that each incomplete call lacks, -1 where it lacks none or several."""
+    here = set(present.tolist())
+    lacking = [set(group.ranks) - here for group in matched.groups]
+    only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
+    of_group = np.array([*only, -1], dtype=np.int32)[matched.group]
+    return np.where(matched.key < 0, of_group, -1).astype(np.int32)
+
+
+# How long data needs to move: of messages within longer kernels, of calls that lack a member.
+
+LOW_PERCENTILE = 10
+"""Of the times that messages of one link and size took, the one that a free link needs."""
+
+_NOISE_NS, _MORE = 20_000, 0.5
+"""A call that lacks a member waited for it if it took longer than its like by more than this."""
+
+_NONE = np.iinfo(np.int64).max
+
+
+def message_transfers(
+    traces: Sequence[RankTrace], matched: Matched, moves_ns: Int64, end_ns: Int64, telling: Bool
+) -> Int64:
+    """When the data of each call had moved: a collective's at its end, a message's maybe earlier.
+
+    The kernel of a message ends with it, unless it holds another that begins to move later. Such a
+    message, and any on gloo, whose ranges end with the caller's wait, moves for the low percentile
+    of those of its link and size, at most to the earlier of its ends. Only telling ones, of which
+    no end left before the other came, count and are cut.
+    """
+    moved = end_ns.copy()
+    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & telling)
+    count = int(matched.key.max(initial=-1)) + 1
+    key = matched.key[rows]
+    earlier = least_of(np.where(matched.is_message, matched.key, -1), end_ns, count)[key]
+    closed = _ends_its_kernel(traces, matched, rows, moves_ns)
+    exact = least_of(np.where(closed, key, -1), end_ns[rows], count)[key]
+    told = exact < _NONE
+    took = np.maximum(np.where(told, exact, earlier) - moves_ns[rows], 0)
+    low = _percentile_of(_links(matched, rows), took)
+    moved[rows] = moves_ns[rows] + np.where(told, took, np.minimum(took, low))
+    return moved
+
+
+def _ends_its_kernel(
+    traces: Sequence[RankTrace], matched: Matched, rows: Int64, moves_ns: Int64
+) -> Bool:
+    """Of these messages, which are the last of their kernel to begin to move."""
+    event = np.concatenate([trace.calls.event for trace in traces])[rows]
+    on_device = np.array([trace.on_device for trace in traces])[matched.trace[rows]]
+    kernel = labels_of(matched.trace[rows], event)
+    last = most_of(kernel, moves_ns[rows], int(kernel.max(initial=-1)) + 1)
+    ends: Bool = on_device & (moves_ns[rows] >= last[kernel])
+    return ends
+
+
+def _links(matched: Matched, rows: Int64) -> Int64:
+    """A number for each row's sender, receiver and size; both ends of a message have the same."""
+    count = int(matched.key.max(initial=-1)) + 1
+    ends = np.zeros((count, 2), dtype=np.int64)
+    receives = (matched.op[rows] == OP_CODE["recv"]).astype(np.int64)
+    ends[matched.key[rows], receives] = matched.trace[rows]
+    pair = ends[matched.key[rows]]
+    return labels_of(pair[:, 0], pair[:, 1], matched.message_bytes[rows])
+
+
+def _percentile_of(label: Int64, values: Int64, percentile: int = LOW_PERCENTILE) -> Int64:
+    """For each row the percentile of its label's values, one that occurs."""
+    found = np.zeros(len(values), dtype=np.int64)
+    order, first = runs_of(label)
+    for part in np.split(order, first[1:]) if len(order) else []:
+        found[part] = np.percentile(values[part], percentile, method="lower")
+    return found
+
+
+def guessed_transfers(
+    traces: Sequence[RankTrace], matched: Matched, came_ns: Int64, end_ns: Int64
+) -> Int64:
+    """For calls that lack a member and waited for it, how long their data moved; else -1.
+
+    Complete calls of the same op, size and number of members tell it; else the fastest of the rank
+    itself, counted from the last member that is there. Of another call of unknown size, and of a
+    copy between devices, nobody can say that it waited.
+    """
+    incomplete = (matched.key < 0) & _comparable(traces, matched)
+    took = np.maximum(end_ns - came_ns, 0)
+    like = _like_elsewhere(matched, took)
+    rows = np.flatnonzero(incomplete)
+    known = np.where(like[rows] < _NONE, like[rows], _fastest_here(matched, rows, took))
+    alone = matched.shared[rows] < 0
+    long = took[rows] > known * (1 + _MORE) + _NOISE_NS
+    found = np.full(len(matched), -1, dtype=np.int64)
+    found[rows] = np.where(alone | long, np.minimum(known, took[rows]), -1)
+    return found
+
+
+def _comparable(traces: Sequence[RankTrace], matched: Matched) -> Bool:
+    """The messages of a pipeline are of one size even where it is not known."""
+    copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
+    comparable: Bool = (matched.is_message | (matched.message_bytes >= 0)) & ~copies
+    return comparable
+
+
+def _like_elsewhere(matched: Matched, took: Int64) -> Int64:
+    """The median time of complete calls of the same op, size and number of members."""
+    sizes = np.array([len(group.ranks) for group in matched.groups] + [0], dtype=np.int64)
+    members = np.where(matched.is_message, 2, sizes[matched.group])
+    label = labels_of(np.minimum(matched.op, OP_CODE["send"]), matched.message_bytes, members)
+    complete = np.flatnonzero((matched.key >= 0) & (matched.message_bytes >= 0))
+    typical = np.full(int(label.max(initial=-1)) + 1, _NONE)
+    typical[label[complete]] = _percentile_of(label[complete], took[complete], 50)
+    return typical[label]
+
+
+def _fastest_here(matched: Matched, rows: Int64, took: Int64) -> Int64:
+    label = labels_of(
+        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
+    )
+    return least_of(label, took[rows], int(label.max(initial=-1)) + 1)[label]

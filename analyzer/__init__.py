@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis, analyze, examine
     from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
-    from stepsplit.analyzer.compare.plan.plan import Plan
-    from stepsplit.analyzer.compare.plan.search import plan
     from stepsplit.analyzer.compare.runs.comparison import RunComparison
     from stepsplit.analyzer.compare.verdict.verdict import Verdict
     from stepsplit.analyzer.compare.what_if.what_if import WhatIfs, what_if
@@ -21,16 +19,17 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.gate import check_runs
     from stepsplit.analyzer.hang.find import find_hang
     from stepsplit.analyzer.hang.hang import Hang
-    from stepsplit.analyzer.model.predict import predict
+    from stepsplit.analyzer.model.config import Job
+    from stepsplit.analyzer.model.config_file import read_job
+    from stepsplit.analyzer.model.plan import plan
+    from stepsplit.analyzer.model.plan_space import Plan
+    from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import Prediction
-    from stepsplit.analyzer.model.rates_file import read_rates
-    from stepsplit.analyzer.model.spec.job import Job
-    from stepsplit.analyzer.model.spec.run_file import read_job
-    from stepsplit.analyzer.model.validate.validation import validate
     from stepsplit.analyzer.readers.kernel_rules import Rules, read_rules
     from stepsplit.analyzer.readers.registry import FileRead, read_files
     from stepsplit.analyzer.report.report import Report
     from stepsplit.analyzer.two_runs import compare_runs
+    from stepsplit.analyzer.validation import validate
 
 __all__ = [
     "Analysis",
@@ -68,8 +67,8 @@ _HOME = {
     "DataError": "errors",
     "FileRead": "readers.registry",
     "Hang": "hang.hang",
-    "Job": "model.spec.job",
-    "Plan": "compare.plan.plan",
+    "Job": "model.config",
+    "Plan": "model.plan_space",
     "Prediction": "model.prediction",
     "Report": "report.report",
     "Rules": "readers.kernel_rules",
@@ -84,13 +83,13 @@ _HOME = {
     "compare_runs": "two_runs",
     "examine": "analysis",
     "find_hang": "hang.find",
-    "plan": "compare.plan.search",
+    "plan": "model.plan",
     "predict": "model.predict",
     "read_files": "readers.registry",
-    "read_job": "model.spec.run_file",
-    "read_rates": "model.rates_file",
+    "read_job": "model.config_file",
+    "read_rates": "model.predict",
     "read_rules": "readers.kernel_rules",
-    "validate": "model.validate.validation",
+    "validate": "validation",
     "what_if": "compare.what_if.what_if",
 }
 

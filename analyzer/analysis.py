@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer.compare.causes.find import find_causes
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.readers.workers import Progress, no_progress

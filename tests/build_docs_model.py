@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stepsplit.analyzer.model.validate.tables import Check
-from stepsplit.analyzer.model.validate.validation import validate
+from stepsplit.analyzer.validation import validate
+from stepsplit.analyzer.validation.tables import Check
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = (

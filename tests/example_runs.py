@@ -11,9 +11,9 @@ from pathlib import Path
 
 from stepsplit.analyzer.compare.measured import measured_messages
 from stepsplit.analyzer.compare.messages import MessageComparison, compare_messages
+from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.spec.run_file import job_of
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 

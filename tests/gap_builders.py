@@ -13,8 +13,9 @@ from prediction_builders import prediction
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.compare.gap.gap import gap_of
 from stepsplit.analyzer.compare.gap.price import Price
-from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.gap import Gap

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.formula import Formula
-from stepsplit.analyzer.model.prediction import (
-    Band,
-    Communication,
-    Message,
-    Prediction,
-    StageMemory,
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.config import (
+    Efficiency,
+    Hardware,
+    Job,
+    Layout,
+    Link,
+    Recipe,
+    Transformer,
 )
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.transformer import Transformer
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction, StageMemory
 
 MS = 1_000_000
 GIB = 2**30

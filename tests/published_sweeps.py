@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
-from stepsplit.analyzer.model.spec.span import Span
-from stepsplit.analyzer.model.validate.records import PUBLISHED
+from stepsplit.analyzer.model.config import Efficiency, Hardware, Link, Span
+from stepsplit.analyzer.validation.tables import PUBLISHED
 
 MIB, GIB = 2**20, 2**30
 

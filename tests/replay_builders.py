@@ -9,7 +9,7 @@ from builders import GpuTrace
 from stepsplit.analyzer.compare.causes.scene import Scene, scene_of
 from stepsplit.analyzer.compare.replay.graph import Graph
 from stepsplit.analyzer.compare.replay.play import play
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 

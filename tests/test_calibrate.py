@@ -17,15 +17,11 @@ from stepsplit.analyzer.compare.calibrate.hardware_file import hardware_text
 from stepsplit.analyzer.compare.calibrate.parts import parts_of
 from stepsplit.analyzer.compare.calibrate.seen import RunSeen, StageSeen, Transfer
 from stepsplit.analyzer.compare.calibrate.wire import to_json
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.comm.sweep import Sweep
-from stepsplit.analyzer.model.comm.time import time_of
-from stepsplit.analyzer.model.memory.memory import memory_of
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Learned
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.presets import hardware
-from stepsplit.analyzer.model.spec.run_file import job_of
-from stepsplit.analyzer.model.spec.span import Span
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.comm_time import time_of
+from stepsplit.analyzer.model.config import Efficiency, Hardware, Job, Learned, Span
+from stepsplit.analyzer.model.config_file import hardware, job_of
+from stepsplit.analyzer.model.memory import memory_of
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
@@ -181,15 +177,15 @@ def test_transfers_of_several_runs_become_one_sweep() -> None:
         run(job(), TRUE, "b", replace(one, ns=200), replace(one, op="all_gather")),
     ]
     assert calibration_of(runs).transfers == (
-        Sweep("all_gather", 2, 2, (1000,), (100,), swept=False),
-        Sweep("all_reduce", 2, 2, (1000, 9000), (150.0, 900), swept=False),
+        TransferSweep("all_gather", 2, 2, (1000,), (100,), swept=False),
+        TransferSweep("all_reduce", 2, 2, (1000, 9000), (150.0, 900), swept=False),
     )
 
 
 def test_beyond_recorded_sizes_the_closed_form_goes_on() -> None:
     on, span = hardware("cpu"), Span(2, 2)
     slow = 3 * time_of("all_reduce", 1 << 20, span, on).ns
-    rates = Rates((Sweep("all_reduce", 2, 2, (1 << 20,), (slow,), swept=False),))
+    rates = Rates((TransferSweep("all_reduce", 2, 2, (1 << 20,), (slow,), swept=False),))
     for size in (8, 1 << 20, 1 << 24):
         closed = time_of("all_reduce", size, span, on).ns
         assert math.isclose(rates.time_of("all_reduce", size, span, on).ns, 3 * closed)

@@ -7,13 +7,17 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.spec.checks import check, first_fault
-from stepsplit.analyzer.model.spec.hardware import Hardware
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.links import efficiency, link
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+from stepsplit.analyzer.model.config import (
+    Experts,
+    Hardware,
+    Job,
+    LatentAttention,
+    Layout,
+    Recipe,
+    Transformer,
+)
+from stepsplit.analyzer.model.config_checks import check, first_fault
+from stepsplit.analyzer.model.hardware_config import efficiency, link
 
 GPT = Transformer(
     layers=8, hidden=512, heads=8, kv_heads=4, head_size=64, ffn=2048, vocab=1000, positions=1024

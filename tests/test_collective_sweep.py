@@ -11,18 +11,24 @@ from published_sweeps import A100, ALPS, measured
 from required import shared_trace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.comm.sweep import Sweep, sweeps_of
-from stepsplit.analyzer.model.comm.table import Cost, TunerTable, tuner_table, tuner_tables
-from stepsplit.analyzer.model.comm.time import time_of
+from stepsplit.analyzer.model.comm_measured import (
+    Cost,
+    Rates,
+    TransferSweep,
+    TunerTable,
+    sweeps_of,
+    tuner_table,
+    tuner_tables,
+)
+from stepsplit.analyzer.model.comm_time import time_of
+from stepsplit.analyzer.model.config import Span
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.model.spec.span import Span
 from stepsplit.analyzer.readers.nccl import nccl_tests as read
 from stepsplit.analyzer.readers.nccl.log import read_nccl_log
 from stepsplit.analyzer.readers.sources import DiskFile
 
 EIGHT = Span(8, 8)
-SWEEP = Sweep("all_gather", 8, 8, (1_000, 4_000, 16_000), (10_000.0, 20_000.0, 80_000.0))
+SWEEP = TransferSweep("all_gather", 8, 8, (1_000, 4_000, 16_000), (10_000.0, 20_000.0, 80_000.0))
 
 
 def test_between_two_sizes_the_logarithm_of_time_is_linear() -> None:
@@ -48,7 +54,7 @@ def test_sizes_and_times_that_are_no_sweep_are_refused(
     sizes: tuple[int, ...], times: tuple[float, ...], told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
-        Sweep("send", 2, 2, sizes, times)
+        TransferSweep("send", 2, 2, sizes, times)
 
 
 def row(
@@ -71,8 +77,8 @@ def test_tables_of_nccl_tests_become_sweeps_without_their_wrong_rows() -> None:
         table("reduce", -1, row(8, 100)),
     ]
     assert sweeps_of(tables, ranks_per_node=4) == (
-        Sweep("send", 8, 4, (8, 16), (100.0, 200.0)),
-        Sweep("all_gather", 2, 2, (8,), (7.0,)),
+        TransferSweep("send", 8, 4, (8, 16), (100.0, 200.0)),
+        TransferSweep("all_gather", 2, 2, (8,), (7.0,)),
     )
     assert sweeps_of(tables)[0].ranks_per_node == 8
 
@@ -93,7 +99,7 @@ def test_a_sweep_of_other_ranks_is_scaled_by_the_closed_form() -> None:
 
 
 def test_of_several_sweeps_the_nearest_in_ranks_counts() -> None:
-    near = Sweep("all_gather", 4, 4, (1_000,), (1.0,))
+    near = TransferSweep("all_gather", 4, 4, (1_000,), (1.0,))
     rates = Rates((SWEEP, near))
     assert rates.time_of("all_gather", 1_000, Span(4, 4), A100).ns == 1.0
 
@@ -118,7 +124,7 @@ def test_without_a_sweep_nccls_own_table_takes_its_cheapest_cell() -> None:
 
 
 def test_recv_is_measured_as_send() -> None:
-    rates = Rates((Sweep("send", 2, 1, (1_000,), (5.0,)),))
+    rates = Rates((TransferSweep("send", 2, 1, (1_000,), (5.0,)),))
     assert rates.time_of("recv", 1_000, Span(2, 1), A100).ns == 5.0
 
 
@@ -173,7 +179,9 @@ def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
         for i in range(1, len(points) - 1):
             sizes, times = zip(*points[:i], *points[i + 1 :], strict=True)
             size, ns = points[i]
-            errors.append(abs(Sweep("all_reduce", 8, 8, sizes, times).time_of(size) / ns - 1))
+            errors.append(
+                abs(TransferSweep("all_reduce", 8, 8, sizes, times).time_of(size) / ns - 1)
+            )
         assert len(errors) >= 18
         assert mean(errors) <= 0.08
 
@@ -181,7 +189,7 @@ def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
 def test_a_sweep_of_16_nodes_tells_more_of_itself_than_the_closed_form() -> None:
     rows = [one for one in measured() if one.system == "Alps, 16 nodes"]
     known = [one for one in rows if one.fitted]
-    sweep = Sweep(
+    sweep = TransferSweep(
         "all_reduce", 64, 4,
         tuple(one.message_bytes for one in known), tuple(one.ns for one in known),
     )  # fmt: skip

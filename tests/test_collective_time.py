@@ -21,11 +21,15 @@ from published_sweeps import (
 )
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.algorithms import ring_ns, tree_ns, tree_until_bytes
-from stepsplit.analyzer.model.comm.time import OPS, time_of
+from stepsplit.analyzer.model.comm_time import (
+    TIMED_OPS,
+    ring_ns,
+    time_of,
+    tree_ns,
+    tree_until_bytes,
+)
+from stepsplit.analyzer.model.config import Hardware, Link, Span
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.model.spec.hardware import Hardware, Link
-from stepsplit.analyzer.model.spec.span import Span
 from stepsplit.analyzer.ops import busbw_factor
 
 US, MS = 1_000, 1_000_000
@@ -115,13 +119,13 @@ def test_two_gpus_of_a_mesh_share_one_of_its_links() -> None:
     assert 4 * GIB / took == pytest.approx(47.671, rel=0.07)
 
 
-@for_each("op", OPS)
+@for_each("op", TIMED_OPS)
 def test_a_rank_alone_and_an_empty_message_cost_nothing(op: str) -> None:
     assert time_of(op, GIB, Span(1, 1), PLAIN) == Band(0, 0, 0)
     assert time_of(op, 0, TWO, PLAIN) == Band(0, 0, 0)
 
 
-@for_each("op", OPS)
+@for_each("op", TIMED_OPS)
 @for_each("hardware", [A100, H200, B200, ALPS, MI300X])
 def test_a_larger_message_never_takes_less(op: str, hardware: Hardware) -> None:
     for nodes in (1, 2, 3, 16, 256):

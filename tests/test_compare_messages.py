@@ -17,10 +17,11 @@ from stepsplit.analyzer.compare.messages import (
     MessageRow,
     compare_messages,
 )
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.spec.run_file import job_of
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import split_run
 

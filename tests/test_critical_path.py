@@ -9,7 +9,7 @@ import numpy as np
 from builders import GpuTrace
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.critical_path import (
     CriticalPaths,

@@ -12,20 +12,29 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.memory.frameworks import coefficients
-from stepsplit.analyzer.model.spec.hardware_table import HARDWARE_KEYS, PEAKS
-from stepsplit.analyzer.model.spec.layout import SCHEDULES
-from stepsplit.analyzer.model.spec.layout_table import _KEYS as PARALLEL_KEYS
-from stepsplit.analyzer.model.spec.links import CONSTANTS, families, link_names
-from stepsplit.analyzer.model.spec.model_table import MODEL_KEYS
-from stepsplit.analyzer.model.spec.presets import hardware_names, model_names
-from stepsplit.analyzer.model.spec.recipe import DTYPES, FRAMEWORKS, OPTIMIZERS
-from stepsplit.analyzer.model.spec.recipe_table import _KEYS as TRAINING_KEYS
-from stepsplit.analyzer.model.spec.recipe_table import RECOMPUTES, STATES, TARGETS
-from stepsplit.analyzer.model.spec.run_file import job_of
-from stepsplit.analyzer.model.validate.tables import Check
-from stepsplit.analyzer.model.validate.validation import validate
-from stepsplit.analyzer.model.work.conventions import CONVENTIONS
+from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config_file import _LAYOUT_KEYS as PARALLEL_KEYS
+from stepsplit.analyzer.model.config_file import _RECIPE_KEYS as TRAINING_KEYS
+from stepsplit.analyzer.model.config_file import (
+    MODEL_KEYS,
+    RECOMPUTES,
+    STATES,
+    TARGETS,
+    hardware_names,
+    job_of,
+    model_names,
+)
+from stepsplit.analyzer.model.flops import CONVENTIONS
+from stepsplit.analyzer.model.hardware_config import (
+    CONSTANTS,
+    HARDWARE_KEYS,
+    PEAKS,
+    families,
+    link_names,
+)
+from stepsplit.analyzer.model.memory_states import coefficients
+from stepsplit.analyzer.validation import validate
+from stepsplit.analyzer.validation.tables import Check
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "model.md").read_text()

@@ -9,19 +9,14 @@ from functools import partial
 import pytest
 from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
-from stepsplit.analyzer.model.comm.algorithms import nvls_ns, ring_ns
-from stepsplit.analyzer.model.comm.sweep import SWEEP
-from stepsplit.analyzer.model.explain.explain import Explained, explain
-from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
-from stepsplit.analyzer.model.explain.heard import heard
-from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.spec.hardware import Hardware, Link
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.span import Span
-from stepsplit.analyzer.model.spec.transformer import Experts
-from stepsplit.analyzer.model.work.parameters import TOTAL
+from stepsplit.analyzer.model.comm_measured import SWEEP
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_time import nvls_ns, ring_ns
+from stepsplit.analyzer.model.config import Experts, Hardware, Job, Layout, Link, Recipe, Span
+from stepsplit.analyzer.model.explain import explain
+from stepsplit.analyzer.model.formulas import Explained, RuleOfThumb, Symbol, heard
+from stepsplit.analyzer.model.parameters import TOTAL
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 
 PER_TOKEN = 72 * 24 * 2048**2 + 12 * 24 * 2048 * 2048 + 6 * 2048 * 50_176
 LAYER = 4 * 2048**2 // 2 + 3 * 1024 + 2048 + 8 * 2048**2 // 2 + 4096 + 2048 + 4 * 2048

@@ -7,8 +7,7 @@ import pkgutil
 from collections import Counter
 
 from stepsplit.analyzer import model
-from stepsplit.analyzer.model.explain.folk import Folk, folk_rules
-from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.model.formulas import Folk, Formula, folk_rules
 
 
 def test_a_rule_says_what_people_repeat_and_what_holds() -> None:

@@ -10,16 +10,19 @@ import pytest
 from cases import for_each
 from prediction_builders import GPT, H100, job
 
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.comm.sweep import Sweep
-from stepsplit.analyzer.model.comm.table import Cost, TunerTable
-from stepsplit.analyzer.model.explain.explain import explain
+from stepsplit.analyzer.model.comm_measured import Cost, Rates, TransferSweep, TunerTable
+from stepsplit.analyzer.model.config import (
+    Experts,
+    Framework,
+    Job,
+    LatentAttention,
+    Layout,
+    Recipe,
+    Schedule,
+)
+from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout, Schedule
-from stepsplit.analyzer.model.spec.recipe import Framework, Recipe
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention
-from stepsplit.analyzer.model.used import formulas_of
+from stepsplit.analyzer.model.used_formulas import formulas_of
 
 ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",
@@ -128,7 +131,7 @@ def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> Non
 
 
 def test_what_was_measured_of_the_links_is_named() -> None:
-    sweep = Sweep("all_reduce", 8, 8, (1024.0, 2048.0), (1e4, 2e4))
+    sweep = TransferSweep("all_reduce", 8, 8, (1024.0, 2048.0), (1e4, 2e4))
     table = TunerTable(8, 8, (Cost("all_reduce", 1e4, 1e11),))
     a_job = job(layout=Layout(dp_replicate=8))
     measured = ids(a_job, Rates((sweep,), (table,)))

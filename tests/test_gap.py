@@ -36,10 +36,10 @@ from stepsplit.analyzer.compare.gap.gap import gap_of
 from stepsplit.analyzer.compare.gap.price import Price, price_of
 from stepsplit.analyzer.compare.gap.wires import Wire
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.config import Layout
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Communication, StageMemory
-from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.report.gap import (
     ComparedCalls,
     ComparedMemory,

@@ -9,13 +9,15 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.memory.activations import LayerActivations, layer_activations
-from stepsplit.analyzer.model.memory.frameworks import coefficients
-from stepsplit.analyzer.model.memory.in_flight import chunks_in_flight
-from stepsplit.analyzer.model.memory.recompute import StageActivations, stage_activations
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS, Framework
-from stepsplit.analyzer.model.spec.stages import stages_of
+from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, Layout, stages_of
+from stepsplit.analyzer.model.memory_states import (
+    LayerActivations,
+    StageActivations,
+    chunks_in_flight,
+    coefficients,
+    layer_activations,
+    stage_activations,
+)
 
 GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from prediction_builders import prediction
 
-from stepsplit.analyzer.model.wire import from_json, to_json
+from stepsplit.analyzer.model.prediction import prediction_from_json, prediction_to_json
 from stepsplit.dashboard.commands.model import command
 
 RUN = """\
@@ -65,13 +65,13 @@ def test_explain_adds_the_formulas(run_file: Path) -> None:
 
 def test_json_on_standard_output_is_json_alone(run_file: Path) -> None:
     result = run(run_file, "--json", "-", "--explain")
-    assert result.stdout == to_json(prediction())
+    assert result.stdout == prediction_to_json(prediction())
 
 
 def test_json_in_a_file_leaves_the_screen(run_file: Path, tmp_path: Path) -> None:
     result = run(run_file, "--json", tmp_path / "out" / "p.json")
     assert "step 460 ms" in result.stdout
-    assert from_json((tmp_path / "out" / "p.json").read_text()) == prediction()
+    assert prediction_from_json((tmp_path / "out" / "p.json").read_text()) == prediction()
 
 
 def test_a_place_that_cannot_be_written_is_named(run_file: Path) -> None:
@@ -92,9 +92,9 @@ def test_nothing_heavy_is_loaded_on_the_way_to_the_screen_and_the_formulas() -> 
 import sys
 import stepsplit.dashboard.cli
 import stepsplit.dashboard.commands.model
-import stepsplit.analyzer.model.explain.explain
-import stepsplit.analyzer.model.spec.run_file
-import stepsplit.analyzer.model.wire
+import stepsplit.analyzer.model.explain
+import stepsplit.analyzer.model.config_file
+import stepsplit.analyzer.model.prediction
 import stepsplit.dashboard.reporters.explained
 import stepsplit.dashboard.reporters.prediction
 sys.exit(", ".join(name for name in {HEAVY!r} if name in sys.modules))

@@ -8,25 +8,21 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.stages import Chunk, stages_of
-from stepsplit.analyzer.model.spec.transformer import Experts
-from stepsplit.analyzer.model.work.conventions import (
+from stepsplit.analyzer.model.config import Chunk, Experts, Layout, stages_of
+from stepsplit.analyzer.model.flops import (
     CONVENTIONS,
+    ChunkFlops,
+    chunk_flops,
+    hardware_flops,
     korthikanti_flops,
     korthikanti_selective_flops,
+    mfu,
+    model_flops,
     sc21_days,
     sc21_flops,
     training_days,
 )
-from stepsplit.analyzer.model.work.flops import (
-    ChunkFlops,
-    chunk_flops,
-    hardware_flops,
-    model_flops,
-)
-from stepsplit.analyzer.model.work.mfu import mfu
-from stepsplit.analyzer.model.work.parameters import active_parameters, total_parameters
+from stepsplit.analyzer.model.parameters import active_parameters, total_parameters
 
 SMALL = gpt(layers=2, hidden=4, heads=2, vocab=128, seq=8)
 STEP = {"seq_len": 8, "global_batch": 4}

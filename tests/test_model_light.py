@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 from machine import slowness, usual_seconds
 
+from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model.config import Job, Layout, Recipe
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.spec import presets
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
 
 RUN = """\
 [model]
@@ -99,9 +97,9 @@ MODELS = ("llama-7b", "llama-3.1-70b", "gpt3-175b", "llama-2-70b", "qwen2.5-32b"
 def thousand_jobs(seq_len: int) -> list[Job]:
     """5 models in 8 layouts with 25 batches, none like another."""
     recipes = [Recipe(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
-    hardware = presets.hardware("h100-sxm")
+    hardware = config_file.hardware("h100-sxm")
     return [
-        Job(presets.transformer(name), layout, each, hardware)
+        Job(config_file.transformer(name), layout, each, hardware)
         for name in MODELS
         for layout in LAYOUTS
         for each in recipes

@@ -10,18 +10,29 @@ import pytest
 from work_builders import DEVICE, RECIPE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.memory.activations import layers_of
-from stepsplit.analyzer.model.memory.band import BytesBand, allocated_band, reserved_bytes
-from stepsplit.analyzer.model.memory.calibrate import Calibration, calibrate
-from stepsplit.analyzer.model.memory.memory import fits, memory_of
-from stepsplit.analyzer.model.memory.peak import Moment, moments_of
+from stepsplit.analyzer.model.config import (
+    Experts,
+    Job,
+    LatentAttention,
+    Layout,
+    Recipe,
+    Transformer,
+    stages_of,
+)
+from stepsplit.analyzer.model.memory import (
+    BytesBand,
+    Calibration,
+    Moment,
+    allocated_band,
+    calibrate_memory,
+    fits,
+    memory_of,
+    moments_of,
+    reserved_bytes,
+)
+from stepsplit.analyzer.model.memory_states import layers_of
+from stepsplit.analyzer.model.parameters import stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.stages import stages_of
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
-from stepsplit.analyzer.model.work.parameters import stage_parameters
 
 WORKSPACE = 64 * 2**20
 
@@ -139,24 +150,24 @@ def test_a_band_is_narrow_for_megatron_wide_for_others_and_closes_with_a_calibra
 def test_one_measured_peak_gives_a_factor_on_the_activations_of_the_fullest_stage() -> None:
     """Stage 0 has 100 + 100, stage 1 has 100 + 40: at 1.5 stage 0 reaches 250."""
     predicted = (StageMemory(0, 100, 0, 0, 100, 0, 0), StageMemory(1, 100, 0, 0, 40, 0, 0))
-    assert calibrate(predicted, (250,), "run 1") == Calibration("run 1", 1.5, 0)
+    assert calibrate_memory(predicted, (250,), "run 1") == Calibration("run 1", 1.5, 0)
 
 
 def test_a_peak_a_stage_gives_factor_and_constant() -> None:
     """2 x 100 + 30 + 100, and 2 x 40 + 30 + 100."""
     predicted = (StageMemory(0, 100, 0, 0, 100, 0, 0), StageMemory(1, 100, 0, 0, 40, 0, 0))
-    assert calibrate(predicted, (330, 210), "run 1") == Calibration("run 1", 2.0, 30)
+    assert calibrate_memory(predicted, (330, 210), "run 1") == Calibration("run 1", 2.0, 30)
 
 
 def test_what_no_activations_can_explain_becomes_a_constant() -> None:
     predicted = (StageMemory(0, 100, 0, 0, 10, 0, 0),)
-    assert calibrate(predicted, (200,), "run 1") == Calibration("run 1", 1.0, 90)
+    assert calibrate_memory(predicted, (200,), "run 1") == Calibration("run 1", 1.0, 90)
 
 
 def test_a_wrong_number_of_measured_peaks_is_refused() -> None:
     predicted = (StageMemory(0, 100, 0, 0, 10, 0, 0),)
     with pytest.raises(UsageError, match=r"^2 measured peaks for 1 stages: give 1 or 1$"):
-        calibrate(predicted, (200, 100), "run 1")
+        calibrate_memory(predicted, (200, 100), "run 1")
 
 
 def test_a_calibration_changes_activations_and_other_alone() -> None:
@@ -227,7 +238,9 @@ def test_one_run_calibrates_the_other_schedules_of_a_model() -> None:
     for row in (row for row in rows if row["schedule"] in SCHEDULES):
         case, measured = of_zero_bubble(row), float(row["memory_GB"]) * 1e9
         if row["model"] not in learned:
-            learned[row["model"]] = calibrate(memory_of(case), (round(measured),), row["model"])
+            learned[row["model"]] = calibrate_memory(
+                memory_of(case), (round(measured),), row["model"]
+            )
             continue
         found = max(each.total_bytes for each in memory_of(case, learned[row["model"]]))
         errors.append(abs(found / measured - 1))

@@ -9,12 +9,10 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.comm.data import Bucket, buckets
-from stepsplit.analyzer.model.comm.messages import messages_of
-from stepsplit.analyzer.model.prediction import Message
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.transformer import Experts, Transformer
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_volume import messages_of
+from stepsplit.analyzer.model.comm_volume_data import Bucket, buckets
+from stepsplit.analyzer.model.config import Experts, Job, Layout, Transformer
 
 M = Message
 MIXED = replace(TINY, layers=2, experts=Experts(4, 2, ffn=16, shared_ffn=8, dense_layers=1))

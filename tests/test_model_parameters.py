@@ -8,12 +8,13 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
-from stepsplit.analyzer.model.work.layers import LayerParameters, dense_layer, expert_layer
-from stepsplit.analyzer.model.work.parameters import (
+from stepsplit.analyzer.model.config import Experts, LatentAttention, Layout, Transformer
+from stepsplit.analyzer.model.parameters import (
+    LayerParameters,
     StageParameters,
     active_parameters,
+    dense_layer,
+    expert_layer,
     stage_parameters,
     total_parameters,
 )

@@ -14,23 +14,32 @@ from work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.config import (
+    FRAMEWORKS,
+    SCHEDULES,
+    Hardware,
+    Job,
+    Layout,
+    Link,
+    Recipe,
+    Schedule,
+    stages_of,
+)
+from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.layer_time import Pass, speed_of
+from stepsplit.analyzer.model.parameters import stage_parameters
 from stepsplit.analyzer.model.predict import predict, stage_times, timed_messages
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.spec import presets
-from stepsplit.analyzer.model.spec.checks import first_fault
-from stepsplit.analyzer.model.spec.hardware import Hardware, Link
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import SCHEDULES, Layout, Schedule
-from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS, Recipe
-from stepsplit.analyzer.model.spec.stages import stages_of
-from stepsplit.analyzer.model.step.layer import Pass
-from stepsplit.analyzer.model.step.pipeline import pipelined
-from stepsplit.analyzer.model.step.speed import speed_of
-from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
-from stepsplit.analyzer.model.wire import from_json, to_json
-from stepsplit.analyzer.model.work.parameters import stage_parameters
+from stepsplit.analyzer.model.prediction import (
+    Band,
+    Communication,
+    Prediction,
+    prediction_from_json,
+    prediction_to_json,
+)
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.model.step_time import StageTime, pipelined, stage_time
 
 FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)
 """A FLOP and a byte each take a ns."""
@@ -135,7 +144,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedul
     assert found.time.bubble_overhead == pytest.approx(ideal / (1 - ideal))
 
 
-LLAMA, A100 = presets.transformer("llama-7b"), presets.hardware("a100-sxm-80gb")
+LLAMA, A100 = config_file.transformer("llama-7b"), config_file.hardware("a100-sxm-80gb")
 RECIPE = Recipe(seq_len=2048, micro_batch=1, global_batch=32)
 
 
@@ -190,7 +199,7 @@ def doubts(one: Job) -> list[str]:
 
 
 def test_a_tiny_model_is_host_bound() -> None:
-    tiny = Job(presets.transformer("gpt2-124m"), Layout(), replace(RECIPE, seq_len=256), A100)
+    tiny = Job(config_file.transformer("gpt2-124m"), Layout(), replace(RECIPE, seq_len=256), A100)
     assert doubts(tiny) == ["host-bound"]
 
 
@@ -210,7 +219,7 @@ def test_another_framework_than_the_fitted_ones_is_doubtful() -> None:
 
 
 def test_hardware_without_published_runs_is_doubtful() -> None:
-    assert doubts(llama(Layout(), presets.hardware("mi300x"))) == ["mi300x"]
+    assert doubts(llama(Layout(), config_file.hardware("mi300x"))) == ["mi300x"]
 
 
 def test_an_impossible_job_is_refused() -> None:
@@ -220,20 +229,20 @@ def test_an_impossible_job_is_refused() -> None:
 
 def test_experts_that_replicas_do_not_hold_whole_are_predicted_or_refused() -> None:
     layout = Layout(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
-    one = Job(presets.transformer("mixtral-8x7b"), layout, RECIPE, A100)
+    one = Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
     if first_fault(one) is None:
         assert predict(one).split.step_ns > 0
 
 
 def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
     layout = Layout(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
-    one = Job(presets.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
+    one = Job(config_file.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
     assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
 
 
 def test_what_cut_experts_send_takes_time_without_tensor_parallelism() -> None:
     layout = Layout(dp_replicate=8, ep=4, expert_tp=2)
-    found = predict(Job(presets.transformer("mixtral-8x7b"), layout, RECIPE, A100))
+    found = predict(Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
     times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
     assert times and min(times) > 0
 
@@ -278,7 +287,7 @@ def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:
 
 
 FAR = Job(
-    presets.transformer("gpt3-175b"), Layout(tp=2, pp=8), replace(RECIPE, global_batch=8), A100
+    config_file.transformer("gpt3-175b"), Layout(tp=2, pp=8), replace(RECIPE, global_batch=8), A100
 )
 """Stages of two ranks on nodes of eight: every fourth boundary is one between nodes."""
 
@@ -359,8 +368,8 @@ def jobs(draw: st.DrawFn) -> Job:
         flash_attention=draw(st.booleans()),
         offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
     )
-    model = presets.transformer(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
-    one = Job(model, layout, recipe, presets.hardware(draw(st.sampled_from(HARDWARE))))
+    model = config_file.transformer(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
+    one = Job(model, layout, recipe, config_file.hardware(draw(st.sampled_from(HARDWARE))))
     assume(first_fault(one) is None)
     return one
 
@@ -391,9 +400,9 @@ def test_communication_is_never_exposed_for_longer_than_it_takes(one: Job) -> No
 def test_a_prediction_is_the_same_again_and_from_its_json(one: Job) -> None:
     found = predict(one)
     assert predict(one) == found
-    text = to_json(found)
-    again = from_json(text)
-    assert to_json(again) == text
+    text = prediction_to_json(found)
+    again = prediction_from_json(text)
+    assert prediction_to_json(again) == text
     assert rounded(again) == rounded(found)
 
 

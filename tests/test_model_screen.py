@@ -11,13 +11,11 @@ from rich.console import Console, RenderableType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.explain.explain import Explained, explain
-from stepsplit.analyzer.model.explain.explained import RuleOfThumb, Symbol
-from stepsplit.analyzer.model.explain.folk import Folk
-from stepsplit.analyzer.model.formula import Formula
-from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.config import Layout, Recipe
+from stepsplit.analyzer.model.explain import explain
+from stepsplit.analyzer.model.formulas import Explained, Folk, Formula, RuleOfThumb, Symbol
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.dashboard.reporters.explained import listing
 from stepsplit.dashboard.reporters.prediction import screen
 

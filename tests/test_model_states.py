@@ -6,17 +6,16 @@ import pytest
 from cases import for_each
 from work_builders import LITE, job, published
 
-from stepsplit.analyzer.model.memory.offload import deepspeed_host_bytes, offload
-from stepsplit.analyzer.model.memory.states import (
+from stepsplit.analyzer.model.config import Dtype, Layout, Optimizer, Recipe
+from stepsplit.analyzer.model.memory import deepspeed_host_bytes, offload
+from stepsplit.analyzer.model.memory_states import (
     ParameterBytes,
     States,
     parameter_bytes,
     share,
     states_of,
 )
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Dtype, Optimizer, Recipe
-from stepsplit.analyzer.model.work.parameters import stage_parameters
+from stepsplit.analyzer.model.parameters import stage_parameters
 
 PAPER = Recipe(16, 1, 1, framework="zero-paper")
 DEEPSPEED = Recipe(16, 1, 1, dtype="fp16", framework="deepspeed")

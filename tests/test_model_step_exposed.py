@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 from work_builders import TINY, job
 
-from stepsplit.analyzer.model.prediction import Band, Message
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.stages import stages_of
-from stepsplit.analyzer.model.step.exposed import Beside, Timed, exposed
-from stepsplit.analyzer.model.step.layer import Pass, dense_layer
-from stepsplit.analyzer.model.step.speed import Speed
-from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
-from stepsplit.analyzer.model.work.parameters import stage_parameters
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.config import Job, Layout, stages_of
+from stepsplit.analyzer.model.layer_time import Pass, Speed, dense_layer
+from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.step_time import Beside, StageTime, Timed, exposed, stage_time
 
 UNIT = Speed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,

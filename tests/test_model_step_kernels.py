@@ -13,30 +13,40 @@ from cases import for_each
 from work_builders import DEVICE, LITE, TINY, job
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Link
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.stages import Chunk, stages_of
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
-from stepsplit.analyzer.model.step.chunk import chunk_passes
-from stepsplit.analyzer.model.step.host import host_bound, launches, waits
-from stepsplit.analyzer.model.step.layer import Pass, dense_layer, expert_layer
-from stepsplit.analyzer.model.step.optimizer import (
-    offload_ns,
-    optimizer_ns,
-    updated_parameters,
+from stepsplit.analyzer.model.config import (
+    Chunk,
+    Efficiency,
+    Experts,
+    LatentAttention,
+    Layout,
+    Link,
+    Transformer,
+    stages_of,
 )
-from stepsplit.analyzer.model.step.products import (
+from stepsplit.analyzer.model.flops import chunk_flops
+from stepsplit.analyzer.model.layer_time import (
+    Pass,
     Product,
+    Speed,
+    Traffic,
     attention_products,
+    chunk_passes,
+    dense_layer,
+    expert_layer,
     expert_products,
     head_product,
+    host_bound,
+    launches,
     mlp_products,
+    offload_ns,
+    optimizer_ns,
+    pieces_ns,
+    speed_of,
+    traffic_of,
+    updated_parameters,
+    waits,
 )
-from stepsplit.analyzer.model.step.ring import pieces_ns
-from stepsplit.analyzer.model.step.speed import Speed, speed_of
-from stepsplit.analyzer.model.step.traffic import Traffic, traffic_of
-from stepsplit.analyzer.model.work.flops import chunk_flops
-from stepsplit.analyzer.model.work.parameters import stage_parameters
+from stepsplit.analyzer.model.parameters import stage_parameters
 
 UNIT = Speed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,

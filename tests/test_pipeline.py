@@ -12,7 +12,7 @@ from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
 from stepsplit.analyzer.split.mesh import RankLayout, layout_of

@@ -9,23 +9,16 @@ from itertools import islice
 import pytest
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.compare.plan.candidates import candidate_of
-from stepsplit.analyzer.compare.plan.floor import Floor
-from stepsplit.analyzer.compare.plan.paste import toml_lines
-from stepsplit.analyzer.compare.plan.plan import Plan
-from stepsplit.analyzer.compare.plan.search import plan
-from stepsplit.analyzer.compare.plan.space import even_layers, families
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.memory.memory import fits, memory_of
+from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.config import Experts, Framework, Job, Layout, Recipe
+from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.config_file import job_of
+from stepsplit.analyzer.model.memory import fits, memory_of
+from stepsplit.analyzer.model.plan import Floor, candidate_of, plan
+from stepsplit.analyzer.model.plan_space import Plan, even_layers, families, toml_lines
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.spec import presets
-from stepsplit.analyzer.model.spec.checks import first_fault
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Framework, Recipe
-from stepsplit.analyzer.model.spec.run_file import job_of
-from stepsplit.analyzer.model.spec.transformer import Experts
 
 MOST_S = 30.0
 """For 10,000 layouts."""
@@ -34,7 +27,7 @@ MOST_S = 30.0
 def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -> Job:
     """A preset's model on a preset's device, with Megatron-LM; one rank, which a plan ignores."""
     recipe = Recipe(seq_len, micro_batch=1, global_batch=global_batch)
-    return Job(presets.transformer(model), Layout(), recipe, presets.hardware(device))
+    return Job(config_file.transformer(model), Layout(), recipe, config_file.hardware(device))
 
 
 SMALL = job("gpt2-355m", 1024, 16)

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stepsplit.analyzer.compare.plan.plan import Plan
-from stepsplit.analyzer.compare.plan.search import plan
-from stepsplit.analyzer.compare.plan.wire import from_json, to_json
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.run_file import job_of
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_file import job_of
+from stepsplit.analyzer.model.plan import from_json, plan, to_json
+from stepsplit.analyzer.model.plan_space import Plan
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.plan import screen
 
@@ -159,8 +158,8 @@ def test_nothing_heavy_is_loaded_on_the_way_to_the_screen() -> None:
 import sys
 import stepsplit.dashboard.cli
 import stepsplit.dashboard.commands.plan
-import stepsplit.analyzer.compare.plan.search
-import stepsplit.analyzer.compare.plan.wire
+import stepsplit.analyzer.model.plan
+import stepsplit.analyzer.model.plan
 import stepsplit.dashboard.reporters.plan
 sys.exit(", ".join(name for name in {HEAVY!r} if name in sys.modules))
 """

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from stepsplit.analyzer.compare.plan.search import plan
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.presets import hardware, transformer
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.validate.jobs.megatron import megascale
-from stepsplit.analyzer.model.validate.records import Published, Record
+from stepsplit.analyzer.model.config import Job, Layout, Recipe
+from stepsplit.analyzer.model.config_file import hardware, transformer
+from stepsplit.analyzer.model.plan import plan
+from stepsplit.analyzer.validation.published_runs import megascale
+from stepsplit.analyzer.validation.tables import Published, Record
 
 NEAR = 1.10
 AXES = frozenset({"tp", "pp", "cp"})

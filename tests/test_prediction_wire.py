@@ -10,12 +10,17 @@ from cases import for_each
 from prediction_builders import GIB, MS, prediction
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.prediction import Band, Communication, Message
-from stepsplit.analyzer.model.wire import from_json, to_json
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.prediction import (
+    Band,
+    Communication,
+    prediction_from_json,
+    prediction_to_json,
+)
 
 
 def test_the_top_level_holds_the_keys_of_the_contract_then_the_rest() -> None:
-    assert list(json.loads(to_json(prediction()))) == [
+    assert list(json.loads(prediction_to_json(prediction()))) == [
         "schema", "parameters", "parameters_per_stage", "memory", "model_flops", "hardware_flops",
         "communication", "pipeline", "splits", "split", "mfu", "hfu", "tokens_per_s_per_gpu",
         "fits", "formulas", "confidence", "low_ns", "high_ns", "convention", "notes",
@@ -23,7 +28,7 @@ def test_the_top_level_holds_the_keys_of_the_contract_then_the_rest() -> None:
 
 
 def test_rows_are_flat_and_carry_their_sums() -> None:
-    body = json.loads(to_json(prediction()))
+    body = json.loads(prediction_to_json(prediction()))
     assert body["memory"][1] == {
         "stage": 1, "weights_bytes": GIB, "gradients_bytes": 2 * GIB, "optimizer_bytes": 4 * GIB,
         "activations_bytes": 3 * GIB, "transient_bytes": GIB // 2, "other_bytes": GIB,
@@ -45,24 +50,26 @@ def test_rows_are_flat_and_carry_their_sums() -> None:
 
 
 def test_what_is_written_comes_back() -> None:
-    assert from_json(to_json(prediction())) == prediction()
+    assert prediction_from_json(prediction_to_json(prediction())) == prediction()
 
 
 def test_an_unknown_peak_comes_back_as_no_mfu() -> None:
     unknown = replace(prediction(), mfu=None, hfu=None)
-    assert from_json(to_json(unknown)) == unknown
+    assert prediction_from_json(prediction_to_json(unknown)) == unknown
 
 
 def test_times_are_whole_nanoseconds() -> None:
     message = Message("tp", "all_reduce", "tp", 0, "forward", 3, 8, 8, 8)
     one = Communication(message, Band(10.6, 9.2, 12.5), 10)
-    row = json.loads(to_json(replace(prediction(), communication=(one,))))["communication"][0]
+    row = json.loads(prediction_to_json(replace(prediction(), communication=(one,))))[
+        "communication"
+    ][0]
     assert (row["time_ns"], row["time_ns_low"], row["time_ns_high"]) == (11, 9, 12)
 
 
 def test_keys_of_a_newer_version_are_passed_over() -> None:
-    body = json.loads(to_json(prediction())) | {"weather": "fine"}
-    assert from_json(json.dumps(body)) == prediction()
+    body = json.loads(prediction_to_json(prediction())) | {"weather": "fine"}
+    assert prediction_from_json(json.dumps(body)) == prediction()
 
 
 @for_each(
@@ -85,19 +92,19 @@ def test_keys_of_a_newer_version_are_passed_over() -> None:
     ],
 )  # fmt: skip
 def test_a_text_that_is_no_prediction_is_refused(found: str, instead: str, problem: str) -> None:
-    text = to_json(prediction())
+    text = prediction_to_json(prediction())
     assert text.count(found) == 1
     with pytest.raises(DataError) as told:
-        from_json(text.replace(found, instead), "p.json")
+        prediction_from_json(text.replace(found, instead), "p.json")
     assert str(told.value) == f"p.json: {problem}; predict the run again"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "null", "{}"])
 def test_a_text_of_another_kind_is_refused(text: str) -> None:
     with pytest.raises(DataError, match="not a stepsplit prediction"):
-        from_json(text)
+        prediction_from_json(text)
 
 
 def test_a_number_that_json_cannot_hold_is_never_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        to_json(replace(prediction(), bubble_fraction=float("nan")))
+        prediction_to_json(replace(prediction(), bubble_fraction=float("nan")))

@@ -8,18 +8,24 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
-from stepsplit.analyzer.model.spec.links import PRESETS, efficiency, families, link, link_names
-from stepsplit.analyzer.model.spec.presets import (
+from stepsplit.analyzer.model.config import (
+    Efficiency,
+    Experts,
+    Hardware,
+    LatentAttention,
+    Link,
+    Transformer,
+)
+from stepsplit.analyzer.model.config_file import (
     hardware,
     hardware_names,
     model_names,
     published_parameters,
     transformer,
 )
-from stepsplit.analyzer.model.spec.table import read_table
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
-from stepsplit.analyzer.model.work.parameters import total_parameters
+from stepsplit.analyzer.model.config_table import read_table
+from stepsplit.analyzer.model.hardware_config import PRESETS, efficiency, families, link, link_names
+from stepsplit.analyzer.model.parameters import total_parameters
 
 COUNTED = [name for name in model_names() if published_parameters(name) is not None]
 LISTED = sorted(PRESETS.rglob("*.toml"))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.validate.jobs.case import gpt
-from stepsplit.analyzer.model.validate.jobs.ccl_bench import ccl_bench
-from stepsplit.analyzer.model.validate.jobs.llm_foundry import llm_foundry
-from stepsplit.analyzer.model.validate.jobs.megatron import (
+from stepsplit.analyzer.model.config import Layout, Recipe
+from stepsplit.analyzer.validation.published_runs import (
+    ccl_bench,
+    gpt,
     korthikanti,
+    llm_foundry,
     megascale,
     sc21_table1,
     sc21_table2,
+    simumax,
+    torchtitan,
+    zero_bubble,
 )
-from stepsplit.analyzer.model.validate.jobs.simumax import simumax
-from stepsplit.analyzer.model.validate.jobs.torchtitan import torchtitan
-from stepsplit.analyzer.model.validate.jobs.zero_bubble import zero_bubble
-from stepsplit.analyzer.model.validate.records import Published, Record
+from stepsplit.analyzer.validation.tables import Published, Record
 
 
 def published(table: str, name: str) -> Record:

@@ -14,7 +14,7 @@ from required import shared_trace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.split.run import split_run

@@ -8,15 +8,19 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.model.spec.hardware import Hardware, Link
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.links import efficiency, link
-from stepsplit.analyzer.model.spec.presets import hardware, transformer
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.run_file import job_in, job_of, read_job
-from stepsplit.analyzer.model.spec.table import Table
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
+from stepsplit.analyzer.model.config import (
+    Experts,
+    Hardware,
+    Job,
+    LatentAttention,
+    Layout,
+    Link,
+    Recipe,
+    Transformer,
+)
+from stepsplit.analyzer.model.config_file import hardware, job_in, job_of, read_job, transformer
+from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.hardware_config import efficiency, link
 
 LLAMA = {"preset": "llama-3.1-8b"}
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}

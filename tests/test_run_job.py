@@ -14,10 +14,10 @@ from stepsplit.analyzer.compare.job.hardware_seen import preset_of
 from stepsplit.analyzer.compare.job.run_job import job_of_run
 from stepsplit.analyzer.compare.measured import measured_messages
 from stepsplit.analyzer.compare.messages import compare_messages
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_table import Table, table_of
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.table import Table, table_of
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors.run_spec import HostInfo, Mesh, ModelSpec, RunSpec, Training

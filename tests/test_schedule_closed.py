@@ -7,11 +7,9 @@ import csv
 import pytest
 from cases import for_each
 
-from stepsplit.analyzer.model.schedule.closed import bubble_ns, bubble_rate
-from stepsplit.analyzer.model.schedule.engine import Timeline, simulate
-from stepsplit.analyzer.model.schedule.graph import graph
-from stepsplit.analyzer.model.spec.layout import Schedule
-from stepsplit.analyzer.model.validate.records import PUBLISHED
+from stepsplit.analyzer.model.config import Schedule
+from stepsplit.analyzer.model.schedule_time import Timeline, bubble_ns, bubble_rate, graph, simulate
+from stepsplit.analyzer.validation.tables import PUBLISHED
 
 TABLE_5 = PUBLISHED / "zero_bubble_table5_9_bubble_rates.csv"
 TIMES = (10.0, 9.0, 5.0)

@@ -9,13 +9,19 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule import steady
-from stepsplit.analyzer.model.schedule.engine import Costs, Timeline, simulate
-from stepsplit.analyzer.model.schedule.graph import graph, linked
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.schedule.passes import Pass
-from stepsplit.analyzer.model.schedule.steady import PipelineTime, pipeline_ns
-from stepsplit.analyzer.model.spec.layout import SCHEDULES, TWO_STAGES, Schedule
+from stepsplit.analyzer.model import schedule_time
+from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
+from stepsplit.analyzer.model.schedule import Pass
+from stepsplit.analyzer.model.schedule_time import (
+    Costs,
+    PipelineTime,
+    Timeline,
+    graph,
+    ideal_bubble_fraction,
+    linked,
+    pipeline_ns,
+    simulate,
+)
 
 UNEQUAL: Costs = ((2, 1, 2), (3, 2, 2))
 
@@ -142,7 +148,7 @@ def test_equal_stages_with_a_slower_head_are_not_simulated_whole(
         sizes.append(m)
         return graph(schedule, p, m, chunks)
 
-    monkeypatch.setattr(steady, "graph", noted)
+    monkeypatch.setattr(schedule_time, "graph", noted)
     chunks = 2 if schedule == "interleaved" else 1
     costs = ((1e6, 1e6, 1e6),) * (model_stages(schedule, 8, chunks) - 1) + ((1.3e6, 1.3e6, 1e6),)
     pipeline_ns(schedule, 8, 800, chunks, costs)

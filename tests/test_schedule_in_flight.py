@@ -7,10 +7,8 @@ from itertools import product
 from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.in_flight import in_flight, peak
-from stepsplit.analyzer.model.schedule.orders import orders
-from stepsplit.analyzer.model.schedule.passes import Pass
-from stepsplit.analyzer.model.spec.layout import SCHEDULES, Schedule
+from stepsplit.analyzer.model.config import SCHEDULES, Schedule
+from stepsplit.analyzer.model.schedule import Pass, in_flight, orders, peak
 
 
 def held(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[int]:

@@ -10,9 +10,8 @@ from simulator.schedules import SCHEDULES as SIMULATED
 from simulator.schedules import actions
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.orders import orders, places
-from stepsplit.analyzer.model.schedule.passes import Pass
-from stepsplit.analyzer.model.spec.layout import SCHEDULES, TWO_STAGES, Schedule
+from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
+from stepsplit.analyzer.model.schedule import Pass, orders, places
 
 
 def written(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[str]:

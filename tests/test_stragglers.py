@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.lateness import Lateness, chance_of, lateness_of
 from stepsplit.analyzer.split.run import split_run

@@ -13,21 +13,31 @@ from rich.console import Console
 from work_builders import job
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.validate.arithmetic import as_printed, evaluate, parameters
-from stepsplit.analyzer.model.validate.baseline import baseline_rows, utilization
-from stepsplit.analyzer.model.validate.fitted import (
+from stepsplit.analyzer.model.config import Layout
+from stepsplit.analyzer.validation import validate
+from stepsplit.analyzer.validation.predictions import baseline_rows, utilization
+from stepsplit.analyzer.validation.published_runs import (
+    Case,
     fitted_collectives,
     fitted_memory,
     fitted_step_times,
+    possible_cases,
+    step_time_cases,
 )
-from stepsplit.analyzer.model.validate.gather import gathered
-from stepsplit.analyzer.model.validate.ids import IDS
-from stepsplit.analyzer.model.validate.jobs.case import Case
-from stepsplit.analyzer.model.validate.jobs.cases import possible_cases, step_time_cases
-from stepsplit.analyzer.model.validate.records import PUBLISHED, Published, Record
-from stepsplit.analyzer.model.validate.tables import Check, Row, check, marked
-from stepsplit.analyzer.model.validate.validation import validate
+from stepsplit.analyzer.validation.tables import (
+    IDS,
+    PUBLISHED,
+    Check,
+    Published,
+    Record,
+    Row,
+    as_printed,
+    check,
+    evaluate,
+    gathered,
+    marked,
+    parameters,
+)
 from stepsplit.dashboard.commands.validate import command
 from stepsplit.dashboard.reporters.validation import screen
 

@@ -8,12 +8,18 @@ from typing import Any
 
 from required import SHARED_TRACES, absent
 
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Link
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
-from stepsplit.analyzer.model.spec.recipe import Recipe
-from stepsplit.analyzer.model.spec.transformer import Experts, LatentAttention, Transformer
-from stepsplit.analyzer.model.validate.records import PUBLISHED
+from stepsplit.analyzer.model.config import (
+    Efficiency,
+    Experts,
+    Hardware,
+    Job,
+    LatentAttention,
+    Layout,
+    Link,
+    Recipe,
+    Transformer,
+)
+from stepsplit.analyzer.validation.tables import PUBLISHED
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)
 DEVICE = Hardware(

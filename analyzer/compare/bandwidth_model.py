@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.compare.gap.wires import wires_of
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.comm.time import OPS, time_of
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.span import span_of
+from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
+from stepsplit.analyzer.model.config import Job, span_of
 from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.predicted import job_of_report
 from stepsplit.analyzer.report.report import Report
@@ -35,7 +34,7 @@ def modelled_busbw(
         wire = None if job is None else wires_of(job)(axis)
     except StepsplitError:
         return None
-    if job is None or wire is None or op not in OPS:
+    if job is None or wire is None or op not in TIMED_OPS:
         return None
     least_bytes = max(least_bytes, 1)
     times = (most_bytes / least_bytes) ** (1 / (_POINTS - 1))

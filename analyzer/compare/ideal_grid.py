@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.engine import Timeline, simulate
-from stepsplit.analyzer.model.schedule.graph import graph
-from stepsplit.analyzer.model.schedule.orders import Places, orders, places
-from stepsplit.analyzer.model.schedule.passes import Order
-from stepsplit.analyzer.model.spec.layout import SCHEDULES
+from stepsplit.analyzer.model.config import SCHEDULES
+from stepsplit.analyzer.model.schedule import Order, Places, orders, places
+from stepsplit.analyzer.model.schedule_time import Timeline, graph, simulate
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 
 _PHASE = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepsplit.analyzer.compare.measured import MeasuredMessages
-from stepsplit.analyzer.model.prediction import Message, Prediction
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 
 _DATA = ("dp_replicate", "dp_shard")

@@ -1,34 +1,41 @@
-"""predict: a job in, its Prediction out; the whole model on one page."""
+"""The prediction of a job: the whole model on one page."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.comm.messages import messages_of
-from stepsplit.analyzer.model.memory.memory import fits, memory_of
-from stepsplit.analyzer.model.prediction import Band, Communication, Message, Prediction
-from stepsplit.analyzer.model.spec.checks import check
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.span import span_of
-from stepsplit.analyzer.model.spec.stages import first_alike, stages_of
-from stepsplit.analyzer.model.step.confidence import band_of, confidence_of, doubts
-from stepsplit.analyzer.model.step.exposed import Timed
-from stepsplit.analyzer.model.step.pipeline import between_stages, pipelined
-from stepsplit.analyzer.model.step.speed import speed_of
-from stepsplit.analyzer.model.step.split import Pipelined, splits_of
-from stepsplit.analyzer.model.step.stage_time import StageTime, stage_time
-from stepsplit.analyzer.model.used import formulas_of
-from stepsplit.analyzer.model.work.conventions import Convention
-from stepsplit.analyzer.model.work.flops import hardware_flops, model_flops
-from stepsplit.analyzer.model.work.mfu import mfu
-from stepsplit.analyzer.model.work.parameters import (
-    StageParameters,
-    stage_parameters,
-    total_parameters,
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_volume import messages_of
+from stepsplit.analyzer.model.config import Hardware, Job, first_alike, span_of, stages_of
+from stepsplit.analyzer.model.config_checks import check
+from stepsplit.analyzer.model.config_table import Table, read_table
+from stepsplit.analyzer.model.flops import Convention, hardware_flops, mfu, model_flops
+from stepsplit.analyzer.model.hardware_config import hardware_file
+from stepsplit.analyzer.model.layer_time import speed_of
+from stepsplit.analyzer.model.memory import fits, memory_of
+from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, total_parameters
+from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
+from stepsplit.analyzer.model.step_time import (
+    Pipelined,
+    StageTime,
+    Timed,
+    band_of,
+    between_stages,
+    confidence_of,
+    doubts,
+    pipelined,
+    splits_of,
+    stage_time,
 )
+from stepsplit.analyzer.model.used_formulas import formulas_of
+
+# predict: a job in, its Prediction out; the whole model on one page.
 
 CONVENTION: Convention = "C1"
+
 _Alike = tuple[int, tuple[object, ...]]
 """The first stage that holds the same, and what is sent how often at which cost."""
 
@@ -133,3 +140,73 @@ def _on_mesh(job: Job, one: Communication) -> Communication:
         return one
     axis = "dp_replicate" if job.layout.cp == 1 else "dp_cp"
     return replace(one, message=replace(one.message, axis=axis))
+
+
+# What was measured on a RUN.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates.
+
+_MEND_RATES = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_SUBSYS=TUNING"
+
+_TRANSFER = ("op", "ranks", "ranks_per_node", "sizes_bytes", "times_ns")
+
+
+def read_rates(path: str | Path, hardware: Hardware) -> Rates:
+    """The measurements that [hardware] of the file names, as rates_of. Raises DataError."""
+    return rates_of(read_table(path), hardware)
+
+
+def rates_of(run: Table, hardware: Hardware) -> Rates:
+    """The measurements that [hardware] measured, transfers and file of a RUN.toml name.
+
+    Paths are relative to the RUN.toml. A sweep of more ranks than the hardware has in a node ran on
+    full nodes. Of one op and ranks, measured counts before the file. Raises DataError for a file
+    that holds no measurement.
+    """
+    table = run.table("hardware", None)
+    if table is None:
+        return Rates()
+    names = table.texts("measured", ())
+    places = [Path(table.where).parent / name for name in names]
+    found = _measured(places, hardware.gpus_per_node) if places else Rates()
+    file = hardware_file(table)
+    own = (*_transfers(table), *(() if file is None else _transfers(file)))
+    return Rates((*found.sweeps, *own), found.tables)
+
+
+def _transfers(table: Table) -> tuple[TransferSweep, ...]:
+    """The sweeps that a calibration took from recorded runs."""
+    return tuple(_transfer(each) for each in table.tables("transfers"))
+
+
+def _transfer(table: Table) -> TransferSweep:
+    table.knows(*_TRANSFER)
+    table.needs(*_TRANSFER)
+    try:
+        return TransferSweep(
+            op=table.text("op", ""),
+            ranks=table.count("ranks", 1),
+            ranks_per_node=table.count("ranks_per_node", 1),
+            sizes_bytes=table.counts("sizes_bytes", ()),
+            times_ns=table.counts("times_ns", ()),
+            swept=False,
+        )
+    except UsageError as error:
+        raise table.error("times_ns", str(error), "calibrate again") from None
+
+
+def _measured(places: list[Path], ranks_per_node: int) -> Rates:
+    """The readers bring numpy along, so they are loaded only where something was measured."""
+    from stepsplit.analyzer.model.comm_measured import sweeps_of, tuner_tables
+    from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
+    from stepsplit.analyzer.readers.nccl.records import NcclLog
+    from stepsplit.analyzer.readers.registry import read_files
+
+    found = Rates()
+    for place in places:
+        read = [each.content for each in read_files(place)]
+        sweeps = [sweep for one in read if isinstance(one, Sweeps) for sweep in one.sweeps]
+        tables = [table for one in read if isinstance(one, NcclLog) for table in tuner_tables(one)]
+        known = sweeps_of(sweeps, ranks_per_node)
+        if not known and not tables:
+            raise DataError(place, "holds no sweep and no table of times", _MEND_RATES)
+        found = Rates((*found.sweeps, *known), (*found.tables, *tables))
+    return found

@@ -1,14 +1,21 @@
-"""Prediction: what a step should cost, by the same words as what it did cost."""
+"""Prediction: the modelled step in the same terms as a measured one, and its JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any, Literal, cast, get_args
 
-from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.formula import Formula
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.formulas import Formula
+
+# Prediction: what a step should cost, by the same words as what it did cost.
 
 SCHEMA = "stepsplit.prediction/1"
+
 Confidence = Literal["calibrated", "high", "low"]
 
 
@@ -30,27 +37,6 @@ class StageMemory:
             self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
             + self.activations_bytes + self.transient_bytes + self.other_bytes
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One kind of communication of one rank of a stage: count calls in a step.
-
-    message_bytes follow nccl-tests (the gathered buffer of all_gather and reduce_scatter),
-    input_bytes are what the call is given (a trace's In msg nelems), wire_bytes what the rank
-    sends; each of one call. phase is where it happens: forward, backward, recompute, grad_sync,
-    optimizer or other.
-    """
-
-    strategy: str
-    op: str
-    axis: str
-    stage: int
-    phase: str
-    count: int
-    message_bytes: int
-    input_bytes: int
-    wire_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +89,164 @@ class Prediction:
     confidence: Confidence
     notes: tuple[str, ...]
     formulas: tuple[Formula, ...]
+
+
+# A prediction as JSON, in and out, in the keys that scripts rely on.
+
+PREDICTION_NAME = "prediction.json"
+
+_MEND_PREDICTION = "predict the run again"
+
+_WHOLE = ("parameters", "model_flops", "hardware_flops", "low_ns", "high_ns")
+
+_WORDS = ("strategy", "op", "axis", "phase")
+
+_BUCKETS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
+
+_MEMOS = tuple(field.name for field in fields(Split) if field.name not in _BUCKETS)
+
+
+def prediction_to_json(prediction: Prediction) -> str:
+    """The prediction as JSON text of the schema stepsplit.prediction/1; times are whole ns.
+
+    Each part of the top level has a line of its own, so that a diff can be read.
+    """
+    parts = (
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in _body(prediction).items()
+    )
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Prediction:
+    """The prediction of the text. Raises DataError where the text is none of this schema."""
+    try:
+        body = json.loads(text)
+        schema = body["schema"]
+        if schema == SCHEMA:
+            return _prediction(body)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"not a stepsplit prediction ({_told(error)})"
+        raise DataError(source, problem, _MEND_PREDICTION) from None
+    raise DataError(source, f"of schema {schema}, not {SCHEMA}", _MEND_PREDICTION)
+
+
+def _told(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _body(prediction: Prediction) -> dict[str, Any]:
+    one = prediction
+    return {
+        "schema": SCHEMA,
+        "parameters": one.parameters,
+        "parameters_per_stage": one.parameters_per_stage,
+        "memory": [asdict(row) | {"total_bytes": row.total_bytes} for row in one.memory],
+        "model_flops": one.model_flops,
+        "hardware_flops": one.hardware_flops,
+        "communication": [_communication_row(row) for row in one.communication],
+        "pipeline": {
+            "bubble_fraction": one.bubble_fraction, "bubble_overhead": one.bubble_overhead,
+        },
+        "splits": [{"stage": i, **_split_row(split)} for i, split in enumerate(one.splits)],
+        "split": _split_row(one.split),
+        "mfu": one.mfu,
+        "hfu": one.hfu,
+        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+        "fits": one.fits,
+        "formulas": [{"id": f.id, "citation": f.citation, "text": f.text} for f in one.formulas],
+        "confidence": one.confidence,
+        "low_ns": one.low_ns,
+        "high_ns": one.high_ns,
+        "convention": one.convention,
+        "notes": one.notes,
+    }  # fmt: skip
+
+
+def _split_row(split: Split) -> dict[str, int]:
+    """The buckets, their sum, and behind them the memos."""
+    buckets = dict(zip(_BUCKETS, split.buckets_ns, strict=True))
+    memos = {name: getattr(split, name) for name in _MEMOS}
+    return buckets | {"step_ns": split.step_ns} | memos
+
+
+def _communication_row(row: Communication) -> dict[str, Any]:
+    time = [round(ns) for ns in astuple(row.time)]
+    return asdict(row.message) | {
+        "time_ns": time[0], "time_ns_low": time[1], "time_ns_high": time[2],
+        "exposed_ns": row.exposed_ns,
+    }  # fmt: skip
+
+
+def _prediction(body: Mapping[str, Any]) -> Prediction:
+    """The prediction of a body; KeyError, TypeError and ValueError say what is amiss."""
+    return Prediction(
+        **{name: _whole(body, name) for name in _WHOLE},
+        parameters_per_stage=tuple(map(_as_whole, body["parameters_per_stage"])),
+        memory=tuple(_memory(row) for row in body["memory"]),
+        communication=tuple(_communication(row) for row in body["communication"]),
+        bubble_fraction=_number(body["pipeline"], "bubble_fraction"),
+        bubble_overhead=_number(body["pipeline"], "bubble_overhead"),
+        splits=tuple(_split(row) for row in body["splits"]),
+        split=_split(body["split"]),
+        convention=str(body["convention"]),
+        mfu=None if body["mfu"] is None else _number(body, "mfu"),
+        hfu=None if body["hfu"] is None else _number(body, "hfu"),
+        tokens_per_s_per_gpu=_number(body, "tokens_per_s_per_gpu"),
+        fits=bool(body["fits"]),
+        confidence=_confidence(body["confidence"]),
+        notes=tuple(map(str, body["notes"])),
+        formulas=tuple(
+            Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
+        ),
+    )
+
+
+def _split(row: Mapping[str, Any]) -> Split:
+    split = Split(**{name: _whole(row, name) for name in (*_BUCKETS, *_MEMOS)})
+    _must_add_up(row, "step_ns", split.step_ns)
+    return split
+
+
+def _memory(row: Mapping[str, Any]) -> StageMemory:
+    memory = StageMemory(**{field.name: _whole(row, field.name) for field in fields(StageMemory)})
+    _must_add_up(row, "total_bytes", memory.total_bytes)
+    return memory
+
+
+def _communication(row: Mapping[str, Any]) -> Communication:
+    told: dict[str, Any] = {
+        field.name: str(row[field.name]) if field.name in _WORDS else _whole(row, field.name)
+        for field in fields(Message)
+    }
+    band = Band(*(float(_whole(row, name)) for name in ("time_ns", "time_ns_low", "time_ns_high")))
+    return Communication(Message(**told), band, _whole(row, "exposed_ns"))
+
+
+def _confidence(word: object) -> Confidence:
+    for known in get_args(Confidence):
+        if word == known:
+            return cast(Confidence, known)
+    raise ValueError(f"confidence {word!r} is none of {get_args(Confidence)}")
+
+
+def _whole(row: Mapping[str, Any], name: str) -> int:
+    return _as_whole(row[name])
+
+
+def _as_whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row[name]
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _must_add_up(row: Mapping[str, Any], name: str, total: int) -> None:
+    if row[name] != total:
+        raise ValueError(f"{name} {row[name]} where its parts add up to {total}")

@@ -7,25 +7,24 @@ from typing import Any, cast
 
 import msgspec
 
-from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.spec.hardware_file import hardware_file
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.run_file import job_in
-from stepsplit.analyzer.model.spec.table import Table
-from stepsplit.analyzer.model.wire import from_json, to_json
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_file import job_in
+from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.hardware_config import hardware_file
+from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
 from stepsplit.analyzer.report.report import Report
 
 
 def body_of(prediction: Prediction) -> dict[str, Any]:
     """The prediction as report.json holds it."""
-    return msgspec.json.decode(to_json(prediction), type=dict[str, Any])
+    return msgspec.json.decode(prediction_to_json(prediction), type=dict[str, Any])
 
 
 def prediction_of(report: Report) -> Prediction | None:
     """What the run should cost, None where it was held against no model. Raises DataError."""
     if report.prediction is None:
         return None
-    return from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
+    return prediction_from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
 
 
 def job_body(run: Table) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import click
 from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.model.config import Job
     from stepsplit.analyzer.model.prediction import Prediction
-    from stepsplit.analyzer.model.spec.job import Job
 
 
 @click.command()
@@ -31,14 +31,13 @@ def command(run_file: Path, json_file: str | None, explain: bool) -> None:
     numbers. Nothing is run.
     """
     # What the model needs is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.model.predict import predict
-    from stepsplit.analyzer.model.rates_file import read_rates
-    from stepsplit.analyzer.model.spec.run_file import read_job
-    from stepsplit.analyzer.model.wire import to_json
+    from stepsplit.analyzer.model.config_file import read_job
+    from stepsplit.analyzer.model.predict import predict, read_rates
+    from stepsplit.analyzer.model.prediction import prediction_to_json
 
     job = read_job(run_file)
     prediction = predict(job, read_rates(run_file, job.hardware))
-    if not put_json(prediction, to_json, json_file):
+    if not put_json(prediction, prediction_to_json, json_file):
         _show(job, prediction, explain)
 
 
@@ -50,8 +49,8 @@ def _show(job: Job, prediction: Prediction, explain: bool) -> None:
     console = Console(highlight=False)
     console.print(screen(job, prediction))
     if explain:
-        from stepsplit.analyzer.model.explain.explain import explain as explained
-        from stepsplit.analyzer.model.explain.heard import heard
+        from stepsplit.analyzer.model.explain import explain as explained
+        from stepsplit.analyzer.model.formulas import heard
         from stepsplit.dashboard.reporters.explained import listing
 
         formulas = explained(job, prediction)

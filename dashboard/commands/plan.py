@@ -11,8 +11,8 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.plan.plan import Plan
-    from stepsplit.analyzer.model.spec.job import Job
+    from stepsplit.analyzer.model.config import Job
+    from stepsplit.analyzer.model.plan_space import Plan
 
 
 @click.command()
@@ -39,10 +39,9 @@ def command(
     are split, ZeRO, schedule, microbatch and recomputation are searched. Nothing is run.
     """
     # What the search needs is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.compare.plan.search import plan
-    from stepsplit.analyzer.compare.plan.wire import to_json
-    from stepsplit.analyzer.model.rates_file import read_rates
-    from stepsplit.analyzer.model.spec.run_file import read_job
+    from stepsplit.analyzer.model.config_file import read_job
+    from stepsplit.analyzer.model.plan import plan, to_json
+    from stepsplit.analyzer.model.predict import read_rates
 
     job = read_job(run_file)
     found = plan(job, gpus, _kept(keep), top, read_rates(run_file, job.hardware))
@@ -52,7 +51,7 @@ def command(
 
 def _kept(words: tuple[str, ...]) -> frozenset[str]:
     """The keys to keep; each word may list several with commas. Raises UsageError."""
-    from stepsplit.analyzer.compare.plan.space import KEYS
+    from stepsplit.analyzer.model.plan_space import KEYS
 
     keys = frozenset(key.strip() for word in words for key in word.split(","))
     for key in sorted(keys - set(KEYS)):

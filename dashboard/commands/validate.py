@@ -10,7 +10,7 @@ import click
 from stepsplit.analyzer.errors import write
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.model.validate.tables import Check
+    from stepsplit.analyzer.validation.tables import Check
 
 MISSED = 1
 
@@ -31,8 +31,7 @@ def command(context: click.Context, folder: Path | None, json_file: str | None, 
     check is missed. Rows that a constant of the model was fitted on are left out.
     """
     # What the model needs is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.model.validate.validation import validate
-    from stepsplit.analyzer.model.validate.wire import to_json
+    from stepsplit.analyzer.validation import to_json, validate
 
     checks = validate(folder)
     if json_file == "-":

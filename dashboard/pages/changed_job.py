@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_file import job_in
+from stepsplit.analyzer.model.config_table import Table
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.run_file import job_in
-from stepsplit.analyzer.model.spec.table import Table
 from stepsplit.dashboard.pages.address import Chosen
 
 SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_batch")

@@ -7,10 +7,9 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.analyzer.model.config import SCHEDULES, Job
+from stepsplit.analyzer.model.config_file import hardware_names
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import SCHEDULES
-from stepsplit.analyzer.model.spec.presets import hardware_names
 from stepsplit.analyzer.report.predicted import job_of_report
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
 from stepsplit.dashboard.figures.memory import memory

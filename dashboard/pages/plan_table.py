@@ -5,10 +5,10 @@ from __future__ import annotations
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.compare.plan.plan import Candidate
-from stepsplit.analyzer.compare.plan.search import plan
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.plan import plan
+from stepsplit.analyzer.model.plan_space import Candidate
 from stepsplit.analyzer.units import memory_size, signed_percent
 from stepsplit.dashboard.pages.address import Chosen, page_url
 from stepsplit.dashboard.pages.parts import (

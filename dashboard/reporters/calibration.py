@@ -12,8 +12,8 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.compare.calibrate.calibrate import Calibration, Explained
-from stepsplit.analyzer.model.comm.sweep import Sweep
-from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.comm_measured import TransferSweep
+from stepsplit.analyzer.model.config import Hardware
 from stepsplit.dashboard.reporters.bare_table import bare_table
 
 _DIM = "bright_black"
@@ -67,7 +67,7 @@ def _told(hardware: Hardware) -> Iterable[tuple[str, str]]:
     )
 
 
-def _transfers(transfers: tuple[Sweep, ...]) -> Group:
+def _transfers(transfers: tuple[TransferSweep, ...]) -> Group:
     table = bare_table("measured", "ranks", "size", "time")
     rows = [
         (one.op, str(one.ranks), units.size(size), units.milliseconds(ns))

@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.explain.explained import Explained, RuleOfThumb, Symbol, Unit
-from stepsplit.analyzer.model.explain.folk import Folk, Verdict
+from stepsplit.analyzer.model.formulas import Explained, Folk, RuleOfThumb, Symbol, Unit, Verdict
 
 _INDENT = (0, 0, 0, 2)
 _VERDICTS: dict[Verdict, str] = {

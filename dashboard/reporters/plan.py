@@ -7,9 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.plan.paste import toml_lines
-from stepsplit.analyzer.compare.plan.plan import Candidate, Place, Plan, Searched, Trial
-from stepsplit.analyzer.model.spec.job import Job
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.plan_space import Candidate, Place, Plan, Searched, Trial, toml_lines
 from stepsplit.dashboard.reporters.bare_table import bare_table
 from stepsplit.dashboard.reporters.plan_words import (
     axes_words,

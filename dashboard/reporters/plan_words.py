@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.plan.plan import Candidate, Choice, Reason, RunnerUp
+from stepsplit.analyzer.model.plan_space import Candidate, Choice, Reason, RunnerUp
 
 LEAST = 0.0005
 """Of the best's step: what changes less is not worth a word."""

@@ -6,10 +6,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.memory.band import allocated_band
+from stepsplit.analyzer.model.config import Job, Layout
+from stepsplit.analyzer.model.memory import allocated_band
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.dashboard.reporters.prediction_tables import (
     communication_table,
     split_table,

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.validate.tables import Check
+from stepsplit.analyzer.validation.tables import Check
 from stepsplit.dashboard.reporters.bare_table import bare_table
 from stepsplit.dashboard.reporters.validation_rows import far_off, row_table
 

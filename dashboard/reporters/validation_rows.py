@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.validate.tables import Check, Row
+from stepsplit.analyzer.validation.tables import Check, Row
 from stepsplit.dashboard.reporters.bare_table import bare_table
 
 _SHOWN, _NOTABLE = 3, 0.01

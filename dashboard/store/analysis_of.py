@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepsplit.analyzer.analysis import Analysis, examine, examine_as_told
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.spec.table import read_table
+from stepsplit.analyzer.model.config_table import read_table
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.workers import Progress
 

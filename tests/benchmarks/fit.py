@@ -15,12 +15,10 @@ import random
 import sys
 from dataclasses import replace
 
+from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.spec.hardware import Efficiency
-from stepsplit.analyzer.model.validate.jobs.case import Case
-from stepsplit.analyzer.model.validate.jobs.cases import step_time_cases
-from stepsplit.analyzer.model.validate.records import Published
-from stepsplit.analyzer.model.validate.tables import percentile_90
+from stepsplit.analyzer.validation.published_runs import Case, step_time_cases
+from stepsplit.analyzer.validation.tables import Published, percentile_90
 
 BOUNDS = {
     "gemm": (0.3, 0.9),

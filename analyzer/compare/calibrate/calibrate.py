@@ -13,11 +13,10 @@ from stepsplit.analyzer.compare.calibrate.memory import memory_seen
 from stepsplit.analyzer.compare.calibrate.peaks import within_peaks
 from stepsplit.analyzer.compare.calibrate.seen import RunSeen, StageSeen, run_seen
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm.measured import Rates
-from stepsplit.analyzer.model.comm.sweep import Sweep
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.config import Hardware
+from stepsplit.analyzer.model.config_table import Table, read_table
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.spec.hardware import Hardware
-from stepsplit.analyzer.model.spec.table import Table, read_table
 
 ONE_RUN_ERROR = 0.2
 """How far off other layouts may be after a single run, a ratio: the bar of tests/
@@ -46,7 +45,7 @@ class Calibration:
 
     known: Hardware
     hardware: Hardware
-    transfers: tuple[Sweep, ...]
+    transfers: tuple[TransferSweep, ...]
     stages: tuple[Explained, ...]
 
     @property

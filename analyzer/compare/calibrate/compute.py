@@ -10,8 +10,8 @@ import numpy as np
 
 from stepsplit.analyzer.compare.calibrate.parts import Parts, parts_of
 from stepsplit.analyzer.compare.calibrate.seen import RunSeen, StageSeen
-from stepsplit.analyzer.model.spec.hardware import Efficiency
-from stepsplit.analyzer.model.step.split import straggling
+from stepsplit.analyzer.model.config import Efficiency
+from stepsplit.analyzer.model.step_time import straggling
 
 LEAST_LEFT = 0.2
 """Of a family's time at least this share is its own work, whatever its bytes and launches cost."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stepsplit.analyzer.compare.calibrate.calibrate import Calibration
-from stepsplit.analyzer.model.comm.sweep import Sweep
-from stepsplit.analyzer.model.spec.hardware import Efficiency, Hardware, Learned, Link
+from stepsplit.analyzer.model.comm_measured import TransferSweep
+from stepsplit.analyzer.model.config import Efficiency, Hardware, Learned, Link
 
 _DIGITS = 6
 
@@ -70,7 +70,7 @@ def _learned(known: Learned) -> Iterable[str]:
     yield f"constant_bytes = {known.constant_bytes}"
 
 
-def _transfer(sweep: Sweep) -> Iterable[str]:
+def _transfer(sweep: TransferSweep) -> Iterable[str]:
     yield "\n[[transfers]]"
     yield f"op = {_quoted(sweep.op)}"
     yield f"ranks = {sweep.ranks}"

@@ -7,10 +7,9 @@ from dataclasses import replace
 from statistics import geometric_mean, median
 
 from stepsplit.analyzer.compare.calibrate.seen import RunSeen, Transfer
-from stepsplit.analyzer.model.comm.sweep import Sweep
-from stepsplit.analyzer.model.comm.time import OPS, time_of
-from stepsplit.analyzer.model.spec.hardware import Hardware, Link
-from stepsplit.analyzer.model.spec.span import Span
+from stepsplit.analyzer.model.comm_measured import TransferSweep
+from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
+from stepsplit.analyzer.model.config import Hardware, Link, Span
 
 SMALL_BYTES, LARGE_BYTES = 8 << 10, 64 << 10
 """A message up to the first tells of latency, one from the second of bandwidth."""
@@ -23,14 +22,16 @@ Place = tuple[str, int, int]
 Put = Callable[[Hardware, Link], Hardware]
 
 
-def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[Sweep, ...]:
+def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[TransferSweep, ...]:
     """One sweep for each op and group, with the median over runs at each size."""
     points: dict[Place, dict[int, list[int]]] = {}
     for one in _known(runs):
         place = (one.op, one.ranks, one.ranks_per_node)
         points.setdefault(place, {}).setdefault(one.message_bytes, []).append(one.ns)
     return tuple(
-        Sweep(*place, tuple(sorted(sizes)), tuple(median(sizes[s]) for s in sorted(sizes)), False)
+        TransferSweep(
+            *place, tuple(sorted(sizes)), tuple(median(sizes[s]) for s in sorted(sizes)), False
+        )
         for place, sizes in sorted(points.items())
     )
 
@@ -53,7 +54,7 @@ def _inter(hardware: Hardware, link: Link) -> Hardware:
 
 
 def _known(runs: Sequence[RunSeen]) -> Iterable[Transfer]:
-    return (one for run in runs for one in run.transfers if one.op in OPS and one.ranks > 1)
+    return (one for run in runs for one in run.transfers if one.op in TIMED_OPS and one.ranks > 1)
 
 
 def _fitted(points: list[Transfer], hardware: Hardware, link: Link, put: Put) -> Hardware:

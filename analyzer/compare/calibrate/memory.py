@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepsplit.analyzer.compare.calibrate.seen import RunSeen
-from stepsplit.analyzer.model.memory.calibrate import NONE, calibrate
-from stepsplit.analyzer.model.memory.memory import memory_of
-from stepsplit.analyzer.model.spec.hardware import Learned
+from stepsplit.analyzer.model.config import Learned
+from stepsplit.analyzer.model.memory import NONE, calibrate_memory, memory_of
 
 
 def memory_seen(runs: Sequence[RunSeen], known: Learned) -> Learned:
@@ -18,7 +17,7 @@ def memory_seen(runs: Sequence[RunSeen], known: Learned) -> Learned:
     predicted = memory_of(fullest.job, NONE)
     peaks = tuple(stage.peak_bytes for stage in fullest.stages if stage.peak_bytes is not None)
     measured = peaks if len(peaks) == len(predicted) else (max(peaks),)
-    found = calibrate(predicted, measured, fullest.name)
+    found = calibrate_memory(predicted, measured, fullest.name)
     return Learned(found.activations, found.constant_bytes)
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from stepsplit.analyzer.model.comm.calls import rounds
-from stepsplit.analyzer.model.spec.hardware import Efficiency
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.stages import Stage, stages_of
-from stepsplit.analyzer.model.step.host import launches
-from stepsplit.analyzer.model.step.products import (
+from stepsplit.analyzer.model.comm_ops import rounds
+from stepsplit.analyzer.model.config import Efficiency, Job, Stage, stages_of
+from stepsplit.analyzer.model.layer_time import (
     Product,
+    Speed,
     attention_products,
     expert_products,
     head_product,
+    launches,
     mlp_products,
+    speed_of,
 )
-from stepsplit.analyzer.model.step.speed import Speed, speed_of
-from stepsplit.analyzer.model.step.stage_time import stage_time
-from stepsplit.analyzer.model.work.parameters import StageParameters, stage_parameters
+from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters
+from stepsplit.analyzer.model.step_time import stage_time
 
 _FREE = Speed(math.inf, math.inf, math.inf, math.inf, 0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsplit.analyzer.model.spec.hardware import Hardware
+from stepsplit.analyzer.model.config import Hardware
 
 
 def within_peaks(hardware: Hardware) -> Hardware:

@@ -10,9 +10,9 @@ import numpy as np
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.compare.job.run_job import job_of_run
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.kernels import kernel_families
 from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run

@@ -6,7 +6,7 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.compare.causes.scene import Scene
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.report.report import Finding
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.config import Layout
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.spec.layout import Layout
 from stepsplit.analyzer.report.gap import ComparedStage
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec

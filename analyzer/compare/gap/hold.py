@@ -12,11 +12,10 @@ from stepsplit.analyzer.compare.gap.gap import gap_of
 from stepsplit.analyzer.compare.gap.price import price_of
 from stepsplit.analyzer.compare.gap.wires import wires_of
 from stepsplit.analyzer.compare.job.run_job import run_table
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.config_file import job_in, layout_in
+from stepsplit.analyzer.model.config_table import Table, read_table
+from stepsplit.analyzer.model.predict import predict, rates_of
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.model.rates_file import rates_of
-from stepsplit.analyzer.model.spec.run_file import job_in, layout_in
-from stepsplit.analyzer.model.spec.table import Table, read_table
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.gap import Gap
 from stepsplit.analyzer.report.medians import step_median_ns

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from stepsplit.analyzer.model.comm.measured import Rates
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.config import Job
 from stepsplit.analyzer.model.predict import call_ns
 from stepsplit.analyzer.model.prediction import Communication
-from stepsplit.analyzer.model.spec.job import Job
 
 Price = Callable[[Communication, int], float]
 """(a predicted message, bytes of one call) -> how long a call like it of that size takes, in ns."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.span import span_of
+from stepsplit.analyzer.model.config import Job, span_of
 
 
 @dataclass(frozen=True, slots=True)

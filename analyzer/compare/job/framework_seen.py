@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.model.spec.recipe import FRAMEWORKS
-from stepsplit.analyzer.model.spec.run_file import SAME_FRAMEWORKS
+from stepsplit.analyzer.model.config import FRAMEWORKS
+from stepsplit.analyzer.model.config_file import SAME_FRAMEWORKS
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.config_table import Table
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 

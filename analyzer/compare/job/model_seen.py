@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.config_table import Table
 from stepsplit.collectors.run_spec import ModelSpec, RunSpec
 
 _COUNTED = "parameters"

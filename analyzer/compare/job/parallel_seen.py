@@ -7,8 +7,8 @@ from stepsplit.analyzer.compare.job.framework_seen import (
     mesh_seen,
     summed_by_hand,
 )
-from stepsplit.analyzer.model.spec.layout import RANK_ORDER, SCHEDULES, TWO_STAGES
-from stepsplit.analyzer.model.spec.table import MOST, Table
+from stepsplit.analyzer.model.config import RANK_ORDER, SCHEDULES, TWO_STAGES
+from stepsplit.analyzer.model.config_table import MOST, Table
 from stepsplit.analyzer.split.pipeline import schedule_named
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy

@@ -9,9 +9,9 @@ from stepsplit.analyzer.compare.job.model_seen import model_seen
 from stepsplit.analyzer.compare.job.parallel_seen import parallel_seen
 from stepsplit.analyzer.compare.job.training_seen import training_seen
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.spec.job import Job
-from stepsplit.analyzer.model.spec.run_file import job_in
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_file import job_in
+from stepsplit.analyzer.model.config_table import Table
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from stepsplit.analyzer.compare.job.framework_seen import framework_seen
-from stepsplit.analyzer.model.spec.table import Table
+from stepsplit.analyzer.model.config_table import Table
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import accumulated_microbatches
 from stepsplit.collectors.run_spec import RunSpec, Training

@@ -12,9 +12,8 @@ from stepsplit.analyzer.arrays import Intervals, overlap_ns
 from stepsplit.analyzer.compare.causes.scene import Scene
 from stepsplit.analyzer.compare.what_if.change import Change
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.engine import Costs
-from stepsplit.analyzer.model.schedule.steady import pipeline_ns
-from stepsplit.analyzer.model.spec.layout import SCHEDULES, Schedule
+from stepsplit.analyzer.model.config import SCHEDULES, Schedule
+from stepsplit.analyzer.model.schedule_time import Costs, pipeline_ns
 from stepsplit.analyzer.split.run import Schedule as Seen
 
 

@@ -11,7 +11,7 @@ from stepsplit.analyzer.compare.what_if.change import USUAL, Change, change_of
 from stepsplit.analyzer.compare.what_if.pipeline import window_gain_ns
 from stepsplit.analyzer.compare.what_if.replays import replayed
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule.ideal import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 

@@ -1,1 +1,0 @@
-"""Communication of a step: which messages every strategy sends, and how long they take."""

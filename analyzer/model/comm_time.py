@@ -1,0 +1,402 @@
+"""Time of one collective or message by a closed form, with its error band."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.config import Hardware, Span
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.ops import busbw_factor
+
+# How long one collective or message takes, and how sure that is.
+
+CHOICE = Formula(
+    "comm.choice",
+    "all_reduce: least of ring, tree and NVLS; over more than two nodes the tree until NCCL"
+    " expects the ring to win; other collectives: the ring",
+    "NVIDIA/nccl src/graph/tuning.cc",
+)
+
+TIMED_OPS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send",
+    "recv",
+)  # fmt: skip
+
+
+def time_of(op: str, message_bytes: float, span: Span, hardware: Hardware) -> Band:
+    """One call by the closed form, in ns; message_bytes as nccl-tests count them (CHOICE).
+
+    A rank alone, or no bytes, costs nothing. A larger message never costs less. Raises UsageError.
+    """
+    _check(op, message_bytes, span)
+    if span.ranks == 1 or message_bytes == 0:
+        return Band(0.0, 0.0, 0.0)
+    ns = _closed_form_ns(op, message_bytes, span, hardware)
+    low, high = spread_of(message_bytes, span)
+    if op != "all_reduce" or span.nodes <= 2:
+        return Band(ns, ns * low, ns * high)
+    until = tree_until_bytes(span, hardware)
+    if not until / SWITCH < message_bytes < until * SWITCH:
+        return Band(ns, ns * low, ns * high)
+    either = ring_ns(op, message_bytes, span, hardware), tree_ns(message_bytes, span, hardware)
+    return Band(ns, min(ns * low, *either), max(ns * high, *either))
+
+
+def _check(op: str, message_bytes: float, span: Span) -> None:
+    if op not in TIMED_OPS:
+        raise UsageError(f"no time is modelled for {op!r}; write one of {', '.join(TIMED_OPS)}")
+    if message_bytes < 0:
+        raise UsageError(f"a message of {message_bytes} bytes cannot be; write 0 or more")
+    if not 1 <= span.ranks_per_node <= span.ranks:
+        raise UsageError(
+            f"{span.ranks_per_node} of {span.ranks} ranks on a node cannot be;"
+            f" write 1 to {max(1, span.ranks)}"
+        )
+
+
+def _closed_form_ns(op: str, message_bytes: float, span: Span, hardware: Hardware) -> float:
+    if op in ("send", "recv"):
+        return send_ns(message_bytes, span, hardware)
+    if op == "all_to_all":
+        return all_to_all_ns(message_bytes, span, hardware)
+    if op == "all_reduce":
+        return _all_reduce_ns(message_bytes, span, hardware)
+    return ring_ns(op, message_bytes, span, hardware)
+
+
+def _all_reduce_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """A message just past the tree takes at least what the last one by tree took."""
+    ring = ring_ns("all_reduce", message_bytes, span, hardware)
+    tree = tree_ns(message_bytes, span, hardware)
+    if span.nodes <= 2:
+        return min(ring, tree, nvls_ns(message_bytes, span, hardware))
+    until = tree_until_bytes(span, hardware)
+    return tree if message_bytes <= until else max(ring, tree_ns(until, span, hardware))
+
+
+# What messages between pairs of ranks take: send and all_to_all.
+
+SEND = Formula(
+    "comm.send",
+    "t = base + a + S / (B e), of the link between the two ranks",
+    "Hockney, Parallel Computing 1994 (alpha-beta); base as in NVIDIA/nccl src/graph/tuning.cc",
+)
+
+ALL_TO_ALL = Formula(
+    "comm.all_to_all",
+    "t = base + a + max((g-1)/n S / NVLink, (n-g)/n S / NIC); n ranks, g of them on a node",
+    "NVIDIA/nccl-tests doc/PERFORMANCE.md: every rank sends S/n to each other one",
+)
+
+
+def send_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """One message in ns; between nodes where the span has several: its slowest pair (SEND)."""
+    if span.nodes > 1:
+        rate, latency_ns = nics_bytes_per_s(Span(2, 1), hardware), hardware.inter.latency_ns
+    else:
+        rate, latency_ns = intra_bytes_per_s(Span(2, 2), hardware), hardware.intra.latency_ns
+    moved_ns = message_bytes / rate * 1e9
+    ll = LL_BASE_NS.value + latency_ns * LL_STEP.value + moved_ns / LL_RATE.value
+    return min(ll, SIMPLE_BASE_NS.value + latency_ns + moved_ns)
+
+
+def all_to_all_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """Equal parts from each rank to each other, in ns, nodes and NICs at once (ALL_TO_ALL)."""
+    here, others = span.ranks_per_node - 1, span.ranks - span.ranks_per_node
+    part = message_bytes / span.ranks * 1e9
+    inside_ns = part * here / intra_bytes_per_s(span, hardware) if here else 0.0
+    across_ns = part * others / nics_bytes_per_s(Span(2, 1), hardware) if others > 0 else 0.0
+    latency_ns = hardware.intra.latency_ns if here else 0.0
+    if others > 0:
+        farther = 1 + LL_STEP.value * (span.nodes - 2)
+        latency_ns = max(latency_ns, hardware.inter.latency_ns * farther)
+    return SIMPLE_BASE_NS.value + latency_ns + max(inside_ns, across_ns)
+
+
+# What each of NCCL's algorithms takes for a collective: latency and bytes over bandwidth.
+
+RING_ALGORITHM = Formula(
+    "comm.ring",
+    "t = base + steps a + S f / (B e); steps 2(n-1) all_reduce, n-1 otherwise;"
+    " f = 2(n-1)/n all_reduce, (n-1)/n all_gather and reduce_scatter, 1 broadcast and reduce;"
+    " over k nodes 2(k-1) or k-1 of the steps are between nodes, large messages wait for these"
+    " and for one node's own, and B = min(NVLink, ranks of a node x NIC)",
+    "NVIDIA/nccl src/graph/tuning.cc; NVIDIA/nccl-tests doc/PERFORMANCE.md",
+)
+
+TREE = Formula(
+    "comm.tree",
+    "t = base + 2 ((g-1) a_intra + log2(k) a_inter) + 2 S / B_tree; two nodes: S / NIC",
+    "NVIDIA/nccl src/graph/tuning.cc; not 2 log2(n) S: a double tree moves 2 S, log2 is latency",
+)
+
+NVLS = Formula(
+    "comm.nvls",
+    "t = base + S / algbw, algbw = nvls B / (2 (8-1)/8) on any number of ranks of a switch",
+    "NVIDIA/nccl src/graph/tuning.cc; ml-engineering network/README.md, 8xH200 rows",
+)
+
+_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1}
+
+
+def ring_ns(op: str, message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """A ring's time in ns, by the best of NCCL's protocols (RING)."""
+    moved_ns = message_bytes * busbw_factor(op, span.ranks) / ring_bytes_per_s(span, hardware) * 1e9
+    hops_ns, large_hops_ns = _ring_hops_ns(op, span, hardware)
+    simple = SIMPLE_BASE_NS.value + large_hops_ns + moved_ns
+    ll = LL_BASE_NS.value + hops_ns * LL_STEP.value + moved_ns / LL_RATE.value
+    if span.nodes > 1 or not hardware.intra.name.startswith(LL128_LINKS):
+        return min(simple, ll)
+    ll128 = LL128_BASE_NS.value + hops_ns * LL128_STEP.value
+    return min(simple, ll, ll128 + moved_ns / LL128_RATE.value)
+
+
+def _ring_hops_ns(op: str, span: Span, hardware: Hardware) -> tuple[float, float]:
+    """(all steps; those that a large message waits for: a node's own and those between nodes)."""
+    rounds, here = _STEPS[op], span.ranks_per_node - 1
+    between = rounds * (span.nodes - 1)
+    steps = rounds * (span.ranks - 1) - between
+    between_ns = between * hardware.inter.latency_ns
+    own_ns = rounds * here * hardware.intra.latency_ns
+    return steps * hardware.intra.latency_ns + between_ns, own_ns + between_ns
+
+
+def ring_bytes_per_s(span: Span, hardware: Hardware) -> float:
+    """busbw of a large ring: the slower of the node's links and all its ranks' NICs."""
+    if span.nodes == 1:
+        return intra_bytes_per_s(span, hardware)
+    nics = nics_bytes_per_s(span, hardware)
+    return nics if span.ranks_per_node == 1 else min(nics, intra_bytes_per_s(span, hardware))
+
+
+def intra_bytes_per_s(span: Span, hardware: Hardware) -> float:
+    """busbw of a large ring inside a node; a mesh lends a small group only some of its links."""
+    link = hardware.intra
+    rate = link.bytes_per_s * link.ring
+    if not link.name.startswith(MESHES) or hardware.gpus_per_node < 2:
+        return rate
+    return rate * min(1.0, (span.ranks_per_node - 1) / (hardware.gpus_per_node - 1))
+
+
+def nics_bytes_per_s(span: Span, hardware: Hardware) -> float:
+    """What the ranks of one node send to other nodes together."""
+    return span.ranks_per_node * hardware.inter.bytes_per_s * hardware.inter.ring
+
+
+def tree_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """A double binary tree's all_reduce in ns, by the best of NCCL's protocols (TREE)."""
+    depth = math.log2(span.nodes)
+    inside_ns = 2 * (span.ranks_per_node - 1) * hardware.intra.latency_ns
+    level_ns = 2 * depth * hardware.inter.latency_ns
+    moved_ns = message_bytes / _tree_bytes_per_s(span, hardware) * 1e9
+    ll = LL_BASE_NS.value + inside_ns * LL_STEP.value
+    ll += level_ns * TREE_LL_LEVEL.value
+    whole_ns = 2 * message_bytes / ring_bytes_per_s(span, hardware) * 1e9
+    nodes_ns = (span.nodes - 2) * TREE_NODE.value * hardware.inter.latency_ns
+    simple = SIMPLE_BASE_NS.value + inside_ns + level_ns + max(0.0, nodes_ns)
+    return min(ll + whole_ns / TREE_LL_RATE.value, simple + moved_ns)
+
+
+def _tree_bytes_per_s(span: Span, hardware: Hardware) -> float:
+    """algbw of a large tree. Between two nodes each byte crosses once a direction, not twice."""
+    inside = TREE_RATE.value * intra_bytes_per_s(span, hardware) / 2
+    if span.nodes == 1:
+        return inside
+    nics = nics_bytes_per_s(span, hardware)
+    if span.nodes > 2:
+        nics *= TREE_REACHED.value / 2
+    return nics if span.ranks_per_node == 1 else min(nics, inside)
+
+
+def tree_until_bytes(span: Span, hardware: Hardware) -> float:
+    """The size up to which NCCL expects a tree over nodes to beat a ring; inf for two nodes."""
+    if span.nodes <= 2:
+        return math.inf
+    hops_ns, _ = _ring_hops_ns("all_reduce", span, hardware)
+    slower_ns = 2e9 / ring_bytes_per_s(span, hardware) * (1 / TREE_EXPECTED.value - 1)
+    return hops_ns * PLATEAU.value / slower_ns
+
+
+def nvls_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+    """An all_reduce that the switch sums, in ns; inf where NCCL does not use it (NVLS)."""
+    link = hardware.intra
+    least = next(ranks for below, ranks in NVLS_FROM if link.bytes_per_s < below)
+    if hardware.nvls == 0 or span.nodes > 1 or span.ranks < least:
+        return math.inf
+    factor = busbw_factor("all_reduce", NVLS_REFERENCE_RANKS)
+    algbw = hardware.nvls * link.bytes_per_s / factor
+    return NVLS_FILL_NS.value + message_bytes / algbw * 1e9
+
+
+# The constants of collective time, each with where it comes from.
+
+_TUNING = "NVIDIA/nccl src/graph/tuning.cc"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number that was fitted on published rows (their ids) or copied from a source."""
+
+    value: float
+    source: str
+    rows: tuple[str, ...] = ()
+
+
+LL_STEP = Constant(0.18, f"{_TUNING}: ring LL / ring Simple = 0.6/3.4, 1.0/5.7, 2.7/14")
+"""A step with the LL protocol, over Link.latency_ns (a ring step with Simple)."""
+
+LL128_STEP = Constant(0.5, f"{_TUNING}: ring LL128 / ring Simple = 1.9/3.4, 2.5/5.7, 4.0/14")
+
+TREE_LL_LEVEL = Constant(0.36, f"{_TUNING}: tree LL / ring Simple between nodes = 5.0/14")
+
+LL128_LINKS = ("nvlink",)
+"""Links, by the beginning of their name, that keep the 128 bytes of a word together."""
+
+LL_RATE = Constant(0.5, f"{_TUNING}: half of each LL word is a flag")
+
+LL128_RATE = Constant(0.92, f"{_TUNING}: 120 of 128 bytes are data, rounded down")
+
+TREE_LL_RATE = Constant(1 / 3.8, f"{_TUNING}: tree LL")
+
+TREE_RATE = Constant(0.92, f"{_TUNING}: tree against ring inside a node")
+
+LL_BASE_NS = Constant(6_600.0, f"{_TUNING}: base latency of ring LL (tree: 6.8 us)")
+
+LL128_BASE_NS = Constant(14_000.0, f"{_TUNING}: base latency of LL128")
+
+SIMPLE_BASE_NS = Constant(8_400.0, f"{_TUNING}: base latency of Simple")
+
+PLATEAU = Constant(1.4, f"{_TUNING}: what NCCL adds to a large ring's latency between nodes")
+
+NVLS_REFERENCE_RANKS = 8
+"""Hardware.nvls is a busbw on this many ranks. The switch makes algbw the same on any number."""
+
+
+def busbw(system: str, *calls: str) -> tuple[str, ...]:
+    """Rows of nccl_busbw_by_ranks_and_algo.csv, by collective and ranks."""
+    return tuple(f"busbw/{system}_{call}" for call in calls)
+
+
+H200, H200_LARGE = "8xH200 8GiB", "8xH200 16GiB"
+
+NVLS_ROWS = busbw(H200, "all_reduce_4", "all_reduce_5")
+
+NVLS_FROM = ((600e9, 5), (float("inf"), 6))
+"""(Link.bytes_per_s below, ranks from which NVLS is used): 5 on H200, 6 on B200. From NVLS_ROWS
+(ml-engineering network/README.md)."""
+
+
+def sweep(system: str, sizes: Iterable[int]) -> tuple[str, ...]:
+    """Rows of nccl_allreduce_sweeps.csv, by system and tool."""
+    return tuple(f"sweep/{system}_{size}" for size in sizes)
+
+
+B200 = "1x8 B200 p6-b200 (NVLink5)_all_reduce_bench.py"
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+NVLS_FILL_NS = Constant(
+    90_000.0,
+    "1x8 B200 all_reduce, 128 MiB, 512 MiB and 2 GiB (NCCL's own constant is 25 us)",
+    sweep(B200, (128 * MIB, 512 * MIB, 2 * GIB)),
+)
+
+ALPS_FIT = "Alps GH200 all_reduce, 4 to 256 nodes, 32, 128 and 512 MiB and 2 GiB"
+
+
+def alps(nodes: Iterable[int], sizes: Iterable[int]) -> tuple[str, ...]:
+    """Rows of nccl_allreduce_alps_gh200.csv, four GPUs a node."""
+    kept = tuple(sizes)
+    return tuple(f"alps/{count}x4_{size}" for count in nodes for size in kept)
+
+
+ALPS_NODES = (1, 4, 16, 64, 256)
+
+ALPS_ROWS = alps(ALPS_NODES[1:], (32 * MIB, 128 * MIB, 512 * MIB, 2 * GIB))
+
+TREE_EXPECTED = Constant(
+    0.68,
+    "Alps GH200 all_reduce, 4 to 64 nodes, 32, 128 and 512 MiB: still a tree",
+    alps((4, 16, 64), (32 * MIB, 128 * MIB, 512 * MIB)),
+)
+"""What NCCL takes a tree over more than two nodes to reach of a ring's busbw, when it chooses."""
+
+TREE_REACHED = Constant(0.6, ALPS_FIT, ALPS_ROWS)
+"""What such a tree does reach."""
+
+TREE_NODE = Constant(0.6, ALPS_FIT, ALPS_ROWS)
+"""What each further node adds to a tree with Simple, over the latency of the link between nodes."""
+
+MESHES = ("xgmi",)
+"""Links, by the beginning of their name, of which a GPU has one to each other GPU of its node: a
+group of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows."""
+
+
+def fitted_rows() -> frozenset[str]:
+    """The ids of all rows that a constant of this module was fitted on."""
+    constants = (each for each in globals().values() if isinstance(each, Constant))
+    return frozenset(NVLS_ROWS).union(*(each.rows for each in constants))
+
+
+ALPS_SIZES = tuple(2**power for power in range(15, 32, 2))
+"""2^k with odd k, 32 KiB to 2 GiB."""
+
+A100 = "1x8 A100 (NVLink3)_nccl-tests"
+
+SWEEP_SIZES = (*ALPS_SIZES, 8 * GIB)
+
+
+# How far measured collectives lie from the closed form, by size and by nodes.
+
+ROWS = (
+    *alps(ALPS_NODES, ALPS_SIZES),
+    *sweep(A100, SWEEP_SIZES),
+    *sweep(B200, SWEEP_SIZES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Up to a size: measured time / predicted time, its 5th and 95th percentile over ROWS.
+
+    Each way at least 12 to 20 %, also where the rows ask for less: they are of three clusters.
+    """
+
+    until_bytes: float
+    low: float
+    high: float
+
+
+INTRA = (Spread(MIB, 0.7, 1.4), Spread(64 * MIB, 0.75, 1.4), Spread(float("inf"), 0.87, 1.15))
+"""Within a node. From 64 MiB on it covers the B200 switch at 8 GiB (740 to 839 GB/s)."""
+
+INTER = (
+    Spread(4 * KIB, 0.7, 1.25), Spread(2 * MIB, 0.8, 5.5), Spread(32 * MIB, 0.85, 1.9),
+    Spread(float("inf"), 0.85, 1.15),
+)  # fmt: skip
+"""2 to 64 nodes, all of one fabric. From 4 KiB to 2 MiB it leaves its eager protocol, which NCCL's
+constants do not know: measured times are 2 to 5 times those predicted."""
+
+FAR = (Spread(4 * KIB, 0.8, 1.25), Spread(32 * MIB, 0.8, 5.8), Spread(float("inf"), 0.8, 1.9))
+"""More than 64 nodes: how busy the fabric is decides."""
+
+FAR_NODES = 64
+
+SWITCH = 2.0
+"""So close to the size at which NCCL changes algorithm, either one may run."""
+
+
+def spread_of(message_bytes: float, span: Span) -> tuple[float, float]:
+    """(low, high): what to multiply a predicted time by. The other ops are taken as all_reduce."""
+    classes = FAR if span.nodes > FAR_NODES else INTER if span.nodes > 1 else INTRA
+    spread = next(each for each in classes if message_bytes < each.until_bytes)
+    return spread.low, spread.high
+
+
+# The ids of the published all_reduce rows that constants of collective time were fitted on.
+
+MI300X = "8xMI300X 4GiB"

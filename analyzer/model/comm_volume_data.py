@@ -1,0 +1,313 @@
+"""Communication volume of data parallelism: DDP, ZeRO and FSDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.model.comm_ops import (
+    Message,
+    Place,
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+)
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.parameters import LayerParameters, StageParameters, norm_parameters
+
+# What ZeRO-3 and FSDP send: weights before each use, gradients after.
+
+FSDP_MESSAGES = Formula(
+    "comm.fsdp",
+    "a unit and microbatch: all_gather of w P_u/N forward and again backward, reduce_scatter of"
+    " g P_u; what stays gathered after its forward is not gathered again",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.2; Zhao et al., PyTorch FSDP,"
+    " arXiv:2304.11277; pytorch/torchtitan, fsdp_reshard_after_forward",
+)
+
+HSDP = Formula(
+    "comm.hsdp",
+    "beside FSDP's, an all_reduce of g P_u/N over the replicas after each reduce_scatter",
+    "Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2.2",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """count modules that are gathered as one, each of so many parameters on this rank.
+
+    last: it is used last in the forward pass and first in the backward pass.
+    """
+
+    count: int
+    parameters: int
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How often in a step a unit is gathered forward and backward, and its gradients summed."""
+
+    forward: int
+    backward: int
+    gradients: int
+
+
+def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+    """The calls of one rank of a stage under zero = 3; experts have groups of their own."""
+    layout = job.layout
+    if layout.zero != 3:
+        return ()
+    together = layout.ep == 1 and layout.expert_tp == layout.tp
+    dense, experts = units(held, together, layout.root_unit)
+    if job.recipe.framework == "deepspeed":
+        dense = _ends_apart(job, dense)
+    return (
+        *_shard_messages(job, held.stage, dense, "dp_shard", layout.shard_size),
+        *_shard_messages(job, held.stage, experts, "expert_dp", layout.expert_shards),
+    )
+
+
+def units(
+    held: StageParameters, together: bool, root: bool = False
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """The units of dense parameters and those of experts; together: a layer holds its experts,
+    root: all that is in no layer is one unit.
+
+    A tied embedding is the head as well, and so the last unit.
+    """
+    routed = held.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
+    mixture = routed.total if together else routed.dense
+    ends = [Unit(1, held.embedding), Unit(1, held.head + held.final_norm, last=True)]
+    if held.embedding and held.final_norm and not held.head:
+        root = True
+    if root:
+        ends = [Unit(1, held.embedding + held.head + held.final_norm, last=True)]
+    layers = [Unit(held.dense_layers, held.dense_layer.dense), Unit(held.expert_layers, mixture)]
+    experts = () if together else (Unit(held.expert_layers, routed.experts),)
+    return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
+
+
+def _ends_apart(job: Job, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """DeepSpeed gathers positions and the final norm by themselves, as modules of their own.
+
+    A layer is one unit where it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
+    """
+    positions, norm = job.model.positions * job.model.hidden, norm_parameters(job.model)
+    apart: list[Unit] = []
+    for unit in found:
+        own = (norm if unit.last else positions) if unit.count == 1 else 0
+        apart += [replace(unit, parameters=unit.parameters - own), Unit(1, own)]
+    return tuple(_present(apart))
+
+
+def _present(found: list[Unit]) -> list[Unit]:
+    return [unit for unit in found if unit.count and unit.parameters]
+
+
+def _shard_messages(
+    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> tuple[Message, ...]:
+    if job.recipe.framework != "deepspeed":
+        return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
+    gathered = [
+        m
+        for unit in found
+        for m in _of_unit(job, stage, unit, axis, ranks)
+        if m.op != "reduce_scatter"
+    ]
+    return (*gathered, *_in_buckets(job, stage, found, axis, ranks))
+
+
+def _in_buckets(
+    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> list[Message]:
+    """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
+    if ranks == 1:
+        return []
+    place, size = Place("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
+    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
+    return [
+        reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
+        for each in buckets(job, padded, ranks)
+    ]
+
+
+def _of_unit(job: Job, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[Message, ...]:
+    name = "hsdp" if job.layout.dp_replicate > 1 else "fsdp"
+    times, own, found = times_of(job, unit), -(-unit.parameters // ranks), []
+    if ranks > 1:
+        size = own * job.recipe.weight_bytes
+        for phase, each in (("forward", times.forward), ("backward", times.backward)):
+            found.append(
+                all_gather(Place(name, axis, stage, phase), unit.count * each, size, ranks)
+            )
+    count, size = unit.count * times.gradients, own * job.recipe.gradient_bytes
+    if ranks > 1:
+        place = Place(name, axis, stage, "grad_sync")
+        found.append(reduce_scatter(place, count, size * ranks, ranks))
+    if job.layout.dp_replicate > 1:
+        place = Place(name, "dp_replicate", stage, "grad_sync")
+        found.append(all_reduce(place, count, size, job.layout.dp_replicate))
+    return tuple(found)
+
+
+def times_of(job: Job, unit: Unit) -> Times:
+    """In a pipeline gradients are summed once, and weights stay between two backward passes.
+
+    A microbatch's backward then finds what the one before gathered, unless a forward pass freed
+    it; that one was spared its own gather. So m + 1 gathers remain, whatever the schedule.
+    """
+    m, policy = job.microbatches, _reshards(job)
+    if job.layout.pp > 1:
+        return Times(1, 0, 1) if stays_gathered(job) else Times(m, 1, 1)
+    freed = policy == "always" or (policy == "default" and not unit.last)
+    return Times(m, m if freed else 0, 1 if job.layout.sum_once else m)
+
+
+def stays_gathered(job: Job) -> bool:
+    """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
+    return job.layout.zero == 3 and job.layout.pp > 1 and _reshards(job) != "always"
+
+
+def _reshards(job: Job) -> str:
+    """ZeRO-3 as published and DeepSpeed's free every unit after its forward."""
+    if job.recipe.framework in ("zero-paper", "deepspeed"):
+        return "always"
+    return job.layout.reshard_after_forward
+
+
+# What data parallelism sends where every rank keeps whole weights: DDP, ZeRO-1 and ZeRO-2.
+
+DDP = Formula(
+    "comm.ddp",
+    "all_reduces of the gradients once a step, g P bytes in ceil(g P/bucket) calls",
+    "Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2",
+)
+
+ZERO = Formula(
+    "comm.zero",
+    "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once a step"
+    " (ZeRO-2 outside Megatron-LM: gradients every microbatch)",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
+)
+
+REDUNDANCY = Formula(
+    "comm.zero_redundancy",
+    "DDP's all_reduces, then N broadcasts of w P/N bytes: each rank's updated share",
+    "pytorch/pytorch, torch/distributed/optim/zero_redundancy_optimizer.py (_sync_params,"
+    " parameters_as_bucket_view)",
+)
+
+ALL_REDUCED = Formula(
+    "comm.zero_deepspeed",
+    "all_reduces of g P bytes of gradients (ZeRO-2: every microbatch), all_gathers of w P/N bytes",
+    "deepspeedai/DeepSpeed, runtime/zero/stage_1_and_2.py, use_multi_rank_bucket_allreduce",
+)
+
+MIB = 2**20
+
+MEGATRON_BUCKET = 40_000_000
+
+MEGATRON_BUCKET_PER_RANK = 1_000_000
+"""Parameters in a bucket where gradients overlap the backward pass; else one bucket holds all.
+NVIDIA/Megatron-LM, core/distributed/distributed_data_parallel.py."""
+
+DEEPSPEED_BUCKET = 500_000_000
+"""Numbers in a bucket: reduce_bucket_size and allgather_bucket_size, DeepSpeed's config-json."""
+
+DDP_FIRST_BYTES, DDP_BYTES = 1 * MIB, 25 * MIB
+"""PyTorch's kDefaultFirstBucketBytes and bucket_cap_mb."""
+
+EVERY_MICROBATCH = ("deepspeed", "zero-paper")
+"""Frameworks whose ZeRO-2 cannot keep whole gradients from one microbatch to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """count buckets of so many parameters."""
+
+    count: int
+    parameters: int
+
+
+def data_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+    """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
+    layout = job.layout
+    if layout.zero == 3:
+        return ()
+    return (
+        *_replica_messages(job, held.stage, held.dense, "dp", layout.gradient_ranks),
+        *_replica_messages(job, held.stage, held.experts, "expert_dp", layout.expert_dp),
+    )
+
+
+def _replica_messages(
+    job: Job, stage: int, parameters: int, axis: str, ranks: int
+) -> tuple[Message, ...]:
+    if ranks == 1 or parameters == 0:
+        return ()
+    found = []
+    for bucket in buckets(job, parameters, ranks):
+        found += _summed(job, stage, bucket, axis, ranks)
+    if hands_out(job):
+        share = -(-parameters * job.recipe.weight_bytes // ranks)
+        found.append(broadcast(Place("zero-1", axis, stage, "optimizer"), ranks, share))
+    return tuple(found)
+
+
+def hands_out(job: Job) -> bool:
+    """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
+    return job.layout.zero == 1 and job.recipe.framework == "ddp"
+
+
+def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[Message]:
+    zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
+    place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
+    if zero == 0 or hands_out(job):
+        return [all_reduce(place, bucket.count, size, ranks)]
+    times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
+    summed = all_reduce if sums_whole(job) else reduce_scatter
+    after = Place(place.strategy, axis, stage, "optimizer")
+    weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
+    return [
+        summed(place, times, size, ranks),
+        all_gather(after, bucket.count, weights, ranks),
+    ]
+
+
+def sums_whole(job: Job) -> bool:
+    """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
+    return job.recipe.framework == "deepspeed"
+
+
+def sums_every_microbatch(job: Job) -> bool:
+    """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
+    return job.layout.zero == 2 and job.recipe.framework in EVERY_MICROBATCH
+
+
+def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+    """How the framework cuts a rank's parameters; the parts add up to them.
+
+    Real buckets end where a tensor does, so that their number is a little smaller.
+    """
+    first, each = _capacity(job, ranks)
+    head = min(first, parameters)
+    count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
+    found = (Bucket(1, head), Bucket(count, each), Bucket(1, rest))
+    return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
+
+
+def _capacity(job: Job, ranks: int) -> tuple[int, int]:
+    """Parameters in the first bucket and in each other one; 0: no bound."""
+    match job.recipe.framework:
+        case "ddp" | "huggingface" | "fsdp2":
+            size = job.recipe.gradient_bytes
+            stated = job.layout.bucket_bytes
+            return (stated or DDP_FIRST_BYTES) // size, (stated or DDP_BYTES) // size
+        case "deepspeed":
+            return 0, DEEPSPEED_BUCKET
+        case "megatron" if "dp" in job.layout.overlap:
+            return 0, max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
+    return 0, 0

@@ -1,0 +1,475 @@
+"""Explanations of a prediction: each formula with this job's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
+from stepsplit.analyzer.model.config import Job, Link, Stage, Transformer, stages_of
+from stepsplit.analyzer.model.explain_comm import of_calls, of_messages, of_routes
+from stepsplit.analyzer.model.flops import CONVENTIONS, MFU, RECOMPUTE, Convention, layer_weights
+from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, differing
+from stepsplit.analyzer.model.memory_states import (
+    Layers,
+    layers_of,
+    parameter_bytes,
+    share,
+    stage_activations,
+)
+from stepsplit.analyzer.model.parameters import (
+    TOTAL,
+    StageParameters,
+    dense_layer,
+    expert_layer,
+    stage_parameters,
+)
+from stepsplit.analyzer.model.prediction import Prediction, StageMemory
+from stepsplit.analyzer.model.schedule import IN_FLIGHT, in_flight
+from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
+from stepsplit.analyzer.model.used_formulas import kept_formula, states_formula
+
+# explain: a prediction in, the formulas that it rests on out, each with the job's numbers.
+
+
+def explain(job: Job, prediction: Prediction) -> tuple[Explained, ...]:
+    """The formulas of this job, from its size to its messages, and the folk rules that differ."""
+    return (
+        *of_work(job, prediction),
+        *of_memory(job, prediction),
+        *of_pipeline(job, prediction),
+        *of_messages(job, prediction),
+        *of_routes(job, prediction),
+        *of_calls(job, prediction),
+        *of_links(job),
+    )
+
+
+# Why the states of a rank take what they take, with the job's numbers.
+
+_MANY = 1000
+"""Parameters enough to tell by their bytes what is shared."""
+
+
+def of_memory(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """States of the fullest stage, and what one layer keeps of one microbatch."""
+    fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
+    if not job.recipe.offload:
+        yield _states(job, fullest)
+    yield kept_of_layer(job, stages_of(job)[fullest.stage])
+
+
+def _states(job: Job, memory: StageMemory) -> Explained:
+    value = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    held = stage_parameters(job)[memory.stage]
+    each = parameter_bytes(job.recipe)
+    symbols = (
+        Symbol("P", f"parameters of a rank of stage {memory.stage}", held.dense, "parameters"),
+        Symbol("N", "ranks that share their states", job.layout.shard_size),
+        *_experts(job, held),
+        Symbol("w", "bytes of a weight", each.weights, "bytes"),
+        Symbol("g", "bytes of a gradient", each.gradients, "bytes"),
+        Symbol("o", "bytes of optimizer states a parameter", each.optimizer, "bytes"),
+    )
+    rules = [_sixteen(job, held)]
+    if job.recipe.optimizer == "adam":
+        rules.append(_doubling(job, memory))
+    what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
+    folk = differing(value, rules)
+    return Explained(
+        states_formula(job), what, symbols, value, "memory_bytes", folk, _applied(job, held)
+    )
+
+
+def _applied(job: Job, held: StageParameters) -> str:
+    """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
+    parts = share(_MANY, 2, parameter_bytes(job.recipe), job.recipe, _stage(job))
+    each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
+    own = parameter_bytes(job.recipe)
+    unsharded = own.weights, own.gradients, own.optimizer
+    both = list(zip(each, unsharded, strict=True))
+    whole = sum(n for found, n in both if found == n * _MANY)
+    spread = sum(n for found, n in both if 0 < found < n * _MANY)
+    terms = [f"{whole} P" * (whole > 0), f"{spread} P/N" * (spread > 0)]
+    experts = ", for experts with P_e and N_e" if held.experts else ""
+    return f"here {' + '.join(filter(None, terms))}{experts}"
+
+
+def _stage(job: Job) -> int:
+    """The ZeRO stage; FSDP2's second one shards at rest like the third."""
+    zero = job.layout.zero
+    return 3 if zero == 2 and job.recipe.framework == "fsdp2" else zero
+
+
+def _sixteen(job: Job, held: StageParameters) -> RuleOfThumb:
+    zero, recipe = job.layout.zero, job.recipe
+    own = parameter_bytes(recipe)
+    spread = f", by ZeRO-{zero} over N" if zero else ""
+    value = held.dense * _paper_bytes(zero, job.layout.shard_size)
+    value += held.experts * _paper_bytes(zero, job.layout.expert_shards)
+    why = (
+        f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} keeps"
+        f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
+    )
+    rule = f"16 bytes a parameter (2 + 2 + 12){spread}"
+    return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
+
+
+def _paper_bytes(zero: int, n: int) -> float:
+    """Bytes of one parameter on a rank (Rajbhandari et al., arXiv:1910.02054, figure 1)."""
+    return (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[zero]
+
+
+def _experts(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
+    if not held.experts:
+        return ()
+    shards = job.layout.expert_shards
+    return (
+        Symbol("P_e", "parameters of its experts", held.experts, "parameters"),
+        Symbol("N_e", "ranks that share theirs", shards),
+    )
+
+
+def _doubling(job: Job, memory: StageMemory) -> RuleOfThumb:
+    mixed = parameter_bytes(job.recipe).weights < 4
+    return RuleOfThumb(
+        "the optimizer doubles the memory of the weights",
+        2 * memory.weights_bytes,
+        "Adam keeps two fp32 moments, 8 bytes a parameter"
+        + ", and an fp32 weight beside the 16-bit one" * mixed
+        + "; gradients come on top",
+        ("adam-doubles",),
+    )
+
+
+# Why a layer keeps so much until its backward pass, with the job's numbers.
+
+_GPT_WHOLE, _GPT_SPLIT, _GPT_SCORES = 10, 24, 5
+"""Bytes of Korthikanti et al., table 2: what tp leaves whole, what it divides, the scores."""
+
+_PARTS = {
+    "norms": "inputs and outputs of both norms, residuals",
+    "heads": "queries, keys and values",
+    "attention": "what attention keeps beside them, and its output",
+    "masks": "dropout masks",
+    "mlp": "the MLP",
+    "routed": "experts and router",
+}
+"""Fields of LayerActivations."""
+
+
+def kept_of_layer(job: Job, stage: Stage) -> Explained:
+    """Bytes that a layer of the stage keeps of one microbatch, and what they are for."""
+    layers = layers_of(job)
+    held = stage_activations(job, stage, layers).held_bytes
+    value = held * len(stage.chunks) / stage.layers
+    what = f"activations that a layer of stage {stage.index} keeps of one microbatch on a rank"
+    symbols, rule, note = _tokens(job), _constant_rule(), ""
+    if job.recipe.recompute not in FULL_RECOMPUTE:
+        symbols, rule = (*symbols, *_widths(job), *_parts(stage, layers)), _gpt_rule(job)
+        note = f"as {job.recipe.framework} saves it, item by item (presets/frameworks.toml)"
+    found = differing(value, [rule])
+    return Explained(kept_formula(job), what, symbols, value, "bytes", found, note)
+
+
+def _tokens(job: Job) -> tuple[Symbol, ...]:
+    return (
+        Symbol("s", "tokens a sequence", job.recipe.seq_len),
+        Symbol("b", "sequences a microbatch", job.recipe.micro_batch),
+        Symbol("c", "ranks of context parallelism", job.layout.cp),
+        Symbol("h", "hidden size", job.model.hidden),
+        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+    )
+
+
+def _widths(job: Job) -> tuple[Symbol, ...]:
+    model = job.model
+    return (
+        *head_symbols(model),
+        Symbol("f", "width of the MLP", model.ffn),
+        Symbol("G", "products of the MLP (3 where gated)", 3 if model.gated else 2),
+    )
+
+
+def _parts(stage: Stage, layers: Layers) -> Iterator[Symbol]:
+    """What the bytes are for, on average over the layers of the stage; they add up to the value."""
+    for name, meaning in _PARTS.items():
+        total = stage.dense_layers * getattr(layers.dense, name)
+        total += stage.expert_layers * getattr(layers.expert, name, 0)
+        if total:
+            yield Symbol(name, meaning, total / stage.layers, "bytes")
+
+
+def _constant_rule() -> RuleOfThumb:
+    why = "the input of each recomputed stretch stays, and one stretch at a time is whole"
+    return RuleOfThumb("recomputing everything keeps O(1)", 0.0, why, ("recompute-all",))
+
+
+def _gpt_rule(job: Job) -> RuleOfThumb:
+    model, layout = job.model, job.layout
+    scores = _GPT_SCORES * model.heads * job.recipe.seq_len / model.hidden
+    each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
+    why = "that is GPT in 16 bits with dropout, an MLP of 4h, and attention that keeps its scores"
+    rule = "s b h (34 + 5 a s / h), spread by tp"
+    return RuleOfThumb(rule, job.tokens * model.hidden * each, why, ("activations-100b",))
+
+
+# Why so many parameters and FLOPs, and what share of the peak: with the job's numbers.
+
+
+def of_work(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """Parameters, FLOPs of a step, MFU, and what recomputation adds where the job has it."""
+    yield _parameters(job, prediction)
+    yield _flops(job, prediction)
+    if prediction.mfu is not None:
+        yield _mfu(job, prediction, prediction.mfu)
+    if prediction.hardware_flops != prediction.model_flops:
+        yield _recompute(job, prediction)
+
+
+def _parameters(job: Job, prediction: Prediction) -> Explained:
+    model, value = job.model, prediction.parameters
+    rule = RuleOfThumb(
+        "12 L h^2",
+        12 * model.layers * model.hidden**2,
+        "leaves out the embedding and the head, and holds for an MLP of 4h without a gate, with"
+        " as many key-value heads as heads",
+    )
+    return Explained(
+        TOTAL, "parameters of the whole model", _shape(job), value, "parameters",
+        differing(value, [rule]),
+    )  # fmt: skip
+
+
+def _shape(job: Job) -> tuple[Symbol, ...]:
+    model = job.model
+    symbols = (
+        Symbol("L", "layers", model.layers),
+        Symbol("h", "hidden size", model.hidden),
+        *head_symbols(model),
+        Symbol("f", "width of the MLP", model.ffn),
+        Symbol("G", "products of the MLP (3 where gated)", 3 if model.gated else 2),
+        Symbol("V", "vocabulary", model.vocab),
+    )
+    if model.experts is None:
+        return (
+            *symbols,
+            Symbol("layer", "parameters of one layer", dense_layer(model).total, "parameters"),
+        )
+    experts = (
+        Symbol("layer", "parameters of one with experts", expert_layer(model).total, "parameters"),
+        Symbol("E", "experts of a layer", model.experts.count),
+        Symbol("k_top", "experts that a token passes", model.experts.top_k),
+        Symbol("f_e", "width of an expert", model.experts.ffn),
+    )
+    return symbols + experts
+
+
+def head_symbols(model: Transformer) -> tuple[Symbol, ...]:
+    """How many heads, and how wide they are."""
+    heads, latent = Symbol("a", "heads", model.heads), model.latent
+    if latent is None:
+        keys = Symbol("k", "key-value heads", model.kv_heads)
+        return heads, keys, Symbol("d", "size of a head", model.head_size)
+    return (
+        heads,
+        Symbol("r_q", "compressed size of a query", latent.query_rank),
+        Symbol("r_kv", "compressed size of keys and values", latent.kv_rank),
+        Symbol("d_k", "size of a key of one head", latent.nope + latent.rope),
+        Symbol("d_v", "size of a value of one head", latent.value),
+    )
+
+
+def _flops(job: Job, prediction: Prediction) -> Explained:
+    model, recipe, value = job.model, job.recipe, prediction.model_flops
+    tokens = recipe.global_batch * recipe.seq_len
+    rule = RuleOfThumb(
+        "6 FLOPs a parameter and token",
+        6 * prediction.parameters * tokens,
+        "leaves out the attention core, and counts the embedding, which is a look-up"
+        + (", and experts that a token does not pass" if model.experts else ""),
+    )
+    symbols = [
+        Symbol("B", "sequences a step", recipe.global_batch),
+        Symbol("s", "tokens a sequence", recipe.seq_len),
+        Symbol("L", "layers", model.layers),
+        Symbol("h", "hidden size", model.hidden),
+        Symbol("V", "vocabulary, padded", job.padded_vocab),
+    ]
+    note = _of_products(model)
+    if note:
+        met = "weights of all layers that a token is multiplied with"
+        symbols.append(Symbol("W", met, layer_weights(model), "parameters"))
+    return Explained(
+        CONVENTIONS[cast(Convention, prediction.convention)], "model FLOPs of a step, all ranks",
+        tuple(symbols), value, "flops", differing(value, [rule]), note,
+    )  # fmt: skip
+
+
+def _of_products(model: Transformer) -> str:
+    """How C1 reads where a layer is not GPT's; empty where it is."""
+    gpt = replace(
+        model, gated=False, experts=None, latent=None, ffn=4 * model.hidden,
+        kv_heads=model.heads, head_size=model.hidden // model.heads,
+    )  # fmt: skip
+    if model == gpt:
+        return ""
+    core, widths = "12 L s a d), a d", model.heads * model.head_size
+    if model.latent is not None:
+        widths = model.heads * (model.latent.nope + model.latent.rope + model.latent.value)
+        core = "6 L s a (d_k + d_v)), a (d_k + d_v)"
+    return f"that is for GPT's layers; for these B s (6 W + 6 h V + {core} = {widths:,}"
+
+
+def _mfu(job: Job, prediction: Prediction, value: float) -> Explained:
+    symbols = (
+        Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
+        Symbol("T", "step time", prediction.split.step_ns, "ns"),
+        Symbol("n", "ranks", job.layout.world_size),
+        Symbol("P", f"dense peak, {job.recipe.dtype}", _peak(job), "flops_per_s"),
+    )
+    rules = []
+    if prediction.hfu is not None:
+        why = "counts what is recomputed as if it were the model's work: that is the HFU"
+        rules.append(RuleOfThumb("all FLOPs that the GPUs execute", prediction.hfu, why))
+    what = f"MFU by {prediction.convention}"
+    return Explained(MFU, what, symbols, value, "ratio", differing(value, rules))
+
+
+def _peak(job: Job) -> float:
+    return job.hardware.peak_flops_per_s(job.recipe.dtype) or 0.0
+
+
+def _recompute(job: Job, prediction: Prediction) -> Explained:
+    value = prediction.hardware_flops / prediction.model_flops
+    symbols = (
+        Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
+        Symbol("F_h", "FLOPs with recomputation", prediction.hardware_flops, "flops"),
+    )
+    whole = job.recipe.recompute in FULL_RECOMPUTE
+    rule = RuleOfThumb(
+        "recomputing doubles the compute",
+        2.0,
+        "only the forward pass runs again, and a backward pass is two forwards: 4 instead of 3"
+        if whole
+        else "only the attention core is computed again",
+        ("recompute-all",),
+    )
+    what = f"hardware FLOPs over model FLOPs (recompute {job.recipe.recompute})"
+    return Explained(RECOMPUTE, what, symbols, value, "", differing(value, [rule]))
+
+
+# Why the pipeline stands still for so long, and holds so many microbatches.
+
+_OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
+
+
+def of_pipeline(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """Bubble fraction and overhead, microbatches in flight; nothing without a pipeline."""
+    if job.layout.pp > 1:
+        yield _fraction(job, prediction.bubble_fraction)
+        yield _overhead(job, prediction.bubble_overhead)
+        yield _in_flight(job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage)
+
+
+def _fraction(job: Job, value: float) -> Explained:
+    p, m = job.layout.pp, job.microbatches
+    rules = (
+        _simple_fraction(job),
+        RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OTHER_WHOLE),
+        RuleOfThumb(
+            "a pipeline of p stages idles (p-1)/p of the time", (p - 1) / p,
+            f"that holds for one microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
+        ),
+    )  # fmt: skip
+    return Explained(
+        FRACTION, "bubble, of all time", _symbols(job), value, "ratio", differing(value, rules),
+        _simulated(job),
+    )  # fmt: skip
+
+
+def _overhead(job: Job, value: float) -> Explained:
+    p, m = job.layout.pp, job.microbatches
+    why = "that is the fraction: of all time, not of the useful time"
+    rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
+    return Explained(
+        OVERHEAD, "bubble, of useful time", _symbols(job), value, "ratio", differing(value, rules),
+        _simulated(job),
+    )  # fmt: skip
+
+
+def _simulated(job: Job) -> str:
+    return f"found by running the schedule ({job.layout.schedule}) with this job's own times"
+
+
+def _in_flight(job: Job, rank: int) -> Explained:
+    p, schedule, one = job.layout.pp, job.layout.schedule, job.layout.stages_per_rank
+    value = in_flight(schedule, p, job.microbatches, job.layout.chunks, rank)
+    why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
+    rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
+    symbols = (*_symbols(job), Symbol("r", "rank of the pipeline", rank))
+    what = f"activations in flight on pipeline rank {rank} at its peak (microbatches x stages)"
+    note = f"the schedule is {schedule}"
+    return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]), note)
+
+
+def _simple_fraction(job: Job) -> RuleOfThumb:
+    p, m, schedule = job.layout.pp, job.microbatches, job.layout.schedule
+    why = "that holds for equal stages and messages that cost nothing"
+    if schedule not in ("1f1b", "gpipe"):
+        why = f"that is GPipe's and 1F1B's, this is {schedule}; and it holds for equal stages"
+    return RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)
+
+
+def _symbols(job: Job) -> tuple[Symbol, ...]:
+    return (
+        Symbol("p", "ranks of the pipeline", job.layout.pp),
+        Symbol("m", "microbatches of a step", job.microbatches),
+        Symbol("v", "stages on a rank", job.layout.stages_per_rank),
+    )
+
+
+# How fast the job's links are, in the unit in which they are sold and in the one that counts.
+
+NVLINK = Formula(
+    "link.nvlink",
+    "bytes a second of one GPU in one direction: what a collective's busbw compares with",
+    "NVIDIA data sheets, which add up both directions",
+)
+
+NIC = Formula(
+    "link.nic",
+    "bytes a second of one GPU's adapter in one direction: the bits on the data sheet / 8",
+    "data sheets of the networks; stas00/ml-engineering, network/README.md",
+)
+
+
+def of_links(job: Job) -> Iterator[Explained]:
+    """The rate of NVLink, and of the network where the job has several nodes."""
+    if job.hardware.intra.name.startswith("nvlink"):
+        yield _nvlink(job.hardware.intra)
+    if job.layout.world_size > job.hardware.gpus_per_node:
+        yield _nic(job.hardware.inter)
+
+
+def _nvlink(link: Link) -> Explained:
+    rule = RuleOfThumb(
+        "the rate on the data sheet", 2 * link.bytes_per_s,
+        "it adds up both directions; data of one collective flows out at half of it",
+        ("nvlink-900", "nvlink-a100", "a100-links"),
+    )  # fmt: skip
+    symbols = (Symbol("e", "share of it that large rings reach", link.ring, "ratio"),)
+    value = link.bytes_per_s
+    what = f"rate of {link.name}"
+    return Explained(NVLINK, what, symbols, value, "bytes_per_s", differing(value, [rule]))
+
+
+def _nic(link: Link) -> Explained:
+    rule = RuleOfThumb(
+        f"{8 * link.bytes_per_s / 1e9:,.0f}, read as GB/s", 8 * link.bytes_per_s,
+        "networks are sold in bits a second, 8 to a byte", ("nic-rates",),
+    )  # fmt: skip
+    symbols = (Symbol("e", "share of it that large rings reach", link.ring, "ratio"),)
+    value, what = link.bytes_per_s, f"rate of {link.name}"
+    return Explained(NIC, what, symbols, value, "bytes_per_s", differing(value, [rule]))

@@ -1,0 +1,399 @@
+"""Explanations of predicted communication: volumes, routes and the costliest calls."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.model.comm_measured import SWEEP, TUNER
+from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE, Message
+from stepsplit.analyzer.model.comm_time import (
+    ALL_TO_ALL,
+    CHOICE,
+    NVLS,
+    RING_ALGORITHM,
+    TREE,
+    intra_bytes_per_s,
+    nvls_ns,
+    ring_bytes_per_s,
+    ring_ns,
+    tree_ns,
+)
+from stepsplit.analyzer.model.comm_volume import EXPERT_ROUTING, PIPELINE, SEQUENCE, TENSOR
+from stepsplit.analyzer.model.comm_volume_data import (
+    ALL_REDUCED,
+    DDP,
+    FSDP_MESSAGES,
+    REDUNDANCY,
+    ZERO,
+    hands_out,
+    sums_whole,
+)
+from stepsplit.analyzer.model.config import Job, Link, Span, Stage, span_of, stages_of
+from stepsplit.analyzer.model.formulas import (
+    Explained,
+    Formula,
+    RuleOfThumb,
+    Symbol,
+    Unit,
+    differing,
+)
+from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters
+from stepsplit.analyzer.model.prediction import Communication, Prediction
+from stepsplit.analyzer.model.used_formulas import CONTEXTS
+from stepsplit.analyzer.ops import busbw_factor
+
+# Why the costliest calls take so long, with the job's links.
+
+_RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
+_CLOSE = 1e-4
+"""A closed form that comes this close to the predicted time is where it came from."""
+
+_LARGE_BYTES = 2**20
+"""Below, it is latency that decides between ring and tree."""
+
+_AXES = ("tp", "cp", "dp", "dp_cp", "dp_shard", "dp_replicate", "expert_dp")
+
+
+def of_calls(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """One call of the ring and of the all_to_all that cost most, and the tree beside the ring."""
+    rows = [
+        row
+        for row in prediction.communication
+        if row.message.op in _RINGS and row.message.axis in _AXES and row.message.count
+    ]
+    if rows:
+        yield _costliest(job, prediction, max(rows, key=lambda row: row.time.ns))
+    exchanged = [row for row in prediction.communication if row.message.op == "all_to_all"]
+    if exchanged:
+        yield _all_to_all(job, max(exchanged, key=lambda row: row.time.ns))
+    reduced = [row for row in rows if _large_sum(job, row)]
+    if reduced:
+        yield _tree(job, max(reduced, key=lambda row: row.message.message_bytes))
+
+
+def _large_sum(job: Job, row: Communication) -> bool:
+    message = row.message
+    large = message.op == "all_reduce" and message.message_bytes >= _LARGE_BYTES
+    return large and _span(job, message).ranks > 2
+
+
+def _span(job: Job, message: Message) -> Span:
+    """The ranks of a call; those that sum gradients over cp too are span_of's dp."""
+    return span_of(job, "dp" if message.axis == "dp_cp" else message.axis)
+
+
+def _costliest(job: Job, prediction: Prediction, row: Communication) -> Explained:
+    message, span = row.message, _span(job, row.message)
+    value, both = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
+    rule = RuleOfThumb(
+        f"size / {units.gigabytes_per_second(both)}, the link's rate on the data sheet",
+        message.message_bytes / both * 1e9,
+        "that rate is of both directions together, no ring reaches all of it"
+        + (f", all_reduce sends {message.wire_bytes / message.message_bytes:.2f} times its buffer")
+        * (message.wire_bytes > message.message_bytes)
+        + ", and between nodes the network is the narrower part" * _by_network(job, span),
+    )
+    what = f"time of one {message.op} on {message.axis} ({message.phase})"
+    symbols = (
+        Symbol("S", "message", message.message_bytes, "bytes"),
+        Symbol("f", "of it, what each rank sends", busbw_factor(message.op, span.ranks)),
+        *_links(job, span),
+    )
+    formula = _closed_form(job, row, span) or _measured(prediction) or CHOICE
+    return Explained(formula, what, symbols, value, "ns", differing(value, [rule]))
+
+
+def _links(job: Job, span: Span) -> tuple[Symbol, ...]:
+    hardware, rate = job.hardware, ring_bytes_per_s(span, job.hardware)
+    link = hardware.inter if _by_network(job, span) else hardware.intra
+    latency = (hardware.intra if span.nodes == 1 else hardware.inter).latency_ns
+    adapters = span.ranks_per_node if link is hardware.inter else 1
+    of = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
+    return (
+        Symbol("n", "ranks", span.ranks),
+        Symbol("k", "nodes that they are on", span.nodes),
+        Symbol("B", f"{link.name}, one direction of {of}", rate / link.ring, "bytes_per_s"),
+        Symbol("e", "share of it that large rings reach", link.ring, "ratio"),
+        Symbol("a", f"latency of a step {_where(span)}", latency, "ns"),
+    )
+
+
+def _by_network(job: Job, span: Span) -> bool:
+    """Whether the adapters of a node, all together, are slower than its own links."""
+    rate = ring_bytes_per_s(span, job.hardware)
+    return span.nodes > 1 and (
+        span.ranks_per_node == 1 or rate < intra_bytes_per_s(span, job.hardware)
+    )
+
+
+def _where(span: Span) -> str:
+    return "inside the node" if span.nodes == 1 else "between nodes"
+
+
+def _all_to_all(job: Job, row: Communication) -> Explained:
+    message, span, hardware = row.message, _span(job, row.message), job.hardware
+    links = [hardware.intra] * (span.ranks_per_node > 1) + [hardware.inter] * (span.nodes > 1)
+    symbols = (
+        Symbol("S", "message", message.message_bytes, "bytes"),
+        Symbol("n", "ranks", span.ranks),
+        Symbol("g", "of them on a node", span.ranks_per_node),
+        *(Symbol(*_reached(link, link is hardware.intra)) for link in links),
+    )
+    what = f"time of one all_to_all on {message.axis} ({message.phase})"
+    return Explained(ALL_TO_ALL, what, symbols, row.time.ns / message.count, "ns")
+
+
+def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
+    rate = link.bytes_per_s * link.ring
+    return (
+        "NVLink" if inside else "NIC",
+        f"what one GPU reaches over {link.name}",
+        rate,
+        "bytes_per_s",
+    )
+
+
+def _closed_form(job: Job, row: Communication, span: Span) -> Formula | None:
+    """The algorithm whose closed form gives the time; None where none does."""
+    message, hardware = row.message, job.hardware
+    size, value = message.message_bytes, row.time.ns / message.count
+    times = [(ring_ns(message.op, size, span, hardware), RING_ALGORITHM)]
+    if message.op == "all_reduce":
+        times += [(tree_ns(size, span, hardware), TREE), (nvls_ns(size, span, hardware), NVLS)]
+    near, formula = min(times, key=lambda time: abs(time[0] - value))
+    return formula if abs(near - value) <= _CLOSE * value else None
+
+
+def _measured(prediction: Prediction) -> Formula | None:
+    """What the prediction has of the links instead of closed forms."""
+    return next((each for each in (SWEEP, TUNER) if each in prediction.formulas), None)
+
+
+def _tree(job: Job, row: Communication) -> Explained:
+    size, ranks = row.message.message_bytes, _span(job, row.message).ranks
+    value = 2 * size
+    rule = RuleOfThumb(
+        "a tree moves 2 log2(n) times the buffer",
+        2 * math.log2(ranks) * size,
+        "log2 is the depth, in the latency; each rank sends its buffer up once and down once",
+        ("tree-volume",),
+    )
+    symbols = (Symbol("S", "message", size, "bytes"), Symbol("n", "ranks", ranks))
+    what = f"bytes a rank sends for one all_reduce on {row.message.axis}, were it a tree"
+    return Explained(TREE, what, symbols, value, "bytes", differing(value, [rule]))
+
+
+# Why so many bytes go to experts, around the context and between stages of this job.
+
+_EXPERTS = ("ep", "expert-tp")
+
+
+def of_routes(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """What the slowest stage's rank sends on ep, cp and pp, where it has them."""
+    messages = messages_of_slowest(prediction)
+    stage = stages_of(job)[prediction.splits.index(prediction.split)]
+    experts = [one for one in messages if one.strategy in _EXPERTS]
+    if experts:
+        yield _sent(EXPERT_ROUTING, "to and from experts", experts, _of_experts(job, stage))
+    around = [one for one in messages if one.strategy == "cp"]
+    if around:
+        formula = CONTEXTS[job.layout.context_kind]
+        yield _sent(formula, "around the context", around, _of_context(job, stage))
+    between = [one for one in messages if one.strategy == "pp"]
+    if between:
+        yield _sent(PIPELINE, "to the stages beside it", between, _of_pipeline(job))
+
+
+def _sent(
+    formula: Formula, where: str, messages: list[Message], symbols: tuple[Symbol, ...]
+) -> Explained:
+    what = f"bytes that a rank of stage {messages[0].stage} sends {where} in a step"
+    value = sent_bytes(messages)
+    return Explained(formula, what, symbols, value, "bytes", note=calls_of(messages))
+
+
+def _tokens(job: Job) -> tuple[Symbol, ...]:
+    each = job.recipe.activation_bytes
+    return (
+        Symbol("m", "microbatches of a step", job.microbatches),
+        Symbol("T", "tokens of a microbatch on a rank", job.tokens),
+        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+        Symbol("number", "bytes of one of them", each, "bytes"),
+    )
+
+
+def _of_experts(job: Job, stage: Stage) -> tuple[Symbol, ...]:
+    top_k = job.model.experts.top_k if job.model.experts else 0
+    return (
+        *_tokens(job),
+        Symbol("L", "layers with experts", stage.expert_layers),
+        Symbol("top_k", "experts that a token passes", top_k),
+        Symbol("h", "hidden size", job.model.hidden),
+        Symbol("e", "ranks that share the experts of a layer", job.layout.ep),
+    )
+
+
+def _of_context(job: Job, stage: Stage) -> tuple[Symbol, ...]:
+    return (
+        *_tokens(job),
+        Symbol("L", "layers", stage.layers),
+        Symbol("c", "ranks of context parallelism", job.layout.cp),
+        Symbol("a", "heads", job.model.heads),
+        Symbol("k", "key-value heads", job.model.kv_heads),
+        Symbol("d", "size of a head", job.model.head_size),
+    )
+
+
+def _of_pipeline(job: Job) -> tuple[Symbol, ...]:
+    return (
+        *_tokens(job),
+        Symbol("h", "hidden size", job.model.hidden),
+        Symbol("v", "stages on a rank", job.layout.stages_per_rank),
+    )
+
+
+# Why the ranks send so many messages and bytes, with the job's numbers.
+
+TENSOR_STRATEGIES = ("tp", "sp")
+
+DATA_STRATEGIES = ("ddp", "zero-1", "zero-2", "fsdp", "hsdp")
+
+_PASSES = ("forward", "backward", "recompute")
+
+
+def of_messages(job: Job, prediction: Prediction) -> Iterator[Explained]:
+    """What the slowest stage's rank sends for tensor and data parallelism, where it has them."""
+    stage = prediction.splits.index(prediction.split)
+    messages = messages_of_slowest(prediction)
+    tensor = [one for one in messages if one.strategy in TENSOR_STRATEGIES and one.phase in _PASSES]
+    if tensor:
+        yield _tensor(job, stage, tensor)
+    data = [one for one in messages if one.strategy in DATA_STRATEGIES]
+    if data:
+        yield (_sharded if job.layout.zero == 3 else _data)(job, stage, data)
+
+
+def messages_of_slowest(prediction: Prediction) -> list[Message]:
+    """All messages of a rank of the slowest stage."""
+    stage = prediction.splits.index(prediction.split)
+    return [row.message for row in prediction.communication if row.message.stage == stage]
+
+
+def _tensor(job: Job, stage: int, messages: list[Message]) -> Explained:
+    value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
+    symbols = (
+        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+        Symbol("L", f"layers of stage {stage}", layers),
+        Symbol("m", "microbatches of a step", job.microbatches),
+    )
+    rule = RuleOfThumb(
+        "two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(job),
+        ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
+    )  # fmt: skip
+    what = f"calls on tp of a rank of stage {stage} in a step"
+    formula = SEQUENCE if job.layout.sequence_parallel else TENSOR
+    found = differing(value, [rule])
+    return Explained(formula, what, symbols, value, "", found, calls_of(messages))
+
+
+def _more_calls(job: Job) -> str:
+    repeats = job.recipe.recompute in FULL_RECOMPUTE
+    return (
+        "that is the forward pass alone; the backward has two more"
+        + (", recomputation repeats the forward's" if repeats else "")
+        + (", and sequence parallelism makes two calls of each" * job.layout.sequence_parallel)
+    )
+
+
+def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
+    value, recipe = sent_bytes(messages), job.recipe
+    held = stage_parameters(job)[stage]
+    two = RuleOfThumb(
+        "2 P, read as bytes", 2 * held.total,
+        f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
+        f" {recipe.gradient_bytes} bytes",
+    )  # fmt: skip
+    rules = [two, *_three(job, held)]
+    what = f"bytes that a rank of stage {stage} sends for gradients and weights in a step"
+    formula, symbols = DDP, _sums(job, held)
+    if hands_out(job):
+        formula, symbols = REDUNDANCY, (*symbols, _gathered(job))
+    elif job.layout.zero:
+        formula = ALL_REDUCED if sums_whole(job) else ZERO
+        symbols = (*symbols, _gathered(job))
+    return Explained(
+        formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
+    )
+
+
+def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
+    """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
+    layout, recipe = job.layout, job.recipe
+    if not layout.zero or hands_out(job) or sums_whole(job):
+        return ()
+    groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
+    elements = sum(parameters * (n - 1) / n for parameters, n in groups)
+    return (
+        RuleOfThumb(
+            "ZeRO-1 is an all_reduce and an all_gather: 3 P",
+            elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
+            "a reduce_scatter is half of an all_reduce, and all that ZeRO-1 and 2 need",
+            ("zero1-volume",),
+        ),
+    )
+
+
+def _sharded(job: Job, stage: int, messages: list[Message]) -> Explained:
+    value, held = sent_bytes(messages), stage_parameters(job)[stage]
+    rule = RuleOfThumb(
+        "3 P a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
+        f"gradients take {job.recipe.gradient_bytes} bytes each"
+        + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
+        ("zero3", "zero3-half-more"),
+    )  # fmt: skip
+    what = f"bytes that a rank of stage {stage} sends for weights and gradients in a step"
+    symbols = (
+        *_sums(job, held),
+        _gathered(job),
+        Symbol("m", "microbatches of a step", job.microbatches),
+    )
+    found = differing(value, [rule])
+    return Explained(FSDP_MESSAGES, what, symbols, value, "bytes", found, calls_of(messages))
+
+
+def _sums(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
+    layout = job.layout
+    experts: tuple[Symbol, ...] = ()
+    ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
+    if held.experts:
+        experts = (
+            Symbol("P_e", "parameters of its experts, likewise", held.experts, "parameters"),
+            Symbol("N_e", "ranks that hold the same experts", layout.expert_dp),
+        )
+    return (
+        Symbol("N", "ranks that share or sum", ranks),
+        Symbol("P", "parameters of the rank, before sharding", held.dense, "parameters"),
+        *experts,
+        Symbol("g", "bytes of a gradient where it is summed", job.recipe.gradient_bytes, "bytes"),
+    )
+
+
+def _gathered(job: Job) -> Symbol:
+    return Symbol("w", "bytes of a weight that is gathered", job.recipe.weight_bytes, "bytes")
+
+
+def calls_of(messages: list[Message]) -> str:
+    """How many of each op in each phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
+    counts: Counter[str] = Counter()
+    for one in messages:
+        counts[f"{one.op} {one.phase}"] += one.count
+    return "calls: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def sent_bytes(messages: list[Message]) -> int:
+    """What the rank sends with all of them."""
+    return sum(one.count * one.wire_bytes for one in messages)

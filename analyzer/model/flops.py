@@ -1,0 +1,240 @@
+"""FLOPs of a step and of one pass of one rank, MFU and HFU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stepsplit.analyzer.model.config import Chunk, Job, Transformer
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.parameters import (
+    Weights,
+    active_parameters,
+    attention_weights,
+    mlp_weights,
+    routed_weights,
+    share,
+    total_parameters,
+)
+
+# The floating-point operations of a step of the whole job, and of one pass of one rank.
+
+RECOMPUTE = Formula(
+    "flops.recompute",
+    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once",
+    "Narayanan et al., SC'21, arXiv:2104.04473, section 3.5 and eq. 3; Korthikanti et al.,"
+    " arXiv:2205.05198, eq. 8",
+)
+
+PASSES = 3
+"""A backward pass costs two forward passes: gradients of inputs and of weights."""
+
+KORTHIKANTI_CORE = 3
+"""Forward passes of the attention core that Korthikanti's eq. 8 adds for selective recomputation.
+
+Its term grows from s/(6h) to s/(3h); to compute the core once more would be s/(4.5h).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFlops:
+    """One forward pass: products with weights, the attention core (whole, not causal), the head."""
+
+    linear: int
+    attention: int
+    head: int
+
+
+def model_flops(job: Job, convention: Convention = "C1") -> int:
+    """FLOPs of one step of all ranks by a convention of CONVENTIONS.
+
+    C1, C5 and C6 count no recomputation, C2 and C3 include theirs whatever the job recomputes.
+    C4 counts all parameters: on a mixture of experts it says too much, C6 is meant for those.
+    """
+    match convention:
+        case "C2":
+            return _job_flops(job, PASSES, PASSES + KORTHIKANTI_CORE)
+        case "C3":
+            return _job_flops(job, PASSES + 1, PASSES + 1)
+        case "C4":
+            return _by_parameters(job, total_parameters(job.model), PASSES, PASSES)
+        case "C5":
+            return _job_flops(job, PASSES, PASSES, causal=True)
+        case "C6":
+            return _by_parameters(job, active_parameters(job.model), PASSES, PASSES)
+    return _job_flops(job, PASSES, PASSES)
+
+
+def hardware_flops(job: Job, convention: Convention = "C1") -> int:
+    """model_flops and what the job's recompute setting computes again (RECOMPUTE).
+
+    selective: the attention core (C1: as Korthikanti's eq. 8 counts it); full, every and sqrt: the
+    forward pass of all layers, not of the head (C4 and C6, as llm-foundry does: of everything).
+    """
+    layers, core = _passes(job, convention)
+    match convention:
+        case "C2" | "C3":
+            return model_flops(job, convention)
+        case "C4":
+            return _by_parameters(job, total_parameters(job.model), layers, core)
+        case "C5":
+            return _job_flops(job, layers, core, causal=True)
+        case "C6":
+            return _by_parameters(job, active_parameters(job.model), layers, core)
+    return _job_flops(job, layers, core)
+
+
+def _passes(job: Job, convention: Convention) -> tuple[float, float]:
+    """Passes over the products of layers and over the attention core, in forward passes.
+
+    Selective recomputation repeats a core that is stored, nothing of a fused one; torchtitan's
+    repeats every second product.
+    """
+    match job.recipe.recompute:
+        case "none":
+            return PASSES, PASSES
+        case "selective" if job.recipe.framework == "fsdp2":
+            return PASSES + 0.5, PASSES
+        case "selective" if job.recipe.flash_attention:
+            return PASSES, PASSES
+        case "selective":
+            return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
+    return PASSES + 1, PASSES + 1
+
+
+def _job_flops(job: Job, layers: float, core: float, causal: bool = False) -> int:
+    model, seq = job.model, job.recipe.seq_len
+    attention = core * model.layers * core_flops(model, seq)
+    linear = layers * 2 * layer_weights(model)
+    head = PASSES * 2 * model.hidden * job.padded_vocab
+    return round(_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
+
+
+def _by_parameters(job: Job, parameters: int, linear: float, core: float) -> int:
+    attention = core * job.model.layers * core_flops(job.model, job.recipe.seq_len)
+    return round(_tokens(job) * (2 * linear * parameters + attention))
+
+
+def _tokens(job: Job) -> int:
+    return job.recipe.global_batch * job.recipe.seq_len
+
+
+def layer_weights(model: Transformer) -> int:
+    """Weights of all layers that one token meets in matrix products."""
+    moe = model.expert_layers
+    count = model.layers * attention_weights(model).total
+    count += (model.layers - moe) * mlp_weights(model, model.ffn).total
+    return count + (moe * routed_weights(model).total if moe else 0)
+
+
+def core_flops(model: Transformer, keys: int, tp: int = 1) -> int:
+    """Forward FLOPs of one token in one layer's attention core: 2 s a (d_qk + d_v), not causal."""
+    latent = model.latent
+    widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
+    return 2 * keys * share(model.heads, tp) * widths
+
+
+def chunk_flops(job: Job, chunk: Chunk) -> ChunkFlops:
+    """One microbatch's forward pass through a chunk on one rank.
+
+    Context parallelism divides the tokens, tensor parallelism the products. What it leaves whole
+    (router, compressed projections) runs on the rank's own tokens under sequence parallelism.
+    Expert work is a rank's share with balanced routing.
+    """
+    model, tp, tokens = job.model, job.layout.tp, job.tokens
+    dense = attention_weights(model, tp) + mlp_weights(model, model.ffn, tp)
+    linear = chunk.dense_layers * _products(job, dense)
+    if chunk.expert_layers:
+        routed = attention_weights(model, tp) + routed_weights(model, tp)
+        linear += chunk.expert_layers * _products(job, routed)
+    attention = tokens * chunk.layers * core_flops(model, job.recipe.seq_len, tp)
+    words = share(job.padded_vocab, job.layout.vocab_split) if chunk.head else 0
+    head = 2 * tokens * model.hidden * words
+    return ChunkFlops(linear, attention, head)
+
+
+def _products(job: Job, weights: Weights) -> int:
+    whole = share(job.tokens, job.layout.sequence_split) * weights.whole
+    return 2 * (job.tokens * weights.divided + whole)
+
+
+# The conventions by which people count a step's FLOPs, and the closed forms of those for GPT.
+
+Convention = Literal["C1", "C2", "C3", "C4", "C5", "C6"]
+
+SECONDS_PER_DAY = 86_400
+
+_KORTHIKANTI = "Korthikanti et al., arXiv:2205.05198, appendix A"
+
+_SC21 = "Narayanan et al., SC'21, arXiv:2104.04473"
+
+_PALM = "Chowdhery et al., PaLM, arXiv:2204.02311, appendix B; mosaicml/llm-foundry benchmarking"
+
+CONVENTIONS: dict[Convention, Formula] = {
+    "C1": Formula("flops.C1", "72 B L s h^2 (1 + s/(6h) + V/(12 h L))", f"{_KORTHIKANTI}, eq. 7"),
+    "C2": Formula("flops.C2", "72 B L s h^2 (1 + s/(3h) + V/(12 h L))", f"{_KORTHIKANTI}, eq. 8"),
+    "C3": Formula("flops.C3", "96 B L s h^2 (1 + s/(6h) + V/(16 h L))", f"{_SC21}, eq. 3"),
+    "C4": Formula("flops.C4", "(6 N + 12 L a d s) B s, N all parameters", _PALM),
+    "C5": Formula(
+        "flops.C5",
+        "72 B L s h^2 (1 + s/(12h) + V/(12 h L)): attention halved, for it is causal",
+        "NVIDIA/Megatron-LM, num_floating_point_operations since 2026; Dao, arXiv:2307.08691",
+    ),
+    "C6": Formula(
+        "flops.C6", "(6 N_active + 12 L a d s) B s: of the experts, top_k", f"{_PALM}; {_SC21}"
+    ),
+}
+"""As written for GPT with full attention; other shapes are counted product by product."""
+
+DAYS = Formula("flops.days", "T F / (B s n X)", f"{_SC21}, eq. 3 over eq. 4's n X")
+
+
+def korthikanti_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+    """C1 of a GPT step in closed form (Korthikanti et al., eq. 7): no recomputation."""
+    per_token = 72 * layers * hidden**2 + 12 * layers * hidden * seq + 6 * hidden * vocab
+    return batch * seq * per_token
+
+
+def korthikanti_selective_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+    """C2 of a GPT step in closed form (Korthikanti et al., eq. 8)."""
+    per_token = 72 * layers * hidden**2 + 24 * layers * hidden * seq + 6 * hidden * vocab
+    return batch * seq * per_token
+
+
+def sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+    """C3 of a GPT step in closed form (Narayanan et al., eq. 3): all layers recomputed."""
+    per_token = 96 * layers * hidden**2 + 16 * layers * hidden * seq + 6 * hidden * vocab
+    return batch * seq * per_token
+
+
+def training_days(
+    tokens: float, flops_per_token: float, world_size: int, flops_per_s: float
+) -> float:
+    """Days to train on tokens when each of world_size GPUs reaches flops_per_s."""
+    return tokens * flops_per_token / (world_size * flops_per_s) / SECONDS_PER_DAY
+
+
+def sc21_days(tokens: float, parameters: float, world_size: int, flops_per_s: float) -> float:
+    """Days by 8 T P / (n X) (Narayanan et al., eq. 4), 2 to 3 % low: it leaves attention out."""
+    return training_days(tokens, 8 * parameters, world_size, flops_per_s)
+
+
+# How much of the GPUs' peak a step uses.
+
+MFU = Formula(
+    "flops.mfu",
+    "model FLOPs / (step time x ranks x dense peak); hfu with the FLOPs that recomputation adds",
+    "Chowdhery et al., PaLM, arXiv:2204.02311, section 4.1; Korthikanti et al., arXiv:2205.05198",
+)
+
+
+def mfu(
+    flops: float, step_ns: float, world_size: int, peak_flops_per_s: float | None
+) -> float | None:
+    """The ratio of a step's flops to what the ranks' dense peak allows in step_ns; hfu likewise.
+
+    None where no peak is known or the step took no time.
+    """
+    if peak_flops_per_s is None or peak_flops_per_s <= 0 or step_ns <= 0:
+        return None
+    return flops / (step_ns * 1e-9 * world_size * peak_flops_per_s)

@@ -1,0 +1,463 @@
+"""Memory of weights, gradients and optimizer states, and of saved activations."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from stepsplit.analyzer.model.config import Experts, Job, LatentAttention, Recipe, Stage
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.schedule import in_flight
+
+# How many bytes the weights, gradients and optimizer of one rank take.
+
+STATES = Formula(
+    "memory.states",
+    "(2 + 2 + 12) P; ZeRO-1 4P + 12P/N, ZeRO-2 2P + 14P/N, ZeRO-3 16P/N"
+    " (16-bit weights and gradients; fp32 weights and Adam's two moments)",
+    "Rajbhandari et al., ZeRO, SC'20, arXiv:1910.02054, section 3.1 and figure 1",
+)
+
+MEGATRON = Formula(
+    "memory.states_megatron",
+    "bf16 with fp32 gradients 18P -> 6P + 12P/N, fp16 20P -> 4P + 16P/N, fp32 16P -> 8P + 8P/N",
+    "Megatron-Core docs, distrib_optimizer.md",
+)
+
+DEEPSPEED = Formula(
+    "memory.states_deepspeed",
+    "ZeRO-2 4P + 16P/N; ZeRO-3 4 largest layer + 18P/N",
+    "DeepSpeed docs, memory.rst",
+)
+
+FSDP_STATES = Formula(
+    "memory.states_fsdp",
+    "(4 + 4 + 8) P/N, all of them fp32 shards",
+    "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511",
+)
+
+MASTER_BYTES = 4
+
+MOMENTS_BYTES = {
+    "adam": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "muon": 4, "lion": 4,
+}  # fmt: skip
+"""Of one parameter. Two moments of Adam, fp32 or 8 bits (Dettmers et al., arXiv:2110.02861,
+without its scales, 3 % of that); one of SGD, Muon and Lion."""
+
+KEEPS_FP32 = ("fsdp2", "ddp", "huggingface")
+"""Frameworks whose weights stay fp32; each layer is cast as it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterBytes:
+    """Bytes of one parameter before sharding.
+
+    The fp32 weights beside 16-bit ones count with the optimizer. adam_beside is what Muon adds for
+    a parameter outside the layers' matrices, which Adam trains (Jordan et al., 2024).
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    adam_beside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of one rank."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    def __add__(self, other: States) -> States:
+        return States(
+            self.weights_bytes + other.weights_bytes,
+            self.gradients_bytes + other.gradients_bytes,
+            self.optimizer_bytes + other.optimizer_bytes,
+        )
+
+
+def parameter_bytes(recipe: Recipe) -> ParameterBytes:
+    """What one parameter costs in the framework's own convention, in bytes, unsharded.
+
+    zero-paper and nanotron: 16-bit weights, gradients of gradient_dtype (fp16 and bf16 recipes of
+    the paper: 2). nanotron adds the fp32 buffer into which it accumulates 16-bit gradients.
+    """
+    moments = MOMENTS_BYTES[recipe.optimizer]
+    beside = MOMENTS_BYTES["adam"] - moments if recipe.optimizer == "muon" else 0
+    if recipe.dtype == "fp32" or recipe.framework in KEEPS_FP32:
+        return ParameterBytes(4, 4, moments, beside)
+    gradients, own = _mixed(recipe)
+    return ParameterBytes(recipe.weight_bytes, gradients, own + MASTER_BYTES + moments, beside)
+
+
+def _mixed(recipe: Recipe) -> tuple[int, int]:
+    """Bytes of a gradient and of its fp32 copy in the optimizer."""
+    match recipe.framework:
+        case "deepspeed":
+            return 2, 4
+        case "nanotron":
+            return 2 + 4, 0
+        case "megatron":
+            return recipe.gradient_bytes, 0 if recipe.gradient_bytes == 4 else 4
+    return 2, 0
+
+
+def share(parameters: int, shards: int, each: ParameterBytes, recipe: Recipe, zero: int) -> States:
+    """States of parameters that shards ranks spread as the ZeRO stage says (N = shards)."""
+    deepspeed = recipe.framework == "deepspeed"
+    weights = shards if zero >= 3 else 1
+    gradients = shards if zero >= 2 and not deepspeed else 1
+    optimizer = shards if zero >= 1 else 1
+    return States(
+        _part(parameters * each.weights, weights),
+        0 if deepspeed and zero >= 3 else _part(parameters * each.gradients, gradients),
+        _part(parameters * each.optimizer, optimizer),
+    )
+
+
+def states_of(job: Job, stage: StageParameters) -> States:
+    """Weights, gradients and optimizer of one rank of a stage, at rest between passes.
+
+    Dense parameters and experts are spread over groups of their own (Layout.shard_size, and
+    N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP: it only keeps the
+    gathered weights until the backward pass ends). Adds what Muon keeps for embedding, head, norms.
+    """
+    each, zero = parameter_bytes(job.recipe), job.layout.zero
+    if zero == 2 and job.recipe.framework == "fsdp2":
+        zero = 3
+    dense = share(stage.dense, job.layout.shard_size, each, job.recipe, zero)
+    experts = share(stage.experts, job.layout.expert_shards, each, job.recipe, zero)
+    beside = stage.embedding + stage.head + stage.final_norm
+    return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.layout.shard_size))
+
+
+def _part(whole: int, shards: int) -> int:
+    return -(-whole // shards)
+
+
+# What recomputation leaves of a stage's activations, and what it needs while it runs again.
+
+FULL = Formula(
+    "memory.recompute_full",
+    "2sbh a layer in flight (2sbh/t with sequence parallelism) + all of one layer",
+    "Korthikanti et al., arXiv:2205.05198, table 2; Chen et al., arXiv:1604.06174",
+)
+
+EVERY = Formula(
+    "memory.recompute_every",
+    "c A_input + (l/c) A_layer for c inputs kept of l layers, least at c = sqrt(l A_layer/A_input)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, section 3.5",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """held_bytes of one microbatch in one chunk between its two passes; rerun_bytes while the
+    backward pass of one group of layers runs it forward again."""
+
+    held_bytes: int
+    rerun_bytes: int
+
+
+def stage_activations(job: Job, stage: Stage, layers: Layers | None = None) -> StageActivations:
+    """Activations of one chunk of the stage (the mean of its chunks) by the job's recomputation.
+
+    layers are layers_of(job), where the caller has them.
+    """
+    layers = layers or layers_of(job)
+    count, chunks = max(1, stage.layers), len(stage.chunks)
+    whole = _all_layers(stage, layers)
+    if job.recipe.recompute in ("none", "selective"):
+        return StageActivations(whole // chunks, 0)
+    kept = inputs_kept(job, count / chunks, whole / count)
+    rerun = _largest_layer(stage, layers) * math.ceil(count / chunks / kept)
+    return StageActivations(round(kept * input_bytes(job)), rerun)
+
+
+def inputs_kept(job: Job, layers: float, layer_bytes: float) -> float:
+    """Layer inputs kept of one chunk of so many layers: all, every k-th, or the best number."""
+    match job.recipe.recompute:
+        case "every":
+            return math.ceil(layers / job.recipe.recompute_every)
+        case "sqrt":
+            best = math.sqrt(layers * layer_bytes / input_bytes(job))
+            return min(layers, max(1, round(best)))
+    return layers
+
+
+def _all_layers(stage: Stage, layers: Layers) -> int:
+    experts = layers.expert.total_bytes * stage.expert_layers if layers.expert else 0
+    return layers.dense.total_bytes * stage.dense_layers + experts
+
+
+def _largest_layer(stage: Stage, layers: Layers) -> int:
+    dense = layers.dense.total_bytes if stage.dense_layers else 0
+    expert = layers.expert.total_bytes if layers.expert and stage.expert_layers else 0
+    return max(dense, expert)
+
+
+# How many bytes a layer saves for its backward pass, item by item.
+
+LAYER_ACTIVATIONS = Formula(
+    "memory.activations",
+    "8h (norms; /t with sequence parallelism) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes a"
+    " token, times T = sb/c",
+    "Korthikanti et al., arXiv:2205.05198, section 4, with flash attention, gated MLP and GQA",
+)
+
+KORTHIKANTI = Formula(
+    "memory.activations_gpt",
+    "sbh(10 + 24/t + 5as/(ht)); with sequence parallelism sbh/t (34 + 5as/h); selective 34sbh/t",
+    "Korthikanti et al., arXiv:2205.05198, table 2",
+)
+
+MASK_BYTES = 1
+"""A dropout mask holds one byte an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes of one layer, microbatch and rank.
+
+    heads: queries, keys, values (with MLA, their compressed forms too); attention: what attention
+    itself keeps beside them (the log-sum-exp, or the scores) and its output; routed: what tokens
+    cost in the experts that they are sent to, and the router.
+    """
+
+    norms: int
+    heads: int
+    attention: int
+    masks: int
+    mlp: int
+    routed: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.norms + self.heads + self.attention + self.masks + self.mlp + self.routed
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """One layer of each kind: with an MLP, and with experts where the model has them."""
+
+    dense: LayerActivations
+    expert: LayerActivations | None
+
+
+def layers_of(job: Job) -> Layers:
+    """What one layer of each kind saves."""
+    expert = layer_activations(job, expert=True) if job.model.experts is not None else None
+    return Layers(layer_activations(job), expert)
+
+
+def layer_activations(job: Job, expert: bool = False) -> LayerActivations:
+    """What one layer saves of one microbatch, in bytes on one rank, unless all is recomputed.
+
+    Without flash attention, with dropout and G = 2 these are the formulas of Korthikanti et al.,
+    table 2; selective recomputation drops what the framework's coefficients say.
+    """
+    saved, routed, mlp = saved_of(job), 0, 0
+    if expert and job.model.experts is not None:
+        routed = _routed(job, saved, job.model.experts)
+        mlp = _mlp(job, saved, job.model.experts.shared_ffn)
+    else:
+        mlp = _mlp(job, saved, job.model.ffn)
+    return LayerActivations(
+        norms=_norms(job, saved),
+        heads=_heads(job, saved),
+        attention=_attention(job, saved),
+        masks=2 * MASK_BYTES * _hidden(job) if job.recipe.dropout else 0,
+        mlp=mlp,
+        routed=routed,
+    )
+
+
+def saved_of(job: Job) -> Saved:
+    """What the job's framework saves of a layer, by the job's recomputation."""
+    found = coefficients(job.recipe.framework)
+    return found.selective if job.recipe.recompute == "selective" else found.saved
+
+
+def input_bytes(job: Job) -> int:
+    """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t."""
+    return _hidden(job) * job.recipe.activation_bytes
+
+
+def _hidden(job: Job) -> int:
+    """Elements that a layer hands on: T h / s."""
+    return job.tokens * job.model.hidden // job.layout.sequence_split
+
+
+def _scale(job: Job) -> float:
+    return job.recipe.activation_bytes / 2
+
+
+def _input_share(job: Job, saved: Saved) -> float:
+    """What is left of the input of a matrix product that keeps it in fp8."""
+    return 0.5 if job.recipe.dtype == "fp8" and saved.fp8_inputs else 1.0
+
+
+def _norms(job: Job, saved: Saved) -> int:
+    """The inputs and outputs of both norms, and what else keeps the hidden size."""
+    whole = 2 * (saved.norm_input + saved.norm_output * _input_share(job, saved))
+    whole += saved.residual + saved.projection + saved.mlp_output
+    return round(_hidden(job) * whole * _scale(job))
+
+
+def _heads(job: Job, saved: Saved) -> int:
+    model = job.model
+    if model.latent is not None:
+        return _latent(job, saved, model.latent)
+    queries = model.heads * model.head_size
+    pairs = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
+    each = saved.query * queries + pairs
+    return round(job.tokens * each / job.layout.tp * _scale(job))
+
+
+def _latent(job: Job, saved: Saved, latent: LatentAttention) -> int:
+    """MLA: the compressed forms before and after their norms, then whole heads.
+
+    DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
+    """
+    wide = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
+    narrow = 2.0 * (2 * latent.query_rank + 2 * latent.kv_rank + latent.rope)
+    shared = narrow / job.layout.sequence_split
+    return round(job.tokens * (job.model.heads * wide / job.layout.tp + shared) * _scale(job))
+
+
+def _attention(job: Job, saved: Saved) -> int:
+    """Output, and fp32 log-sum-exp of flash attention (4a), or the scores: softmax, and with
+    dropout its mask and output (2as + as + 2as). Ulysses keeps the output on both sides of its
+    all-to-all, fp8 products a copy of their own."""
+    model, recipe, layout = job.model, job.recipe, job.layout
+    size = model.latent.value if model.latent is not None else model.head_size
+    copies = 2.0 if layout.context_kind == "ulysses" and layout.cp > 1 else 1.0
+    copies += 1.0 - _input_share(job, saved)
+    output = copies * saved.attention_output * size * _scale(job)
+    beside = 4.0
+    if not recipe.flash_attention:
+        each = (2 * 2 + MASK_BYTES) if recipe.dropout else 2
+        beside = each * recipe.seq_len * _scale(job) if saved.scores else 0.0
+    return round(job.tokens * model.heads * (output + beside) / layout.tp)
+
+
+def _mlp(job: Job, saved: Saved, ffn: int) -> int:
+    """Outputs of the first products and the input of the last."""
+    return round(job.tokens * ffn / job.layout.tp * _mlp_each(job, saved))
+
+
+def _mlp_each(job: Job, saved: Saved) -> float:
+    """Bytes saved for each unit of width."""
+    first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
+    return (first + saved.mlp_second * _input_share(job, saved)) * _scale(job)
+
+
+def _routed(job: Job, saved: Saved, experts: Experts) -> int:
+    """top_k copies of every token through an expert, and fp32 logits of the router (4E).
+
+    Balanced routing: each rank works on as many copies as it sends.
+    """
+    copies = job.tokens * experts.top_k / job.layout.sequence_split
+    hidden = saved.norm_output * job.model.hidden * (2 if saved.routed_output else 1)
+    inside = experts.ffn / job.layout.expert_tp * _mlp_each(job, saved)
+    router = 4.0 * experts.count * job.tokens / job.layout.sequence_split
+    return round(copies * (hidden * _scale(job) + inside) + router)
+
+
+# What each framework keeps for the backward pass, read from presets/frameworks.toml.
+
+FILE = Path(__file__).parent / "presets" / "frameworks.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes kept of each element of a layer where activations have 16 bits.
+
+    norm_input and norm_output count for each of two norms, mlp_first for each first product of
+    the MLP. The flags: scores, the attention matrix of unfused attention; expand_kv, keys and
+    values copied to every query head; routed_output, what the experts hand back; fp8_inputs, matrix
+    products in fp8 keep their inputs in fp8.
+    """
+
+    norm_input: float
+    norm_output: float
+    residual: float
+    query: float
+    key: float
+    value: float
+    attention_output: float
+    projection: float
+    mlp_first: float
+    mlp_gate: float
+    mlp_second: float
+    mlp_output: float
+    scores: bool
+    expand_kv: bool
+    routed_output: bool
+    fp8_inputs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What one framework allocates; frameworks.toml says what each number counts, and its source.
+
+    rows names the published runs that a number was fitted on; low and high bound a measured peak
+    over the predicted one.
+    """
+
+    framework: str
+    source: str
+    rows: tuple[str, ...]
+    saved: Saved
+    selective: Saved
+    logits_saved: float
+    logits_working: float
+    logits_working_split: float
+    pipeline_output: float
+    layer_gradient: float
+    optimizer_working: float
+    workspace_bytes: int
+    low: float
+    high: float
+
+
+def coefficients(framework: str) -> Coefficients:
+    """The coefficients of a framework (Recipe.framework)."""
+    return _all()[framework]
+
+
+@lru_cache(maxsize=1)
+def _all() -> dict[str, Coefficients]:
+    tables = tomllib.loads(FILE.read_text())
+    return {name: _coefficients(name, tables) for name in tables}
+
+
+def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
+    table = dict(tables[name])
+    layers = tables[table.pop("same_layers_as", name)]
+    table |= {
+        "rows": tuple(table["rows"]),
+        "saved": Saved(**layers["saved"]),
+        "selective": Saved(**layers.get("selective", layers["saved"] | {"scores": False})),
+    }
+    return Coefficients(framework=name, **table)
+
+
+# How many microbatches a job's pipeline ranks hold between their two passes.
+
+
+def chunks_in_flight(job: Job, rank: int) -> int:
+    """Pairs of microbatch and chunk whose activations the rank holds at its peak."""
+    layout = job.layout
+    return in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)

@@ -1,0 +1,467 @@
+"""Layout search: the layouts of a job that fit a number of GPUs, the fastest first."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.comm_volume import context_messages, expert_messages, tensor_messages
+from stepsplit.analyzer.model.config import Chunk, Experts, Job, Stage, stages_of
+from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.layer_time import chunk_passes, launches, speed_of
+from stepsplit.analyzer.model.memory import fits, memory_of
+from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.plan_space import (
+    SCHEMA,
+    Candidate,
+    Choice,
+    Place,
+    Plan,
+    Reason,
+    RunnerUp,
+    Searched,
+    Trial,
+    families,
+    places_of,
+    runner_up,
+    tree_of,
+)
+from stepsplit.analyzer.model.predict import call_ns, predict
+from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.step_time import straggling
+
+# plan: a job and a number of GPUs in, its Plan out.
+
+TOP = 8
+"""Splits of the GPUs that are shown unless more are asked for."""
+
+Raced = tuple[Candidate, Job]
+"""A layout that was timed, and the job with it."""
+
+
+def plan(
+    job: Job,
+    gpus: int,
+    keep: frozenset[str] = frozenset(),
+    top: int = TOP,
+    rates: Rates | None = None,
+) -> Plan:
+    """The fastest layouts of the job that fit so many GPUs.
+
+    The job gives model, sequence, batch, precision, framework and hardware; its layout, microbatch
+    and recomputation count only where keep names them (space.KEYS). The top splits of the GPUs are
+    exact: no layout that could be among them is left untimed. Raises UsageError where none fits.
+    """
+    if gpus < 1:
+        raise UsageError(f"{gpus} GPUs hold no model; give --gpus 1 or more")
+    sifted = sift(job, gpus, keep)
+    if not sifted.fitting:
+        raise UsageError(_nothing(job, gpus, sifted))
+    raced, timed = _race(sifted.fitting, top, rates or Rates())
+    (first, best_job), *others = raced
+    return Plan(
+        gpus=gpus,
+        best=first,
+        runners_up=tuple(runner_up(first, other) for other, _ in others),
+        tree=tree_of(job, gpus),
+        places=places_of(best_job),
+        searched=_searched(sifted, timed),
+    )
+
+
+def _race(fitting: list[Job], top: int, rates: Rates) -> tuple[list[Raced], int]:
+    """The best of each split of the GPUs, in order, and how many layouts were timed.
+
+    The most promising first, until what is left can't reach the top: its floor is above it.
+    """
+    floor = Floor(rates)
+    ahead = sorted((floor.step_ns(job), n) for n, job in enumerate(fitting))
+    found: dict[tuple[int, ...], Raced] = {}
+    shown: list[Raced] = []
+    for timed, (floor_ns, n) in enumerate(ahead):
+        if len(shown) == top and floor_ns > shown[-1][0].step_ns:
+            return shown, timed
+        one = candidate_of(fitting[n], rates)
+        known = found.get(one.choice.axes)
+        if known is None or _order(one) < _order(known[0]):
+            found[one.choice.axes] = one, fitting[n]
+            shown = _apart(found.values())[:top]
+    return shown, len(ahead)
+
+
+def _apart(found: Iterable[Raced]) -> list[Raced]:
+    """In order, without those that a split shown before them makes needless: the same tp, pp and ep
+    with less context parallelism, at least as fast and as small."""
+    kept: list[Raced] = []
+    for one, job in sorted(found, key=lambda raced: _order(raced[0])):
+        if not any(_spares(before, one) for before, _ in kept):
+            kept.append((one, job))
+    return kept
+
+
+def _spares(before: Candidate, one: Candidate) -> bool:
+    a, b = before.choice, one.choice
+    same = (a.tp, a.pp, a.ep) == (b.tp, b.pp, b.ep)
+    return same and a.cp < b.cp and before.peak_bytes <= one.peak_bytes
+
+
+def _order(one: Candidate) -> tuple[int, ...]:
+    """The fastest; of equals the one with the fewest axes, then the smallest in memory, then that
+    with the plainest settings."""
+    choice = one.choice
+    axes = choice.cp * choice.ep * choice.pp * choice.tp
+    settings = choice.zero + choice.chunks + choice.sequence_parallel + (choice.recompute != "none")
+    return one.step_ns, axes, one.peak_bytes, settings
+
+
+def _searched(sifted: Sifted, timed: int) -> Searched:
+    refused = tuple(sifted.refused.most_common())
+    return Searched(sifted.considered, sifted.too_big, len(sifted.fitting), timed, refused)
+
+
+def _nothing(job: Job, gpus: int, sifted: Sifted) -> str:
+    """Why no layout is left: what comes nearest, and the mend."""
+    where = f"no layout on {gpus} x {job.hardware.name}"
+    if sifted.nearest is None:
+        why = ", ".join(kind for kind, _ in sifted.refused.most_common(2)) or "global_batch"
+        return f"{where} can be ({why}); give another number of GPUs, or another global_batch"
+    near = choice_of(sifted.nearest)
+    axes = f"tp {near.tp} pp {near.pp} cp {near.cp} dp {near.dp_replicate * near.dp_shard}"
+    lacks = (
+        f"{units.gibibytes(sifted.nearest_bytes)} of {units.gibibytes(job.hardware.memory_bytes)}"
+    )
+    return f"{where} fits; the nearest is {axes} with {lacks}; give more GPUs or a shorter seq_len"
+
+
+# Which layouts can be and fit, how many do not, and what comes nearest.
+
+_NUMBERS = re.compile(r"(?<=\w) \d[\d.e+]*\b|\s=.*")
+
+
+@dataclass(slots=True)
+class Sifted:
+    """All layouts of the search by what became of them. nearest is the one that lacks least."""
+
+    fitting: list[Job] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    too_big: int = 0
+    nearest: Job | None = None
+    nearest_bytes: int = 0
+
+    @property
+    def considered(self) -> int:
+        return len(self.fitting) + self.refused.total() + self.too_big
+
+
+def sift(job: Job, gpus: int, keep: frozenset[str]) -> Sifted:
+    """Every layout of the space, checked and weighed."""
+    found = Sifted()
+    for family in families(job, gpus, keep):
+        _weigh(found, family)
+    return found
+
+
+def _weigh(found: Sifted, family: tuple[Job, ...]) -> None:
+    """A family's jobs, the smallest microbatch first: where one does not fit no larger does.
+
+    But a whole batch at once may: it adds no gradients up, so FSDP needs no fp32 sums.
+    """
+    for at, job in enumerate(family):
+        if _take(found, job):
+            continue
+        left = family[at + 1 :]
+        if left and left[-1].microbatches == 1:
+            _take(found, left[-1])
+            left = left[:-1]
+        found.too_big += len(left)
+        return
+
+
+def _take(found: Sifted, job: Job) -> bool:
+    """Counts one job; whether larger ones are worth weighing."""
+    fault = first_fault(job)
+    if fault is not None:
+        found.refused[_kind(fault.problem)] += 1
+        return True
+    memory = memory_of(job)
+    if fits(job, memory):
+        found.fitting.append(job)
+        return True
+    found.too_big += 1
+    _miss(found, job, max(stage.total_bytes for stage in memory))
+    return False
+
+
+def _miss(found: Sifted, job: Job, peak_bytes: int) -> None:
+    if found.nearest is None or peak_bytes < found.nearest_bytes:
+        found.nearest, found.nearest_bytes = job, peak_bytes
+
+
+def _kind(problem: str) -> str:
+    """A problem without its numbers: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
+    return _NUMBERS.sub("", problem)
+
+
+# The least that a step may take: what spares timing layouts that can't win.
+
+_IN_LAYERS = ("forward", "backward", "recompute")
+
+SLACK = 1e-9
+"""Sums in another order differ by less."""
+
+_Alike = tuple[object, ...]
+"""What of a layout a layer's time hangs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What one layer takes for certain, of each kind, in ns; expert_ns is 0 without experts."""
+
+    dense_ns: float
+    expert_ns: float
+
+    def of(self, chunk: Chunk) -> float:
+        return chunk.dense_layers * self.dense_ns + chunk.expert_layers * self.expert_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Of the layouts of one job; remembers what a layer takes, which all with the same tp, cp and
+    experts share."""
+
+    rates: Rates
+    known: dict[_Alike, float] = field(default_factory=dict)
+
+    def step_ns(self, job: Job) -> float:
+        """No more than the model says that the job's step takes.
+
+        Without embedding, head, messages between stages, sums of gradients and optimizer: for each
+        rank its microbatches, and the first chunks of the ranks before it, which have to be filled
+        and drained.
+        """
+        layers, m = self._layers(job), job.microbatches
+        held = [[layers.of(chunk) for chunk in stage.chunks] for stage in stages_of(job)]
+        if job.layout.schedule == "dualpipe":
+            most = m / 2 * max(map(sum, held))
+        elif job.layout.schedule in ("1f1b", "interleaved"):
+            before = accumulate((chunks[0] for chunks in held), initial=0.0)
+            most = max(m * sum(chunks) + ns for chunks, ns in zip(held, before, strict=False))
+        else:
+            most = m * max(map(sum, held))
+        return most * (1 + straggling(job)) * (1 - SLACK)
+
+    def _layers(self, job: Job) -> Layers:
+        experts, layout, recipe = job.model.experts, job.layout, job.recipe
+        alike = (
+            layout.tp, layout.cp, layout.sequence_parallel, recipe.micro_batch, recipe.recompute,
+            recipe.recompute_every, recipe.activation_dtype,
+        )  # fmt: skip
+        if experts is None:
+            return Layers(self._once(alike, lambda: _one_layer(job)), 0.0)
+        spread = (*alike, layout.ep, layout.expert_tp)
+        return Layers(
+            self._once(alike, lambda: _without_experts(_one_layer(job)))
+            if experts.dense_layers
+            else 0.0,
+            self._once(spread, lambda: _all_with_experts(_one_layer(job), experts)),
+        )
+
+    def _once(self, alike: _Alike, one: Callable[[], Job]) -> float:
+        if alike not in self.known:
+            self.known[alike] = _middle_ns(one(), self.rates)
+        return self.known[alike]
+
+
+def _one_layer(job: Job) -> Job:
+    """Three layers in three stages, one microbatch: the middle one has nothing but its layer.
+
+    As few data-parallel ranks as its experts are spread over.
+    """
+    spread = job.layout.ep * job.layout.expert_tp
+    dp = spread // math.gcd(spread, job.layout.tp * job.layout.cp)
+    layout = replace(
+        job.layout, pp=3, dp_replicate=dp, dp_shard=1, zero=0, schedule="1f1b", chunks=1,
+        layers_per_stage=None,
+    )  # fmt: skip
+    recipe = replace(job.recipe, global_batch=job.recipe.micro_batch * dp)
+    return replace(job, layout=layout, recipe=recipe, model=replace(job.model, layers=3))
+
+
+def _without_experts(one: Job) -> Job:
+    layout = replace(one.layout, ep=1, expert_tp=1)
+    return replace(one, layout=layout, model=replace(one.model, experts=None))
+
+
+def _all_with_experts(one: Job, experts: Experts) -> Job:
+    return replace(one, model=replace(one.model, experts=replace(experts, dense_layers=0)))
+
+
+def _middle_ns(one: Job, rates: Rates) -> float:
+    """What the middle layer takes for certain: compute with what nothing can hide, or the host's
+    launching, whichever is longer.
+
+    What compute may hide, it hides the better the more microbatches there are.
+    """
+    stage = stages_of(one)[1]
+    (device,) = chunk_passes(one, speed_of(one), stage.chunks)
+    backward_ns = device.input_ns + device.weight_ns
+    host = launches(one, 1)
+    launched = max(device.forward_ns, host.forward_ns) + max(backward_ns, host.input_ns)
+    return max(device.forward_ns + backward_ns + _sent_ns(one, stage, rates), launched)
+
+
+def _sent_ns(one: Job, stage: Stage, rates: Rates) -> float:
+    """The messages inside the layer that nothing hides; a ring of cp hides behind attention."""
+    ring = {"cp"} if one.layout.context_kind == "ring" else set()
+    shown = {"tp", "ep", "cp"} - one.layout.overlap - ring
+    messages = (
+        *tensor_messages(one, stage, stage_parameters(one)[stage.index]),
+        *context_messages(one, stage),
+        *expert_messages(one, stage),
+    )
+    return sum(
+        message.count * call_ns(one, message, rates).ns
+        for message in messages
+        if message.phase in _IN_LAYERS and message.axis in shown and message.input_bytes
+    )
+
+
+# A job and its prediction -> the Candidate that a plan ranks.
+
+
+def candidate_of(job: Job, rates: Rates) -> Candidate:
+    """The job as predicted."""
+    prediction = predict(job, rates)
+    return Candidate(
+        choice=choice_of(job),
+        microbatches=job.microbatches,
+        split=prediction.split,
+        exposed_ns=_exposed(prediction),
+        peak_bytes=max(stage.total_bytes for stage in prediction.memory),
+        mfu=prediction.mfu,
+        confidence=prediction.confidence,
+    )
+
+
+def choice_of(job: Job) -> Choice:
+    layout, recipe = job.layout, job.recipe
+    return Choice(
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp,
+        sequence_parallel=layout.sequence_parallel,
+        zero=layout.zero,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+        layers_per_stage=layout.layers_per_stage,
+        micro_batch=recipe.micro_batch,
+        recompute=_recompute(job),
+    )
+
+
+def _recompute(job: Job) -> str:
+    """As RUN.toml writes it."""
+    recipe = job.recipe
+    return f"every-{recipe.recompute_every}" if recipe.recompute == "every" else recipe.recompute
+
+
+def _exposed(prediction: Prediction) -> tuple[tuple[str, int], ...]:
+    """What the slowest stage's compute can't hide, by axis; data parallelism under one name."""
+    stage = prediction.splits.index(prediction.split)
+    found: Counter[str] = Counter()
+    for one in prediction.communication:
+        if one.message.stage == stage and one.exposed_ns:
+            axis = one.message.axis
+            found["dp" if axis.startswith("dp") else axis] += one.exposed_ns
+    return tuple(found.most_common())
+
+
+# A plan as JSON, in and out, in the keys that scripts rely on.
+
+_MEND = "plan the job again"
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON text of the schema stepsplit.plan/1; times are whole ns.
+
+    Each part of the top level has a line of its own.
+    """
+    body = {
+        "schema": SCHEMA,
+        "gpus": plan.gpus,
+        "best": _candidate_row(plan.best),
+        "runners_up": [_runner_row(one) for one in plan.runners_up],
+        "tree": [asdict(trial) for trial in plan.tree],
+        "places": [asdict(place) for place in plan.places],
+        "searched": asdict(plan.searched) | {"refused": dict(plan.searched.refused)},
+    }
+    parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def from_json(text: str, source: object = "plan.json") -> Plan:
+    """The plan of the text. Raises DataError where the text is none of this schema."""
+    try:
+        body = json.loads(text)
+        if body["schema"] == SCHEMA:
+            return _plan(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(source, f"not a stepsplit plan ({error})", _MEND) from None
+    raise DataError(source, f"of schema {body['schema']}, not {SCHEMA}", _MEND)
+
+
+def _candidate_row(one: Candidate) -> dict[str, Any]:
+    return asdict(one) | {"exposed_ns": dict(one.exposed_ns), "step_ns": one.step_ns}
+
+
+def _runner_row(one: RunnerUp) -> dict[str, Any]:
+    return {
+        "candidate": _candidate_row(one.candidate),
+        "behind_ns": one.behind_ns,
+        "more_bytes": one.more_bytes,
+        "reasons": [asdict(reason) for reason in one.reasons],
+    }
+
+
+def _plan(body: Mapping[str, Any]) -> Plan:
+    searched = body["searched"]
+    return Plan(
+        gpus=int(body["gpus"]),
+        best=_candidate(body["best"]),
+        runners_up=tuple(_runner(row) for row in body["runners_up"]),
+        tree=tuple(Trial(**row) for row in body["tree"]),
+        places=tuple(Place(**row) for row in body["places"]),
+        searched=Searched(**{**searched, "refused": tuple(searched["refused"].items())}),
+    )
+
+
+def _candidate(row: Mapping[str, Any]) -> Candidate:
+    layers = row["choice"]["layers_per_stage"]
+    stages = None if layers is None else tuple(layers)
+    told = {key: value for key, value in row.items() if key != "step_ns"}
+    told["choice"] = Choice(**{**row["choice"], "layers_per_stage": stages})
+    told["split"] = Split(**row["split"])
+    told["exposed_ns"] = tuple(row["exposed_ns"].items())
+    found = Candidate(**told)
+    if found.step_ns != row["step_ns"]:
+        raise ValueError(f"step_ns {row['step_ns']} where its buckets add up to {found.step_ns}")
+    return found
+
+
+def _runner(row: Mapping[str, Any]) -> RunnerUp:
+    reasons = tuple(Reason(**reason) for reason in row["reasons"])
+    return RunnerUp(_candidate(row["candidate"]), row["behind_ns"], row["more_bytes"], reasons)

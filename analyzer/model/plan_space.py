@@ -1,0 +1,507 @@
+"""The search space of layouts, its types, and why runner-ups lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.model.config import (
+    TWO_STAGES,
+    Dtype,
+    Framework,
+    Job,
+    Layout,
+    Recipe,
+    Recompute,
+    Schedule,
+    span_of,
+)
+from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.config_file import habits_of
+from stepsplit.analyzer.model.memory import fits, memory_of
+
+# Plan: the layouts that fit a number of GPUs, the fastest first, and why the others lost.
+
+SCHEMA = "stepsplit.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan chooses: the axes of the ranks and the settings that go with them."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp_replicate: int
+    dp_shard: int
+    ep: int
+    expert_tp: int
+    sequence_parallel: bool
+    zero: int
+    schedule: str
+    chunks: int
+    layers_per_stage: tuple[int, ...] | None
+    micro_batch: int
+    recompute: str
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """How the GPUs are split, whatever the settings: tp, pp, cp, dp, ep."""
+        return self.tp, self.pp, self.cp, self.dp_replicate * self.dp_shard, self.ep
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits, with its prediction.
+
+    split is the slowest stage's, exposed_ns its exposed communication by axis, the largest first;
+    peak_bytes is the fullest stage's peak; mfu is None where no peak is known at the dtype.
+    """
+
+    choice: Choice
+    microbatches: int
+    split: Split
+    exposed_ns: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    mfu: float | None
+    confidence: str
+
+    @property
+    def step_ns(self) -> int:
+        return self.split.step_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """How much longer a bucket of the step is than the best's, in ns; less than 0: shorter.
+
+    axis names whose communication it is, "" outside collective and p2p.
+    """
+
+    bucket: str
+    axis: str
+    delta_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """The best layout of another split of the GPUs. reasons: the longest first, what it gains last;
+    more_bytes is its peak less the best's."""
+
+    candidate: Candidate
+    behind_ns: int
+    more_bytes: int
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One question of the tree that people decide by: does this much of the cluster hold the model?
+
+    The layout is the leanest of its kind: one sequence at a time, all recomputed.
+    """
+
+    question: str
+    tp: int
+    pp: int
+    zero: int
+    ranks: int
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an axis of the best layout lies: its neighbors' link, and how many nodes it spans."""
+
+    axis: str
+    ranks: int
+    nodes: int
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What became of the layouts: considered = refused + too_big + fit; timed of those that fit.
+
+    Those that fit and were not timed can't be among the shown: even the least that they may take
+    is longer. refused is counted by the arithmetic that fails.
+    """
+
+    considered: int
+    too_big: int
+    fit: int
+    timed: int
+    refused: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best layout of a job on so many GPUs, and the best of each other split of them."""
+
+    gpus: int
+    best: Candidate
+    runners_up: tuple[RunnerUp, ...]
+    tree: tuple[Trial, ...]
+    places: tuple[Place, ...]
+    searched: Searched
+
+
+# How people choose a layout by hand, with this job's numbers.
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+def tree_of(job: Job, gpus: int) -> tuple[Trial, ...]:
+    """The questions in order, up to the first yes: one GPU, its states spread by ZeRO, one node
+    by tensor parallelism, then more and more nodes by a pipeline."""
+    asked: list[Trial] = []
+    for trial in _trials(job, gpus):
+        asked.append(trial)
+        if trial.fits:
+            break
+    return tuple(asked)
+
+
+def places_of(job: Job) -> tuple[Place, ...]:
+    """Each axis of more than one rank, the fastest link first."""
+    found = []
+    for axis in AXES:
+        span = span_of(job, axis)
+        if span.ranks > 1:
+            link = job.hardware.intra if span.nodes == 1 else job.hardware.inter
+            ranks = job.layout.pp if axis == "pp" else span.ranks
+            nodes = min(span.nodes * ranks // span.ranks, ranks)
+            found.append(Place(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
+    return tuple(sorted(found, key=lambda place: place.nodes > 1))
+
+
+def _trials(job: Job, gpus: int) -> Iterator[Trial]:
+    yield from _trial(job, "one GPU", 1, 1, 1)
+    if gpus > 1:
+        yield from _trial(job, "states spread over data parallelism", 1, 1, gpus)
+    node = min(job.hardware.gpus_per_node, gpus)
+    widths = [tp for tp in range(2, node + 1) if node % tp == 0 and _possible(job, tp, 1)]
+    for tp in widths:
+        yield from _trial(job, "one node by tensor parallelism", tp, 1, 1)
+    widest = max(widths, default=1)
+    for pp in range(2, min(gpus // widest, job.model.layers) + 1):
+        if gpus % (widest * pp) == 0:
+            dp = gpus // (widest * pp)
+            yield from _trial(job, "a pipeline over nodes", widest, pp, dp)
+
+
+def _trial(job: Job, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
+    """The leanest job of this kind: all recomputed, one sequence a microbatch, p of them."""
+    one = _leanest(job, tp, pp, dp)
+    if first_fault(one) is not None:
+        return
+    memory = memory_of(one)
+    most = max(stage.total_bytes for stage in memory)
+    zero = one.layout.zero
+    yield Trial(question, tp, pp, zero, one.layout.world_size, most, fits(one, memory))
+
+
+def _leanest(job: Job, tp: int, pp: int, dp: int) -> Job:
+    zero = max(zeros(job, dp, pp))
+    layout = replace(
+        job.layout, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
+        dp_replicate=1 if zero == 3 else dp, dp_shard=dp if zero == 3 else 1,
+        layers_per_stage=even_layers(job.model.layers, pp),
+        sequence_parallel=tp > 1 and job.recipe.seq_len % tp == 0,
+    )  # fmt: skip
+    recipe = replace(recipe_on(job, layout), micro_batch=1, recompute="full")
+    return replace(job, layout=layout, recipe=replace(recipe, global_batch=pp * dp))
+
+
+def _possible(job: Job, tp: int, pp: int) -> bool:
+    return first_fault(_leanest(job, tp, pp, 1)) is None
+
+
+# Every layout that is considered: all ways to split the GPUs, with all settings.
+
+_T = TypeVar("_T")
+
+SHORT = 2
+"""Layers by which an uneven interleaved pipeline may be short: embedding and head take their place
+(Llama 3, arXiv:2407.21783, section 3.3.2)."""
+
+KEYS = (
+    "tp", "pp", "cp", "ep", "expert_tp", "zero", "sequence_parallel", "schedule", "chunks",
+    "micro_batch", "recompute",
+)  # fmt: skip
+"""What is free, unless it is kept as the job has it."""
+
+
+def families(job: Job, gpus: int, keep: frozenset[str] = frozenset()) -> Iterator[tuple[Job, ...]]:
+    """All jobs of a layout and its settings but for the microbatch, which grows along a family.
+
+    Tensor parallelism stays inside the node's fast link. keep names what stays as the job has it.
+    """
+    for layout in _layouts(job, gpus, keep):
+        recipe = recipe_on(job, layout)
+        sizes = _micro_batches(job, layout, keep)
+        for recompute in (recipe.recompute,) if "recompute" in keep else recomputes(job):
+            each = replace(recipe, recompute=recompute)
+            yield tuple(
+                replace(job, layout=layout, recipe=replace(each, micro_batch=size))
+                for size in sizes
+            )
+
+
+def _layouts(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layout]:
+    for axes in _layouts_by_axes(job, gpus, keep):
+        pipelines = tuple(_pipelines(job, axes.pp, keep))
+        for data in _data(job, axes, keep):
+            for parallel in _kept(
+                job.layout.sequence_parallel, sequence_parallel(job, axes.tp), "sequence_parallel",
+                keep,
+            ):  # fmt: skip
+                for schedule, chunks, layers in pipelines:
+                    yield replace(
+                        data, sequence_parallel=parallel, schedule=schedule, chunks=chunks,
+                        layers_per_stage=layers,
+                    )  # fmt: skip
+
+
+def _layouts_by_axes(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layout]:
+    """tp, pp, cp and the rest as copies; with experts, how those lie on the same ranks."""
+    node = min(job.hardware.gpus_per_node, gpus)
+    bare = replace(job.layout, dp_shard=1, zero=0)
+    for tp in _kept(job.layout.tp, _divisors(node), "tp", keep):
+        for pp in _kept(job.layout.pp, _divisors(gpus), "pp", keep):
+            for cp in _kept(job.layout.cp, _divisors(gpus), "cp", keep):
+                if gpus % (tp * pp * cp) or pp > job.model.layers or job.recipe.seq_len % cp:
+                    continue
+                dp = gpus // (tp * pp * cp)
+                if dp > job.recipe.global_batch:
+                    continue
+                axes = replace(bare, tp=tp, pp=pp, cp=cp, dp_replicate=dp)
+                if "tp" not in keep and span_of(replace(job, layout=axes), "tp").nodes > 1:
+                    continue
+                yield from _layouts_of_experts(job, axes, node, keep)
+
+
+def _layouts_of_experts(
+    job: Job, axes: Layout, node: int, keep: frozenset[str]
+) -> Iterator[Layout]:
+    experts = job.model.experts
+    if experts is None:
+        yield replace(axes, ep=1, expert_tp=1)
+        return
+    ranks = axes.tp * axes.cp * axes.dp
+    cuts = sorted({1, axes.tp}) if job.recipe.framework == "megatron" else [1]
+    for ep in _kept(job.layout.ep, _divisors(experts.count), "ep", keep):
+        for expert_tp in _kept(job.layout.expert_tp, tuple(cuts), "expert_tp", keep):
+            if ranks % (ep * expert_tp) == 0 and expert_tp <= node:
+                yield replace(axes, ep=ep, expert_tp=expert_tp)
+
+
+def _data(job: Job, axes: Layout, keep: frozenset[str]) -> Iterator[Layout]:
+    """What ZeRO spreads, and over how many ranks: all, or those of a node (HSDP)."""
+    dp = axes.dp_replicate
+    for zero in _kept(job.layout.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
+        if zero != 3:
+            yield replace(axes, zero=zero)
+            continue
+        node = job.hardware.gpus_per_node // (axes.tp * axes.cp)
+        for shard in {dp, node if node > 1 and dp % node == 0 else dp}:
+            if shard * axes.cp > 1:
+                yield replace(axes, zero=3, dp_replicate=dp // shard, dp_shard=shard)
+
+
+def _pipelines(
+    job: Job, pp: int, keep: frozenset[str]
+) -> Iterator[tuple[Schedule, int, tuple[int, ...] | None]]:
+    """Schedules with their chunks and, where layers don't divide, the layers of each stage."""
+    if pp == 1:
+        yield "1f1b", 1, None
+        return
+    for schedule in _kept(job.layout.schedule, schedules(job), "schedule", keep):
+        for chunks in _kept(job.layout.chunks, _chunks(job, pp, schedule), "chunks", keep):
+            count = pp * (2 if schedule in TWO_STAGES else chunks)
+            yield schedule, chunks, even_layers(job.model.layers, count)
+
+
+def _chunks(job: Job, pp: int, schedule: Schedule) -> tuple[int, ...]:
+    if schedule != "interleaved":
+        return (1,)
+    layers = job.model.layers
+    most = (layers + SHORT) // pp
+    return tuple(v for v in range(2, most + 1) if -layers % (pp * v) <= SHORT)
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
+    """Layers of each stage where they don't divide: the middle ones take the rest, since embedding
+    and head weigh on the ends, which may hold nothing else. None where they divide, or are too few
+    for the stages between."""
+    each, rest = divmod(layers, stages)
+    if rest == 0 or layers < stages - SHORT:
+        return None
+    inner = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
+    return tuple(each + (i in inner[:rest]) for i in range(stages))
+
+
+def _micro_batches(job: Job, layout: Layout, keep: frozenset[str]) -> tuple[int, ...]:
+    """Powers of two that divide a rank's sequences, and the job's own; 1 where none does."""
+    whole, rest = divmod(job.recipe.global_batch, layout.dp)
+    if "micro_batch" in keep or rest:
+        return (job.recipe.micro_batch if "micro_batch" in keep else 1,)
+    powers = {1 << n for n in range(whole.bit_length()) if whole % (1 << n) == 0}
+    own = {job.recipe.micro_batch} if whole % job.recipe.micro_batch == 0 else set()
+    return tuple(sorted(powers | own))
+
+
+def _kept(own: _T, free: tuple[_T, ...], key: str, keep: frozenset[str]) -> tuple[_T, ...]:
+    return (own,) if key in keep else free
+
+
+@lru_cache(maxsize=64)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+# What each framework can run, and so what is worth considering in it.
+
+ZEROS: Mapping[Framework, tuple[int, ...]] = {
+    "megatron": (0, 1), "fsdp2": (0, 2, 3), "deepspeed": (0, 1, 2, 3), "ddp": (0, 1),
+    "huggingface": (0,), "nanotron": (0, 1), "zero-paper": (0, 1, 2, 3),
+}  # fmt: skip
+
+SCHEDULES: Mapping[Framework, tuple[Schedule, ...]] = {
+    "megatron": ("1f1b", "interleaved"),
+    "fsdp2": ("1f1b", "interleaved"),
+}
+"""gpipe and naive take no less time than 1f1b and no less memory. PyTorch's zb-v and dualpipe-v
+refuse torch.compile (2.13, pipelining/schedules.py, _check_torch_compile_compatibility), under
+which fsdp2's memory is counted. Others have 1f1b alone."""
+
+SEQUENCE_PARALLEL: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron")
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def zeros(job: Job, data_ranks: int, pp: int) -> tuple[int, ...]:
+    """ZeRO stages that make a difference; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
+    if data_ranks == 1:
+        return (0,)
+    known = {*ZEROS[job.recipe.framework], job.layout.zero}
+    most = 1 if pp > 1 and job.recipe.framework in ("deepspeed", "zero-paper") else 3
+    return tuple(zero for zero in sorted(known) if zero <= most)
+
+
+def schedules(job: Job) -> tuple[Schedule, ...]:
+    """The framework's, and the one that the job names."""
+    known = SCHEDULES.get(job.recipe.framework, ("1f1b",))
+    return tuple(dict.fromkeys((*known, job.layout.schedule)))
+
+
+def sequence_parallel(job: Job, tp: int) -> tuple[bool, ...]:
+    if tp == 1:
+        return (False,)
+    can = job.recipe.framework in SEQUENCE_PARALLEL or job.layout.sequence_parallel
+    return (True, False) if can else (False,)
+
+
+def recomputes(job: Job) -> tuple[Recompute, ...]:
+    """The job's own among them. Where attention is fused, selective has nothing left to drop but
+    in torchtitan, whose policy drops more."""
+    fused = job.recipe.flash_attention and job.recipe.framework != "fsdp2"
+    known = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
+    own = job.recipe.recompute
+    return known if own in RECOMPUTES else (*known, own)
+
+
+def recipe_on(job: Job, layout: Layout) -> Recipe:
+    """The job's recipe on another layout; what the framework chooses by the layout follows it."""
+    recipe = job.recipe
+    usual, here = _activations(job, job.layout), _activations(job, layout)
+    if usual == here or recipe.activation_dtype != usual:
+        return recipe
+    return replace(recipe, activation_dtype=here)
+
+
+def _activations(job: Job, layout: Layout) -> Dtype:
+    recipe = job.recipe
+    habits = habits_of(recipe.framework, recipe.dtype, layout, job.model, job.hardware)
+    return habits.activation_dtype
+
+
+# Why a runner-up lost: what its step has more of than the best's.
+
+BY_AXIS = ("collective", "p2p")
+"""Buckets that are told axis by axis."""
+
+
+def runner_up(best: Candidate, other: Candidate) -> RunnerUp:
+    """The other one, with what each bucket of its step takes longer."""
+    return RunnerUp(
+        candidate=other,
+        behind_ns=other.step_ns - best.step_ns,
+        more_bytes=other.peak_bytes - best.peak_bytes,
+        reasons=reasons_of(best, other),
+    )
+
+
+def reasons_of(best: Candidate, other: Candidate) -> tuple[Reason, ...]:
+    """Every difference; they add up to that of the steps but for a ns of rounding a message."""
+    more = other.split - best.split
+    found = [
+        Reason(bucket, "", ns)
+        for bucket, ns in zip(BUCKETS, more.buckets_ns, strict=True)
+        if ns and bucket not in BY_AXIS
+    ]
+    here, there = dict(best.exposed_ns), dict(other.exposed_ns)
+    for axis in sorted({*here, *there}):
+        ns = there.get(axis, 0) - here.get(axis, 0)
+        if ns:
+            found.append(Reason("p2p" if axis == "pp" else "collective", axis, ns))
+    return tuple(sorted(found, key=lambda reason: -reason.delta_ns))
+
+
+# A layout as the lines of a RUN.toml.
+
+
+def toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
+    """What the plan chose for [parallel] and [training], to be pasted; what a RUN.toml takes for
+    granted is left out. experts: the model has some."""
+    parallel = [*_axis_lines(choice), *_expert_lines(choice, experts), *_pipeline(choice)]
+    return "[parallel]", *parallel, "[training]", *_training(choice)
+
+
+def _axis_lines(choice: Choice) -> list[str]:
+    """zero always stands: its default hangs on the framework."""
+    lines = [f"{key} = {getattr(choice, key)}" for key in ("tp", "pp", "cp", "ep")]
+    lines = [line for line in lines if not line.endswith(" = 1")]
+    shards = choice.zero == 3
+    if shards and choice.dp_replicate > 1:
+        lines += [f"dp_replicate = {choice.dp_replicate}", f"dp_shard = {choice.dp_shard}"]
+    else:
+        lines.append(f"dp = {choice.dp_replicate * choice.dp_shard}")
+    lines.append(f"zero = {choice.zero}")
+    if choice.sequence_parallel:
+        lines.append("sequence_parallel = true")
+    return lines
+
+
+def _expert_lines(choice: Choice, experts: bool) -> list[str]:
+    """Megatron cuts experts by tp unless told not to."""
+    return [f"expert_tp = {choice.expert_tp}"] if experts and choice.tp > 1 else []
+
+
+def _pipeline(choice: Choice) -> list[str]:
+    if choice.pp == 1:
+        return []
+    lines = [f'schedule = "{choice.schedule}"']
+    if choice.chunks > 1:
+        lines.append(f"chunks = {choice.chunks}")
+    if choice.layers_per_stage is not None:
+        lines.append(f"layers_per_stage = {list(choice.layers_per_stage)}")
+    return lines
+
+
+def _training(choice: Choice) -> list[str]:
+    return [f"micro_batch = {choice.micro_batch}", f'recompute = "{choice.recompute}"']

@@ -1,0 +1,582 @@
+"""Time of a pipeline schedule: closed forms, steady state and an event simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.config import Schedule
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.schedule import Kind, Order, Pass, Places, orders, places
+
+# How long a pipeline takes and how long each rank stands still in it, as fast as may be.
+
+FRACTION = Formula(
+    "pipeline.bubble_fraction",
+    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
+
+OVERHEAD = Formula(
+    "pipeline.bubble_overhead",
+    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
+)
+
+_ALIKE = 1e-12
+"""Times this close in relation to their size are the same but for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTime:
+    """makespan_ns is first forward to last backward over all ranks, holes_ns what each rank does
+    not work of it."""
+
+    makespan_ns: float
+    holes_ns: tuple[float, ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Holes / window, over all ranks (FRACTION)."""
+        return sum(self.holes_ns) / (self.makespan_ns * len(self.holes_ns))
+
+    @property
+    def bubble_overhead(self) -> float:
+        """Holes / useful time, over all ranks (OVERHEAD)."""
+        holes_ns = sum(self.holes_ns)
+        return holes_ns / (self.makespan_ns * len(self.holes_ns) - holes_ns)
+
+
+@lru_cache(maxsize=4096)
+def pipeline_ns(
+    schedule: Schedule,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs,
+    transfer_ns: float = 0.0,
+    blocking: bool = False,
+) -> PipelineTime:
+    """The time of the schedule on so many ranks (stages), with costs for each model stage.
+
+    The result is that of engine.simulate on all microbatches up to rounding: by arithmetic where
+    the longest path is known, by repetition where the ranks have fallen into step, else by
+    simulation of all. Raises UsageError for what orders or simulate refuse.
+    """
+    few = _fewer(schedule, stages, microbatches)
+    start = graph(schedule, stages, few, chunks)
+    check(start, costs)
+    whole_ns = None
+    if not blocking:
+        whole_ns = _known(schedule, costs, stages, microbatches, transfer_ns)
+    if whole_ns is None:
+        whole_ns = _repeated(schedule, stages, microbatches, chunks, costs, transfer_ns, blocking)
+    if whole_ns is None:
+        whole = graph(schedule, stages, microbatches, chunks)
+        whole_ns = max(node_ends(whole, table(whole, costs), transfer_ns, blocking))
+    busy = (each * (microbatches / few) for each in busy_ns(start, table(start, costs)))
+    return PipelineTime(whole_ns, tuple(max(0.0, whole_ns - each) for each in busy))
+
+
+def _repeated(
+    schedule: Schedule,
+    p: int,
+    m: int,
+    chunks: int,
+    costs: Costs,
+    transfer_ns: float,
+    blocking: bool,
+) -> float | None:
+    """The makespan by that of fewer microbatches, and of twice as many until one will do.
+
+    None where the ranks drift apart as long as there are microbatches: those that run ahead of a
+    slower one, in schedules that let them.
+    """
+    few, repeat = _fewer(schedule, p, m), _repeats(schedule, p)
+    while few < m:
+        start = graph(schedule, p, few, chunks)
+        ends = node_ends(start, table(start, costs), transfer_ns, blocking)
+        every_ns = _period_ns(start, orders(schedule, p, few, chunks), schedule, ends)
+        if every_ns is not None:
+            return max(ends) + (m - few) // repeat * every_ns
+        few += few + (m - 2 * few) % repeat
+    return None
+
+
+def _known(schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float) -> float | None:
+    """The longest path where it is the same for all costs, if senders are not held up.
+
+    One rank, and naive: all of it, m times. GPipe: equal jobs through p machines in a row, all of
+    them there and then back.
+    """
+    forwards = [forward for forward, _, _ in costs]
+    backwards = [inputs + weights for _, inputs, weights in costs]
+    once = sum(forwards) + sum(backwards) + 2 * (p - 1) * transfer_ns
+    if p == 1 or schedule == "naive":
+        return m * once
+    if schedule == "gpipe":
+        return once + (m - 1) * (max(forwards) + max(backwards))
+    return None
+
+
+def _repeats(schedule: Schedule, p: int) -> int:
+    """Microbatches after which the order of every rank repeats."""
+    return {"interleaved": p, "dualpipe": 2}.get(schedule, 1)
+
+
+def _fewer(schedule: Schedule, p: int, m: int) -> int:
+    """As few microbatches as the start, the end and some repeats between them need, or m.
+
+    The rest of a division by the repeat stays.
+    """
+    repeat = _repeats(schedule, p)
+    few = (3 if schedule == "1f1b" else 5) * p + repeat
+    few += (m - few) % repeat
+    repeats = schedule not in ("naive", "gpipe") and (schedule != "interleaved" or m % p == 0)
+    return few if few < m and repeats else m
+
+
+def _period_ns(
+    of: Graph, order_of: tuple[Order, ...], schedule: Schedule, ends: list[float]
+) -> float | None:
+    """How much later everything happens with each repeat; None while ranks still drift apart.
+
+    Times are sums and maxima of earlier ones. Where a whole stretch, longer than any pass reaches
+    back, comes later by the same time on all ranks, whatever follows does.
+    """
+    shifts: list[float] = []
+    for ends_of, order in zip(by_rank(of, ends), order_of, strict=True):
+        shifts += _shifts(ends_of, order, schedule, len(order_of))
+    return shifts[0] if max(shifts) - min(shifts) <= _ALIKE * max(ends) else None
+
+
+def _shifts(ends: list[float], order: Order, schedule: Schedule, p: int) -> list[float]:
+    """By how much passes come later than those one repeat before, over p microbatches and more.
+
+    The stretch ends with the last forward of some chunk: up to there a rank does the same however
+    many microbatches follow.
+    """
+    last = {one.chunk: at for at, one in enumerate(order) if one.kind == "F"}
+    until, repeat = 1 + min(last.values()), _repeats(schedule, p)
+    microbatches = 1 + max(one.microbatch for one in order)
+    length = len(order) * repeat // microbatches
+    since = max(length, until - length * (p // repeat + 1))
+    return [ends[at] - ends[at - length] for at in range(since, until)]
+
+
+# When each pass of a pipeline of unequal stages runs.
+
+Costs = tuple[tuple[float, float, float], ...]
+"""For each model stage, first to last: forward, input gradient and weight gradient of one
+microbatch, in ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each pass of each rank starts and ends, in ns from the first forward of any rank."""
+
+    starts_ns: tuple[tuple[float, ...], ...]
+    ends_ns: tuple[tuple[float, ...], ...]
+    busy_ns: tuple[float, ...]
+
+    @property
+    def makespan_ns(self) -> float:
+        """First forward to last backward over all ranks: the window of the bubble."""
+        return max(ends[-1] for ends in self.ends_ns)
+
+    @property
+    def holes_ns(self) -> tuple[float, ...]:
+        """For each rank the window less its passes."""
+        return tuple(self.makespan_ns - busy for busy in self.busy_ns)
+
+
+def simulate(
+    graph: Graph, costs: Costs, transfer_ns: float = 0.0, blocking: bool = False
+) -> Timeline:
+    """Every pass starts when its rank is free and what it waits for is there.
+
+    What one rank sends to another arrives transfer_ns later. Meanwhile the sender goes on, unless
+    blocking holds it up. Raises UsageError where costs are not those of the graph's stages.
+    """
+    check(graph, costs)
+    times = table(graph, costs)
+    ends = node_ends(graph, times, transfer_ns, blocking)
+    starts = [end - times[node[1]] for end, node in zip(ends, graph.nodes, strict=True)]
+    return Timeline(
+        starts_ns=tuple(map(tuple, by_rank(graph, starts))),
+        ends_ns=tuple(map(tuple, by_rank(graph, ends))),
+        busy_ns=busy_ns(graph, times),
+    )
+
+
+def check(graph: Graph, costs: Costs) -> None:
+    """Raises UsageError where costs are not one for each model stage."""
+    if len(costs) != graph.positions:
+        raise UsageError(
+            f"costs of {len(costs)} stages for a pipeline of {graph.positions}; give one a stage"
+        )
+
+
+def busy_ns(graph: Graph, times: Sequence[float]) -> tuple[float, ...]:
+    """What the passes of each rank take together."""
+    return tuple(sum(times[cost] for cost in costs) for costs in graph.cost_of)
+
+
+def node_ends(
+    graph: Graph, times: Sequence[float], transfer_ns: float, blocking: bool
+) -> list[float]:
+    """The end of each node: the longest path to it."""
+    free = [0.0] * len(graph.node_of)
+    ends: list[float] = []
+    held_ns = transfer_ns if blocking else 0.0
+    for rank, cost, before, far, sends in graph.nodes:
+        start = free[rank]
+        if before >= 0:
+            ready = ends[before] + transfer_ns if far else ends[before]
+            if ready > start:
+                start = ready
+        end = start + times[cost]
+        ends.append(end)
+        free[rank] = end + held_ns if sends else end
+    return ends
+
+
+def table(graph: Graph, costs: Costs) -> list[float]:
+    """The time of every cost of the graph, and 0 at the end for gates."""
+    each = [t for f, i, w in costs for t in (f, i + w, i, w)]
+    return [*each, *(each[one] + each[other] for one, other in graph.pairs), 0.0]
+
+
+def by_rank(graph: Graph, values: Sequence[float]) -> Iterator[list[float]]:
+    """The values of each rank's passes, from those of the nodes."""
+    return ([values[node] for node in nodes] for nodes in graph.node_of)
+
+
+# Which pass waits for which: the orders of all ranks as one sequence that can be timed.
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+Node = tuple[int, int, int, bool, bool]
+"""rank, cost, the node it waits for (-1: none), whether that is on another rank, whether another
+rank waits for this one. Cost is 4 position + kind, or counts on from there through pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """nodes in an order in which each comes after what it waits for.
+
+    positions is the number of model stages; pairs are the two costs of joined passes, which share
+    a node; node_of and cost_of give node and cost of each rank's passes.
+    """
+
+    positions: int
+    nodes: tuple[Node, ...]
+    pairs: tuple[tuple[int, int], ...]
+    node_of: tuple[tuple[int, ...], ...]
+    cost_of: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=128)
+def graph(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> Graph:
+    """The graph of a schedule's own orders. Raises UsageError as orders does."""
+    held = places(schedule, stages, chunks)
+    return linked(orders(schedule, stages, microbatches, chunks), held)
+
+
+def linked(orders: Sequence[Order], places: Places) -> Graph:
+    """The graph of these orders, with the stages of each rank at these places of the model.
+
+    A forward waits for that of the stage before, a backward for that of the stage behind and for
+    its own forward, a weight gradient for its input gradient. Raises UsageError where some pass
+    waits forever.
+    """
+    building = _Building(orders, places)
+    while sum(building.advances(rank) for rank in range(len(orders))):
+        pass
+    building.check()
+    return building.graph()
+
+
+_UNDONE, _NOTHING = -2, -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What passes of one kind and chunk have in common; slots are those of microbatch 0.
+
+    Every forward and backward of the model has a slot for its node; own is the pass of the same
+    rank that must be done before, need the one that the start is counted from.
+    """
+
+    cost: int
+    done: int
+    need: int
+    own: int
+    far: bool
+    sends: bool
+
+
+class _Building:
+    """The nodes so far, and how far each rank has come."""
+
+    def __init__(self, orders: Sequence[Order], places: Places) -> None:
+        self.orders = orders
+        self.positions = 1 + max(place for held in places for place in held)
+        self.microbatches = 1 + max(one.microbatch for order in orders for one in order)
+        size = self.positions * self.microbatches
+        self.slots = [_UNDONE] * (3 * size) + [_NOTHING] * self.microbatches
+        self.shapes = [self._shapes(held) for held in places]
+        self.nodes: list[Node] = []
+        self.pairs: dict[tuple[int, int], int] = {}
+        self.node_of: list[list[int]] = [[] for _ in orders]
+
+    def advances(self, rank: int) -> bool:
+        """Places the passes of a rank until one must wait; whether there was any."""
+        placed, order, shapes = self.node_of[rank], self.orders[rank], self.shapes[rank]
+        slots, nodes, before = self.slots, self.nodes, len(self.node_of[rank])
+        while (at := len(placed)) < len(order):
+            one = order[at]
+            shape, nth = shapes[one.kind, one.chunk], one.microbatch
+            waits = slots[shape.need + nth]
+            if waits == _UNDONE or slots[shape.own + nth] == _UNDONE:
+                break
+            if one.joined:
+                if not self._joined(rank, shape, order[at], order[at + 1]):
+                    break
+                continue
+            slots[shape.done + nth] = len(nodes)
+            placed.append(len(nodes))
+            nodes.append((rank, shape.cost, waits, shape.far, shape.sends))
+        return len(placed) > before
+
+    def check(self) -> None:
+        for rank, order in enumerate(self.orders):
+            at = len(self.node_of[rank])
+            if at < len(order):
+                raise UsageError(
+                    f"rank {rank} never gets past its pass {at + 1} of {len(order)}, "
+                    f"{order[at].kind} of microbatch {order[at].microbatch}: what that waits for "
+                    "comes later; mend the order"
+                )
+
+    def graph(self) -> Graph:
+        costs = tuple(
+            tuple([shapes[one.kind, one.chunk].cost for one in order])
+            for order, shapes in zip(self.orders, self.shapes, strict=True)
+        )
+        node_of = tuple(map(tuple, self.node_of))
+        return Graph(self.positions, tuple(self.nodes), tuple(self.pairs), node_of, costs)
+
+    def _joined(self, rank: int, first: _Shape, one: Pass, other: Pass) -> bool:
+        """A gate that waits for what the first needs, and a node of both after it."""
+        second = self.shapes[rank][other.kind, other.chunk]
+        slot = second.need + other.microbatch
+        if _UNDONE in (self.slots[slot], self.slots[second.own + other.microbatch]):
+            return False
+        both = self.pairs.setdefault((first.cost, second.cost), len(self.pairs))
+        gate = (rank, -1, self.slots[first.need + one.microbatch], first.far, False)
+        sends = first.sends or second.sends
+        node = (rank, 4 * self.positions + both, self.slots[slot], second.far, sends)
+        self.nodes += [gate, node]
+        for shape, done in ((first, one), (second, other)):
+            self.slots[shape.done + done.microbatch] = len(self.nodes) - 1
+            self.node_of[rank].append(len(self.nodes) - 1)
+        return True
+
+    def _shapes(self, held: tuple[int, ...]) -> dict[tuple[Kind, int], _Shape]:
+        kinds = [(kind, chunk) for kind in KINDS for chunk in range(len(held))]
+        return {(kind, chunk): self._shape(kind, held[chunk], held) for kind, chunk in kinds}
+
+    def _shape(self, kind: Kind, at: int, held: tuple[int, ...]) -> _Shape:
+        m, p = self.microbatches, self.positions
+        forward, backward, nothing = at * m, (p + at) * m, 3 * p * m
+        to, since = {"F": (at + 1, at - 1), "W": (p, p)}.get(kind, (at - 1, at + 1))
+        done, own = {"F": (forward, nothing), "W": (backward + p * m, backward)}.get(
+            kind, (backward, forward)
+        )
+        beside = 0 <= since < p
+        need = (since if kind == "F" else p + since) * m if beside else own
+        sends = 0 <= to < p and to not in held
+        cost = 4 * at + KINDS.index(kind)
+        return _Shape(cost, done, need, own, beside and since not in held, sends)
+
+
+# Bubbles of pipelines of equal stages in closed form, with the time of messages.
+
+ONE_AT_A_TIME = Formula(
+    "schedule.naive",
+    "bubble = m (p-1) (T + 2 Tc), with T = TF + TB + TW",
+    "Narayanan et al., SC'21, section 2.2: one microbatch at a time",
+)
+
+GPIPE = Formula(
+    "schedule.gpipe",
+    "bubble = (p-1) (T + 2 Tc)",
+    "Narayanan et al., SC'21, section 2.2.1; Tc: the first microbatch there, the last one back",
+)
+
+ONE_F_ONE_B = Formula(
+    "schedule.1f1b",
+    "bubble = (p-1) T + (2 (p-1) (m+p) / p - 2) Tc where p divides m",
+    "Narayanan et al., SC'21, section 2.2.1; Tc: Qi et al., arXiv:2401.10241, tables 5 and 9",
+)
+
+INTERLEAVED = Formula(
+    "schedule.interleaved",
+    "bubble = (p-1) T / v + (2 p v - p - 2) Tc where p divides m",
+    "Narayanan et al., SC'21, section 2.2.2; Tc: Qi et al., arXiv:2401.10241, tables 5 and 9",
+)
+
+ZB_H1 = Formula(
+    "schedule.zb-h1",
+    "bubble = (p-1) (TF + TB - TW + 4 Tc) where m > p, with m-1 for p-1 TWs below",
+    "Qi et al., arXiv:2401.10241, table 2 and appendix H; Tc: tables 5 and 9",
+)
+
+ZB_H2 = Formula(
+    "schedule.zb-h2",
+    "bubble = (p-1) (TF + TB - 2 TW + 2 Tc) where m >= 2p-1, with m-1 TWs below",
+    "Qi et al., arXiv:2401.10241, table 2 and appendix H; Tc: tables 5 and 9",
+)
+
+
+def bubble_ns(
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    times_ns: Times,
+    chunks: int = 1,
+    transfer_ns: float = 0.0,
+) -> float | None:
+    """What the rank that idles longest idles between its own first forward and its own last pass.
+
+    times_ns are the forward, input gradient and weight gradient (TF, TB, TW) of one microbatch in
+    all chunks of a rank, transfer_ns (Tc) that of one message, which delays the receiver only and
+    is short beside a pass. Weight gradients are no longer than forwards and input gradients.
+    None where there is no closed form: the V shapes, DualPipe, unequal groups of interleaved.
+
+    It is the window's hole too, but in zb-h2: there the last rank is through (p-1) times TF + Tc
+    later than the first. In interleaved the paper's Tc is p less than what engine.simulate finds
+    for Megatron-LM's order, whose longest path has 2 (p v - 1) messages.
+    """
+    p, m, v = stages, microbatches, chunks
+    forward, inputs, weights = times_ns
+    whole = sum(times_ns)
+    match schedule:
+        case "naive":
+            return m * (p - 1) * (whole + 2 * transfer_ns)
+        case "gpipe":
+            return (p - 1) * (whole + 2 * transfer_ns)
+        case "1f1b":
+            return (p - 1) * whole + _messages_1f1b(p, m) * transfer_ns
+        case "interleaved" if m % p == 0:
+            return (p - 1) * whole / v + (2 * p * v - p - 2) * transfer_ns
+        case "zb-h1":
+            messages = 2 * (p - 1) + 2 * max(0, min(m - 2, p - 1))
+            filled = min(m - 1, p - 1) * weights
+            return (p - 1) * (forward + inputs) - filled + messages * transfer_ns
+        case "zb-h2":
+            filled = min(m - 1, 2 * (p - 1)) * weights
+            return (p - 1) * (forward + inputs + 2 * transfer_ns) - filled
+    return None
+
+
+def bubble_rate(
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    times_ns: Times,
+    chunks: int = 1,
+    transfer_ns: float = 0.0,
+) -> float | None:
+    """bubble / (bubble + m T), as Qi et al. (arXiv:2401.10241) print it; None as bubble_ns."""
+    idle_ns = bubble_ns(schedule, stages, microbatches, times_ns, chunks, transfer_ns)
+    if idle_ns is None:
+        return None
+    return idle_ns / (idle_ns + microbatches * sum(times_ns))
+
+
+def _messages_1f1b(p: int, m: int) -> int:
+    """Messages on the longest path: there and back, and p-1 more each way with each further p
+    microbatches; 2 (p-1) (m+p) / p - 2 where p divides m."""
+    rounds, rest = divmod(m - 1, p)
+    return 2 * (p - 1) + 2 * (rounds * (p - 1) + max(0, rest - 1))
+
+
+# What a pipeline schedule costs even when every stage is equally fast.
+
+Times = tuple[float, float, float]
+"""One microbatch on one stage: its forward, input gradient and weight gradient, in one unit."""
+
+
+def ideal_bubble_fraction(
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    times_ns: Times | None = None,
+) -> float | None:
+    """Holes / window of the schedule with equal stages and no communication, a ratio.
+
+    stages counts the ranks of a pipeline (p), chunks the stages on each (v); microbatches (m) are
+    those of both directions in dualpipe. The window begins with the first forward of any rank and
+    ends with the last backward of any. None for a schedule not modelled, and where it splits the
+    backward and times_ns is not known.
+    """
+    if min(stages, microbatches, chunks) < 1:
+        return None
+    passes = _holes_in_passes(schedule, stages, microbatches, chunks)
+    if passes is not None:
+        return passes / (chunks * microbatches + passes)
+    if times_ns is None or sum(times_ns) <= 0:
+        return None
+    holes_ns = _holes_ns(schedule, stages, microbatches, times_ns)
+    if holes_ns is None:
+        return None
+    each = {"zb-v": 2, "dualpipe-v": 2, "dualpipe": 1}.get(schedule, chunks)
+    return holes_ns / (each * microbatches * sum(times_ns) + holes_ns)
+
+
+def _holes_in_passes(schedule: str, p: int, m: int, v: int) -> int | None:
+    """A rank's holes, in forward and backward passes of one stage; None for other schedules.
+
+    Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM, SC'21: sections 2.2.1 (GPipe and 1F1B: p-1) and 2.2.2 (interleaved: p-1 passes of
+    a stage that is v times smaller). Fewer microbatches than ranks leave a hole in each further
+    round of chunks. naive runs one microbatch at a time: each rank works 1/p of the time.
+    """
+    match schedule:
+        case "naive":
+            return (p - 1) * v * m
+        case "gpipe" | "1f1b":
+            return p - 1
+        case "interleaved":
+            return p - 1 + (v - 1) * max(0, p - m)
+    return None
+
+
+def _holes_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
+    """A rank's holes where the backward is split; None for schedules that are not modelled.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241: table 2 (ZB-H1: (p-1)(F+I-W),
+    ZB-H2: (p-1)(F+I-2W)), appendix H (m <= p), section 6 (ZB-V: none where F = I = W). DeepSeek,
+    README of DualPipe: (p/2-1)(F&B + B - 3W) with B = I + W and F&B the time of both at once, which
+    end together; here nothing is gained by that, so F&B = F + B. DualPipeV folds its p stages onto
+    p/2 ranks.
+    These count each rank from its own first forward. The window is the whole pipeline's, so that
+    the farthest rank's holes are at least the forwards it waits for.
+    """
+    forward, inputs, weights = times_ns
+    match schedule:
+        case "zb-h1" | "zb-h2":
+            spare = p - 1 if schedule == "zb-h1" else 2 * (p - 1)
+            holes = (p - 1) * (forward + inputs) - min(m - 1, spare) * weights
+            return max((p - 1) * forward, holes)
+        case "zb-v":
+            return (p - 1) * forward
+        case "dualpipe" | "dualpipe-v":
+            far = p - 1 if schedule == "dualpipe-v" else p // 2 - 1
+            return far * max(forward, forward + 2 * inputs - weights)
+    return None

@@ -1,1 +1,0 @@
-"""How long a step takes: kernels, what communication they cannot hide, bubble, optimizer."""

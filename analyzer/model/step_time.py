@@ -1,0 +1,473 @@
+"""Step time: stages, exposed communication, pipeline, stragglers, and the confidence in it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.comm_ops import Message, rounds
+from stepsplit.analyzer.model.comm_volume_data import stays_gathered, sums_every_microbatch
+from stepsplit.analyzer.model.config import Chunk, Job, Stage, chunk_count, chunks_of_rank, span_of
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.layer_time import (
+    BACKWARD_ATTENTION,
+    FUSED_BACKWARD,
+    Pass,
+    Speed,
+    chunk_passes,
+    host_bound,
+    launches,
+    offload_ns,
+    optimizer_ns,
+    traffic_of,
+    waits,
+)
+from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.prediction import Band, Communication, Confidence
+from stepsplit.analyzer.model.schedule_time import Costs, PipelineTime, pipeline_ns
+
+# The pipeline's window, holes and transfers, from the times of its stages.
+
+OWN = "pp"
+"""The strategy of the messages between neighbors."""
+
+
+def pipelined(
+    job: Job, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
+) -> Pipelined:
+    """The schedule run on the stages' times, with its messages and without."""
+    layout, costs = job.layout, costs_of(job, stages)
+    if layout.pp == 1:
+        alone = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
+        return Pipelined(alone, 0.0, (0.0,))
+    shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
+    free = pipeline_ns(*shape, costs)
+    real = pipeline_ns(*shape, costs, transfer_ns(timed))
+    moving = tuple(sum(e.time.ns for e in timed[s] if _own(e)) for s in range(layout.pp))
+    return Pipelined(real, real.makespan_ns - free.makespan_ns, moving)
+
+
+def costs_of(job: Job, stages: tuple[StageTime, ...]) -> Costs:
+    """One entry a model stage: forward, input gradient and weight gradient of a microbatch."""
+    found: dict[int, tuple[float, float, float]] = {}
+    for stage in stages:
+        for chunk, place in enumerate(chunks_of_rank(job, stage.stage.index)):
+            cost = stage.cost(chunk)
+            found[place] = (cost.forward_ns, cost.input_ns, cost.weight_ns)
+    return tuple(found[place] for place in range(chunk_count(job)))
+
+
+def transfer_ns(timed: dict[int, tuple[Timed, ...]]) -> float:
+    """The time of one message between neighbors."""
+    return max(
+        (each.each.ns for stage in timed.values() for each in stage if _own(each)), default=0.0
+    )
+
+
+def between_stages(timed: tuple[Timed, ...], exposed_ns: int) -> tuple[Communication, ...]:
+    """A stage's messages to its neighbors; what they add to it is shared out by their times."""
+    own = [each for each in timed if _own(each)]
+    total_ns = sum(each.time.ns for each in own)
+    return tuple(
+        Communication(each.message, each.time, round(exposed_ns * each.time.ns / total_ns))
+        for each in own
+        if total_ns
+    )
+
+
+def _own(each: Timed) -> bool:
+    return each.message.strategy == OWN
+
+
+# The predicted Split of each pipeline stage.
+
+STRAGGLERS = Formula(
+    "step.skew",
+    "skew = s sqrt(2 ln n) of the step: the slowest of n nodes whose times vary by s",
+    "expected maximum of n normal variables: Boucheron et al., Concentration Inequalities, 2013,"
+    " section 2.5; s fitted",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """The pipeline's time, and what its own messages take of it.
+
+    transfers_ns is how much shorter it would be with free messages, moving_ns how long each rank's
+    own messages take.
+    """
+
+    time: PipelineTime
+    transfers_ns: float
+    moving_ns: tuple[float, ...]
+
+    def exposed_ns(self, rank: int) -> int:
+        """What a rank's own messages add to its holes: the rest of those is waiting."""
+        return round(min(self.transfers_ns, self.moving_ns[rank], self.time.holes_ns[rank]))
+
+
+def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> tuple[Split, ...]:
+    """One Split a stage; all stages end the step together, so that the early ones wait."""
+    whole = tuple(
+        _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
+        for stage, holes in zip(stages, pipeline.time.holes_ns, strict=True)
+    )
+    step_ns = max(split.step_ns for split in whole)
+    skew_ns = round(straggling(job) * step_ns)
+    return tuple(_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in whole)
+
+
+def straggling(job: Job) -> float:
+    """What waiting for the slowest node adds to a step, a ratio of it.
+
+    CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
+    """
+    nodes = max(1.0, job.layout.world_size / job.hardware.gpus_per_node)
+    if job.hardware.family == "cpu":
+        nodes = job.layout.world_size / job.layout.pp
+    return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
+
+
+def _split(job: Job, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
+    m, found = rounds(job), stage.communication
+    sent_ns = sum(each.exposed_ns for each in found if each.message.op == "send")
+    return Split(
+        compute_ns=round(m * stage.compute_ns + stage.optimizer_ns),
+        collective_ns=sum(each.exposed_ns for each in found) - sent_ns,
+        p2p_ns=between_ns + sent_ns,
+        bubble_ns=round(holes_ns) - between_ns,
+        copy_ns=round(stage.offload_ns),
+        idle_ns=round(m * stage.idle_ns),
+        overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in found),
+    )
+
+
+def _until(split: Split, step_ns: int) -> Split:
+    """The same, waiting for the slowest stage at the step's end."""
+    return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
+
+
+# Where the model is known to fail, and says so.
+
+MOSTLY = 0.4
+"""A step of which communication takes more rests on link constants, not on measured kernels."""
+
+UNSURE = 0.25
+"""What each reason to doubt adds to the error, a ratio: the published runs of a framework that was
+not fitted (nanotron's on H100) are off by as much on average."""
+
+
+def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
+    """Why the step time may be far off; empty where nothing says so."""
+    found = []
+    if any(_host_bound(job, stage) for stage in stages):
+        found.append("host-bound: launching a layer takes about as long as computing it")
+    found += [
+        f"{axis} crosses nodes: a group of {span_of(job, axis).ranks} over"
+        f" {span_of(job, axis).nodes} nodes waits for the network inside every layer"
+        for axis in ("tp", "cp", "ep")
+        if span_of(job, axis).nodes > 1
+    ]
+    if job.recipe.offload & {"parameters", "activations"}:
+        found.append("moving offloaded parameters and activations is not timed")
+    if split.exposed_comm_ns > MOSTLY * split.step_ns:
+        found.append("communication takes most of the step: it rests on the links' constants")
+    return (*found, *_unfitted(job))
+
+
+def _host_bound(job: Job, stage: StageTime) -> bool:
+    """A host whose launches were calibrated holds the device up as predicted."""
+    return not job.hardware.efficiency.host_ns and any(
+        host_bound(one, launches(job, chunk.layers))
+        for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
+    )
+
+
+def _unfitted(job: Job) -> tuple[str, ...]:
+    """What the fitted runs were, where the job is something else."""
+    known, hardware = job.hardware.efficiency, job.hardware
+    if not known.rows:
+        return (f"{hardware.name}: efficiencies are guesses, no published run was fitted",)
+    return tuple(
+        f"{hardware.family} efficiencies come from runs of {' and '.join(fitted)}, not {this}"
+        for fitted, this in (
+            (known.frameworks, job.recipe.framework),
+            (known.devices, hardware.name),
+            (known.dtypes, job.recipe.dtype),
+        )
+        if fitted and this not in fitted
+    )
+
+
+def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
+    """low with any reason to doubt; calibrated where the user's own runs set the constants."""
+    if reasons:
+        return "low"
+    calibrated = any(row.startswith("run:") for row in job.hardware.efficiency.rows)
+    return "calibrated" if calibrated else "high"
+
+
+def band_of(job: Job, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
+    """What the step may well take instead, in ns: 9 of 10 published runs lie that near."""
+    off = job.hardware.efficiency.error + UNSURE * len(reasons)
+    return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))
+
+
+# The time of one microbatch on one rank of a stage, and what comes once a step.
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One rank of a pipeline stage, chunk by chunk: passes compute, comm is the exposed
+    communication and idle the waiting for the host of one microbatch.
+
+    communication lists every message but the pipeline's own.
+    """
+
+    stage: Stage
+    passes: tuple[Pass, ...]
+    comm: tuple[Pass, ...]
+    idle: tuple[Pass, ...]
+    communication: tuple[Communication, ...]
+    optimizer_ns: float
+    offload_ns: float
+
+    def on(self, stage: Stage) -> StageTime:
+        """The same on a stage that holds and sends the same."""
+        if stage == self.stage:
+            return self
+        moved = tuple(
+            replace(each, message=replace(each.message, stage=stage.index))
+            for each in self.communication
+        )
+        return replace(self, stage=stage, communication=moved)
+
+    @property
+    def compute_ns(self) -> float:
+        """Compute of one microbatch on the whole rank."""
+        return _sum_ns(self.passes)
+
+    @property
+    def idle_ns(self) -> float:
+        """What one microbatch waits for the host on the whole rank."""
+        return _sum_ns(self.idle)
+
+    def cost(self, chunk: int) -> Pass:
+        """All that one microbatch takes on one of the chunks."""
+        return self.passes[chunk] + self.comm[chunk] + self.idle[chunk]
+
+
+def stage_time(
+    job: Job, speed: Speed, stage: Stage, held: StageParameters, timed: tuple[Timed, ...]
+) -> StageTime:
+    """The stage's times; timed are its messages."""
+    passes = tuple(
+        one + _copies(job, speed, held, chunk)
+        for one, chunk in zip(chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True)
+    )
+    host = tuple(launches(job, chunk.layers) for chunk in stage.chunks)
+    alone = job.hardware.family == "cpu"
+    inside = tuple(each for each in timed if each.message.strategy != "pp")
+    found = exposed(job, inside, _beside(job, passes))
+    comm = _spread(job, stage, found)
+    return StageTime(
+        stage=stage,
+        passes=passes,
+        comm=comm,
+        idle=tuple(waits(a + b, c, alone) for a, b, c in zip(passes, comm, host, strict=True)),
+        communication=found,
+        optimizer_ns=optimizer_ns(job, speed, held),
+        offload_ns=offload_ns(job, held),
+    )
+
+
+def _sum_ns(passes: tuple[Pass, ...]) -> float:
+    return sum(each.forward_ns + each.input_ns + each.weight_ns for each in passes)
+
+
+def _exposed_ns(job: Job, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
+    return sum(float(each.exposed_ns) for each in found if family(job, each.message)[1] in phases)
+
+
+def _spread(job: Job, stage: Stage, found: tuple[Communication, ...]) -> tuple[Pass, ...]:
+    """The exposed communication of one microbatch, shared out over the chunks by their layers."""
+    m, chunks = rounds(job), stage.chunks
+    forward = _exposed_ns(job, found, ("forward",)) / m
+    backward = _exposed_ns(job, found, BACKWARD) / m
+    whole = Pass(forward, backward, 0.0)
+    if not stage.layers:
+        return tuple(whole * (1 / len(chunks)) for _ in chunks)
+    return tuple(whole * (chunk.layers / stage.layers) for chunk in chunks)
+
+
+def _beside(job: Job, passes: tuple[Pass, ...]) -> Beside:
+    m = rounds(job)
+    return Beside(
+        forward_ns=m * sum(each.forward_ns for each in passes),
+        backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
+        core_ns=m * sum(each.core_ns for each in passes),
+        microbatches=m,
+    )
+
+
+def _copies(job: Job, speed: Speed, held: StageParameters, chunk: Chunk) -> Pass:
+    """What sharded parameters cost beside their collectives: a quarter of it in the forward.
+
+    In a pipeline, which gathers once a step, a microbatch bears its share.
+    """
+    if job.layout.zero != 3:
+        return Pass(0.0, 0.0, 0.0)
+    times = 1 / rounds(job) if stays_gathered(job) else 1.0
+    layers = held.dense_layers + held.expert_layers
+    share = chunk.layers / layers if layers else 0.0
+    whole = speed.moved_ns(traffic_of(job).unit_bytes * held.total * share * times)
+    return Pass(whole / 4, 0.0, whole * 3 / 4)
+
+
+# How much of a stage's communication its compute cannot hide.
+
+EXPOSED = Formula(
+    "step.exposed",
+    "overlapped: max(first or last call, t_comm - compute beside it); else all of t_comm",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7; Zhao et al., PyTorch FSDP,"
+    " arXiv:2304.11277, section 3.3",
+)
+
+TENSOR_LEFT = 0.25
+"""Products overlapped with their own collective are cut in four: one part stays exposed (Wang et
+al., ASPLOS 2023; Transformer Engine's default of four splits)."""
+
+DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
+
+BACKWARD = ("backward", "recompute")
+
+ONCE = ("grad_sync", "optimizer", "other")
+
+HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
+"""What runs inside a layer hides before what only has to be there in time."""
+
+CORE_BACKWARD = FUSED_BACKWARD / BACKWARD_ATTENTION
+"""Time of attention's backward over that of its forward."""
+
+Family = tuple[str, str]
+"""An axis, all data-parallel ones as dp, and a phase, what happens in the backward as backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A message and the time of one call."""
+
+    message: Message
+    each: Band
+
+    @property
+    def time(self) -> Band:
+        """All its calls in a step."""
+        return self.each * self.message.count
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Time of one rank that communication can hide behind, in ns a step; core_ns is attention's."""
+
+    forward_ns: float
+    backward_ns: float
+    core_ns: float
+    microbatches: int
+
+    def pool(self, phase: str) -> tuple[str, float]:
+        """The pass that a phase runs beside, and its time: at the step's end of one microbatch."""
+        beside = "backward" if phase in ("backward", "grad_sync") else "forward"
+        whole_ns = self.backward_ns if beside == "backward" else self.forward_ns
+        return beside, whole_ns / self.microbatches if phase in ONCE else whole_ns
+
+
+def exposed(job: Job, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
+    """Each message with its exposed time; what shares an axis and a phase is hidden together, and
+    no compute hides two axes."""
+    kept = tuple(timed)
+    groups: defaultdict[Family, list[Timed]] = defaultdict(list)
+    for each in kept:
+        groups[family(job, each.message)].append(each)
+    left = _left(job, groups, beside)
+    return tuple(
+        Communication(
+            each.message, each.time, round(each.time.ns * left[family(job, each.message)])
+        )
+        for each in kept
+    )
+
+
+def family(job: Job, message: Message) -> Family:
+    """What the message is hidden with."""
+    axis = "dp" if message.axis in DATA_AXES else message.axis
+    inside = message.phase in BACKWARD or _every_microbatch(job, message)
+    return axis, "backward" if inside else message.phase
+
+
+def _every_microbatch(job: Job, message: Message) -> bool:
+    """Whether gradients leave in the backward of every microbatch."""
+    if message.phase != "grad_sync" or job.layout.pp > 1:
+        return False
+    sharded = message.strategy in ("fsdp", "hsdp")
+    return sharded or (message.strategy == "zero-2" and sums_every_microbatch(job))
+
+
+def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
+    """The share of each group's time that stays exposed."""
+    used: defaultdict[str, float] = defaultdict(float)
+    found = {}
+    for key in sorted(groups, key=lambda each: HIDDEN_FIRST.index(each[0])):
+        group = groups[key]
+        total_ns = sum(each.time.ns for each in group)
+        found[key] = 1.0
+        if total_ns and _overlaps(job, key[0]):
+            pool, whole_ns = beside.pool(key[1])
+            room_ns = _room_ns(job, key, beside, whole_ns - used[pool])
+            found[key] = min(1.0, max(_least(job, key, group, total_ns), 1 - room_ns / total_ns))
+            used[pool] += total_ns * (1 - found[key])
+    return found
+
+
+def _overlaps(job: Job, axis: str) -> bool:
+    """On a CPU FSDP has no stream beside the one that computes: it waits for each of its calls."""
+    if job.hardware.family == "cpu" and job.layout.zero == 3 and axis == "dp":
+        return False
+    if axis == "cp":
+        return _turns(job) or "cp" in job.layout.overlap
+    return axis in job.layout.overlap
+
+
+def _room_ns(job: Job, key: Family, beside: Beside, free_ns: float) -> float:
+    """Context parallelism hides behind attention's core alone, a ring not behind the last of its
+    pieces, when all has come round."""
+    if key[0] == "cp":
+        core_ns = beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0)
+        free_ns = min(free_ns, core_ns * (1 - 1 / job.layout.cp if _turns(job) else 1.0))
+    return max(0.0, free_ns)
+
+
+def _turns(job: Job) -> bool:
+    return job.layout.context_kind == "ring"
+
+
+def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
+    """The share of the calls that nothing runs beside: the first or last of a phase; in a ring
+    the gradients of keys and values as they come home, one of its 2 (c-1) turns backward."""
+    axis, phase = key
+    if axis == "tp":
+        return TENSOR_LEFT
+    if axis == "cp" and phase == "backward" and _turns(job):
+        return 1 / (2 * (job.layout.cp - 1))
+    if axis != "dp":
+        return 0.0
+    largest_ns = max(each.each.ns for each in group if each.message.count)
+    return min(1.0, _starts(job, phase) * largest_ns / total_ns)
+
+
+def _starts(job: Job, phase: str) -> int:
+    """How often in a step such calls start with nothing beside them."""
+    return 1 if phase in ONCE or stays_gathered(job) else job.microbatches

@@ -1,0 +1,563 @@
+"""Published training runs as job configs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.analyzer.model.comm_time import H200, H200_LARGE, MI300X, ROWS, busbw, fitted_rows
+from stepsplit.analyzer.model.config import (
+    FRAMEWORKS,
+    Dtype,
+    Hardware,
+    Job,
+    Layout,
+    Recipe,
+    Schedule,
+    Transformer,
+)
+from stepsplit.analyzer.model.config_checks import check
+from stepsplit.analyzer.model.config_file import hardware, transformer
+from stepsplit.analyzer.model.flops import model_flops, sc21_flops
+from stepsplit.analyzer.model.hardware_config import efficiency, families
+from stepsplit.analyzer.model.memory_states import coefficients
+from stepsplit.analyzer.validation.tables import Published, Record
+
+
+def sc21_table1(row: Record) -> tuple[Case, ...]:
+    """Narayanan et al., SC'21, table 1: all layers recomputed, interleaved where chunks say so.
+
+    Pipeline messages are scattered and gathered (section 4.1).
+    """
+    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), scatter_gather=True)
+    job = _megatron_job(row, layout, _megatron_recipe(row, row.count("micro_batch")))
+    return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
+
+
+def sc21_table2(row: Record) -> tuple[Case, ...]:
+    """Table 2, rows of PTD-P: 1F1B, for throughput falls with the GPUs as (p-1)/m of one chunk."""
+    if row.text("scheme") != "PTD-P":
+        return ()
+    dp = row.count("gpus") // (row.count("tp") * row.count("pp"))
+    layout = Layout(tp=row.count("tp"), pp=row.count("pp"), dp_replicate=dp, scatter_gather=True)
+    job = _megatron_job(row, layout, _megatron_recipe(row, row.count("micro_batch")))
+    return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
+
+
+def korthikanti(row: Record) -> tuple[Case, ...]:
+    """Korthikanti et al., table 5: all recomputed, and attention alone with sequence parallelism.
+
+    Gradients are fp32: the paper's figure 1 counts 18 bytes a parameter.
+    """
+    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), scatter_gather=True)
+    recipe = replace(_megatron_recipe(row, row.count("micro_batch")), gradient_dtype="fp32")
+    full = _megatron_job(row, layout, recipe)
+    selective = _megatron_job(
+        row, replace(layout, sequence_parallel=True), replace(recipe, recompute="selective")
+    )
+    return tuple(
+        Case(row.table, f"{row.id}_{name}", "A100 Megatron", job, row.number(column) * 1e9)
+        for name, job, column in (
+            ("full", full, "iter_s_full_recompute_noSP"),
+            ("selective", selective, "iter_s_selective_SP"),
+        )
+    )
+
+
+def mt_nlg(row: Record) -> tuple[Case, ...]:
+    """Smith et al., section 2.4: bf16, 1F1B of DeepSpeed, microbatches of one sequence.
+
+    DeepSpeed adds bf16 gradients up in fp32.
+    """
+    recipe = replace(
+        _megatron_recipe(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+        framework="deepspeed",
+    )  # fmt: skip
+    job = _megatron_job(row, _megatron_layout(row, 1), recipe)
+    return (Case(row.table, row.id, "A100 Megatron", job, row.number("iter_s") * 1e9),)
+
+
+def megascale(row: Record) -> tuple[Case, ...]:
+    """Jiang et al., table 2 and figure 9, the rows of Megatron-LM.
+
+    The paper does not say what is recomputed. 53 % of the peak as MFU leaves no room for all of
+    it (71 % with it), and flash attention is named among MegaScale's own gains: so attention alone
+    is, with sequence parallelism, and the optimizer is spread over data parallelism.
+    """
+    if row.text("system") != "Megatron-LM":
+        return ()
+    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), sequence_parallel=True, zero=1)
+    recipe = replace(
+        _megatron_recipe(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+        recompute="selective",
+    )  # fmt: skip
+    job = _megatron_job(row, layout, recipe)
+    return (Case(row.table, row.id, "A100 Megatron", job, _megascale_step_ns(row, job)),)
+
+
+def tensor_2020(row: Record) -> tuple[Case, ...]:
+    """Megatron-LM's README of 2020: tensor and data parallelism; a replica's batch at once.
+
+    Its kernels were not fused yet (Narayanan et al., SC'21, section 4.2, tells of that later), and
+    the 8B model's gradients cannot but overlap: 2.2 GB over one adapter each take 0.17 s, and 128
+    replicas cost 0.04 s more than one.
+    """
+    layout = Layout(tp=row.count("tp"), dp_replicate=row.count("dp"), overlap=frozenset({"dp"}))
+    recipe = _megatron_recipe(row, row.count("global_batch") // row.count("dp"))
+    recipe = replace(recipe, framework="ddp")
+    job = _megatron_job(row, layout, recipe, vocab=51200)
+    return (Case(row.table, row.id, "A100 Megatron", job, row.number("iter_ms") * 1e6),)
+
+
+SIMUMAX_TABLE = "simumax_b200_measured"
+
+LLM_FOUNDRY_TABLE = "llm_foundry_mpt_throughput"
+
+TORCHTITAN_TABLE = "torchtitan_throughput_memory"
+
+
+# All published steps that a step time is predicted for.
+
+TABLES: tuple[tuple[str, Callable[[Record], tuple[Case, ...]]], ...] = (
+    ("megatron_sc21_table1", sc21_table1),
+    ("megatron_sc21_table2_zero3_vs_ptd", sc21_table2),
+    ("korthikanti_table5_end_to_end", korthikanti),
+    ("mtnlg_530b", mt_nlg),
+    ("megascale_table2", megascale),
+    ("megatron_2020_tp_weak_scaling", tensor_2020),
+    (SIMUMAX_TABLE, lambda row: (simumax(row),)),
+    (LLM_FOUNDRY_TABLE, lambda row: (llm_foundry(row),)),
+    (TORCHTITAN_TABLE, lambda row: (torchtitan(row),)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What could be made of the tables' rows; left_out says of each other row why not."""
+
+    found: tuple[Case, ...]
+    left_out: tuple[str, ...]
+
+
+def step_time_cases(published: Published) -> tuple[Case, ...]:
+    """Every case of every family, in the tables' order."""
+    return possible_cases(published).found
+
+
+def possible_cases(published: Published) -> Cases:
+    """The cases, and the rows that are none: of unknown models, or jobs that cannot be."""
+    found: list[Case] = []
+    left_out: list[str] = []
+    for table, build in TABLES:
+        for row in published.records(table):
+            try:
+                cases = build(row)
+                for case in cases:
+                    check(case.job)
+            except StepsplitError as error:
+                left_out.append(f"{row.id}: {error}")
+            else:
+                found.extend(cases)
+    return Cases(tuple(found), tuple(left_out))
+
+
+# Traces of CCL-Bench -> the jobs that were recorded.
+
+MODELS = {
+    "llama-3.1-8b": "llama-3.1-8b",
+    "deepseek_v3_16b": "deepseek-v2-lite",
+    "deepseek-v3-16b": "deepseek-v2-lite",
+}
+
+
+def ccl_bench(row: Record) -> Job:
+    """Short runs on four GPUs, and those of the mixtures, name the batch of a data-parallel rank
+    and free all weights after the forward pass. Without FSDP torchtitan's activations stay fp32.
+    """
+    megatron = row.text("framework").startswith("megatron")
+    ranks = row.count("dp_shard") * row.count("dp_replicate")
+    batch = row.count("batch") * (ranks if short(row) else 1)
+    rounds = row.count("pp_mb") if row.known("pp_mb") else 1
+    recipe = Recipe(
+        seq_len=row.count("seq"),
+        micro_batch=1 if megatron else batch // ranks // rounds,
+        global_batch=batch,
+        recompute="full" if megatron else "none",
+        framework="megatron" if megatron else "fsdp2",
+        activation_dtype="bf16" if megatron or row.count("dp_shard") > 1 else "fp32",
+    )
+    model = transformer(row.choice("model", MODELS))
+    return Job(
+        model,
+        _ccl_bench_layout(row, megatron),
+        recipe,
+        hardware("a100-sxm-40gb", "slingshot-11", 4),
+    )
+
+
+def dense(row: Record) -> bool:
+    return row.text("model").startswith("llama")
+
+
+def short(row: Record) -> bool:
+    return "4gpu" in row.text("trace")
+
+
+def _ccl_bench_layout(row: Record, megatron: bool) -> Layout:
+    sharded = 3 if row.count("dp_shard") > 1 else 0
+    frees = short(row) or not dense(row)
+    return Layout(
+        tp=row.count("tp"),
+        pp=row.count("pp"),
+        dp_shard=row.count("dp_shard"),
+        dp_replicate=row.count("dp_replicate"),
+        ep=row.count("ep") if row.known("ep") else 1,
+        zero=1 if megatron else sharded,
+        sequence_parallel=not megatron,
+        reshard_after_forward="always" if frees else "default",
+    )
+
+
+# Throughputs of llm-foundry's training benchmarks (FSDP) -> the jobs behind them.
+
+GPUS = {
+    "h100_80gb": ("h100-sxm", "roce-400"),
+    "a100_80gb": ("a100-sxm-80gb", "roce-200"),
+    "a100_40gb": ("a100-sxm-40gb", "roce-200"),
+}
+"""Nodes of 8 with 1,600 Gb/s (A100) or 3,200 Gb/s (H100) of RoCE."""
+
+DTYPES: dict[str, Dtype] = {"bf16": "bf16", "amp_bf16": "bf16", "amp_fp8": "fp8"}
+
+
+def llm_foundry(row: Record) -> Case:
+    """MPT with flash attention and a fused loss, no dropout, sharded over all GPUs.
+
+    Composer's mixed precision DEFAULT reduces gradients in fp32, PURE in bf16.
+    """
+    seconds = row.number("global_batch_tokens") / row.number("tokens_per_s")
+    job = Job(mpt(row), _llm_foundry_layout(row), _llm_foundry_recipe(row), gpu(row))
+    return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9)
+
+
+def mpt(row: Record) -> Transformer:
+    """The benchmark gives each model as many learned positions as its sequence has tokens."""
+    return replace(transformer(f"mpt-{row.text('model')}"), positions=row.count("seq"))
+
+
+def gpu(row: Record) -> Hardware:
+    name, link = row.choice("gpu", GPUS)
+    return hardware(name, link, 8)
+
+
+def _llm_foundry_layout(row: Record) -> Layout:
+    keeps = row.text("fsdp_strategy") == "SHARD_GRAD_OP"
+    return Layout(
+        dp_shard=row.count("gpus"),
+        zero=3,
+        overlap=frozenset({"dp"}),
+        reshard_after_forward="never" if keeps else "default",
+    )
+
+
+def _llm_foundry_recipe(row: Record) -> Recipe:
+    offload = row.text("act_cpu_offload") == "True"
+    return Recipe(
+        seq_len=row.count("seq"),
+        micro_batch=row.count("micro_batch"),
+        global_batch=row.count("micro_batch") * row.count("grad_accum") * row.count("gpus"),
+        dtype=row.choice("precision", DTYPES),
+        recompute="full" if row.text("activation_ckpt") == "True" else "none",
+        framework="fsdp2",
+        gradient_dtype="bf16" if row.text("mp_mode") == "PURE" else "fp32",
+        offload=frozenset({"activations"}) if offload else frozenset(),
+    )
+
+
+# Published steps of Megatron-LM on A100 -> the jobs behind them.
+#
+# All of them: GPT, 16-bit, Adam, attention that stores its matrix of scores, dropout, 8 GPUs a
+# node with one HDR adapter each. Communication overlaps compute only where that is said.
+
+PEAK_FLOPS_PER_S = 312e12
+
+
+def _megatron_layout(row: Record, chunks: int) -> Layout:
+    return Layout(
+        tp=row.count("tp"),
+        pp=row.count("pp"),
+        dp_replicate=row.count("dp"),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+    )
+
+
+def _megatron_recipe(row: Record, micro_batch: int) -> Recipe:
+    return Recipe(
+        seq_len=row.count("seq"),
+        micro_batch=micro_batch,
+        global_batch=row.count("global_batch"),
+        dtype="fp16",
+        gradient_dtype="fp16",
+        activation_dtype="fp16",
+        recompute="full",
+        flash_attention=False,
+        dropout=True,
+        fused_loss=False,
+    )
+
+
+def _megatron_job(row: Record, layout: Layout, recipe: Recipe, vocab: int | None = None) -> Job:
+    words = row.count("vocab") if vocab is None else vocab
+    model = gpt(row.count("layers"), row.count("hidden"), row.count("heads"), words, recipe.seq_len)
+    return Job(model, layout, recipe, hardware("a100-sxm-80gb", "ib-hdr-200", 8))
+
+
+def _sc21_step_ns(row: Record) -> float:
+    """Eq. 3 over the published FLOP/s, which count the recomputation."""
+    sizes = (row.count(name) for name in ("layers", "hidden", "seq", "vocab", "global_batch"))
+    return sc21_flops(*sizes) / (row.count("gpus") * row.number("tflops_per_gpu") * 1e12) * 1e9
+
+
+def _megascale_step_ns(row: Record, job: Job) -> float:
+    """The printed time; figure 9 prints MFU alone, which counts no recomputation."""
+    if row.known("iter_s"):
+        return row.number("iter_s") * 1e9
+    rate = row.number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.count("gpus")
+    return model_flops(job, "C1") / rate * 1e9
+
+
+# Nanotron's benchmark of best configurations -> the jobs behind them.
+
+
+def nanotron(row: Record) -> Job:
+    """Llama shapes in bf16 on H100, sequence parallelism, 1F1B, nothing recomputed."""
+    layout = Layout(
+        tp=row.count("tp"),
+        pp=row.count("pp"),
+        dp_replicate=row.count("dp"),
+        zero=row.count("zero_stage"),
+        sequence_parallel=row.count("tp") > 1,
+    )
+    recipe = Recipe(
+        row.count("seq"), row.count("micro_batch"), row.count("global_batch"),
+        framework="nanotron", fused_loss=False,
+    )  # fmt: skip
+    model = llama(row, row.text("tied_embeddings") == "1")
+    return Job(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))
+
+
+# Measured steps and peaks of Megatron-LM on one node of B200 -> the jobs behind them.
+
+MIXTURES = {"deepseekv2": "deepseek-v2", "deepseekv3": "deepseek-v3"}
+
+DENSE_LAYERS = 1
+"""The published launcher keeps the first layer dense, of whichever model it cuts."""
+
+
+def simumax(row: Record) -> Case:
+    """SimuMax docs/b200: bf16, fp32 gradients, distributed optimizer, nothing recomputed.
+
+    Sequence parallelism with tensor parallelism, no dropout, no overlap, fused loss; context
+    parallelism by all-to-all, the one kind that SimuMax models.
+    """
+    family: Family = "B200 experts" if row.known("experts") else "B200 dense"
+    job = Job(_simumax_model(row), _simumax_layout(row), _simumax_recipe(row), hardware("b200-sxm"))
+    return Case(row.table, row.id, family, job, row.number("real_iter_ms") * 1e6)
+
+
+def _simumax_layout(row: Record) -> Layout:
+    return Layout(
+        tp=row.count("tp"),
+        pp=row.count("pp"),
+        dp_replicate=row.count("dp"),
+        cp=row.count("cp"),
+        ep=row.count("ep"),
+        sequence_parallel=row.count("tp") > 1,
+        zero=1,
+        context_kind="ulysses",
+    )
+
+
+def _simumax_recipe(row: Record) -> Recipe:
+    sequences = row.count("micro_batch") * row.count("num_microbatches") * row.count("dp")
+    return Recipe(row.count("seq"), row.count("micro_batch"), sequences)
+
+
+def _simumax_model(row: Record) -> Transformer:
+    return _mixture(row) if row.known("experts") else llama(row)
+
+
+def _mixture(row: Record) -> Transformer:
+    model = transformer(row.choice("model_family", MIXTURES))
+    assert model.experts is not None, f"{model.name} has experts"
+    experts = replace(model.experts, dense_layers=DENSE_LAYERS)
+    return replace(model, layers=row.count("layers"), experts=experts)
+
+
+# Throughput and memory that torchtitan publishes -> the jobs behind them.
+
+
+def torchtitan_cases(published: Published) -> tuple[Case, ...]:
+    """Every row."""
+    return tuple(torchtitan(row) for row in published.records(TORCHTITAN_TABLE))
+
+
+def torchtitan(row: Record) -> Case:
+    """FSDP2 with the sizes that the row's config names; no constant is fitted on these rows.
+
+    The GPUs were H100 of 500 W with 94 or 96 GB of HBM2e, slower than the preset, and A100. A local
+    batch is one microbatch, in a pipeline it is cut into single sequences. The loss is not fused.
+    """
+    job = torchtitan_job(row)
+    tokens = job.recipe.global_batch * job.recipe.seq_len
+    seconds = tokens / (row.number("tokens_per_s_per_gpu") * row.count("gpus"))
+    return Case(row.table, row.id, "torchtitan", job, seconds * 1e9)
+
+
+def torchtitan_job(row: Record) -> Job:
+    name = "a100-sxm-80gb" if row.text("gpu").startswith("A100") else "h100-sxm"
+    layout = _torchtitan_layout(row)
+    return Job(transformer(_preset(row)), layout, _torchtitan_recipe(row, layout), hardware(name))
+
+
+def _preset(row: Record) -> str:
+    """llama3.1-8B -> llama-3.1-8b."""
+    return row.text("model").lower().replace("llama3", "llama-3")
+
+
+def _torchtitan_layout(row: Record) -> Layout:
+    tp, pp, cp = (_size(row, axis) for axis in ("TP", "PP", "CP"))
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp_shard=row.count("gpus") // (tp * pp * cp),
+        zero=3,
+        sequence_parallel=tp > 1,
+        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.text("config") else {"dp"}),
+    )
+
+
+def _size(row: Record, axis: str) -> int:
+    """The number behind the axis in the config, "FSDP32 TP8 compile"; 1 where it is not named."""
+    found = re.search(rf"\b{axis}(\d+)", row.text("config"))
+    return int(found[1]) if found else 1
+
+
+def _torchtitan_recipe(row: Record, layout: Layout) -> Recipe:
+    local = row.count("local_batch")
+    return Recipe(
+        seq_len=row.count("seq"),
+        micro_batch=1 if layout.pp > 1 else local,
+        global_batch=local * layout.dp,
+        dtype="fp8" if "float8" in row.text("config") else "bf16",
+        recompute="full" if row.text("activation_ckpt") == "full" else "selective",
+        framework="fsdp2",
+        fused_loss=False,
+    )
+
+
+# Pipelines of the Zero Bubble paper -> the jobs behind them.
+
+SCHEDULES: dict[str, Schedule] = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+"""Interleaved is left out: its 24 chunks hold one layer each, and the ends none."""
+
+VOCAB = 50257
+
+
+def zero_bubble(row: Record) -> Job:
+    """Qi et al., tables 3 and 4: Megatron-LM of 2023 on A100, one rank a stage, nothing recomputed.
+
+    The first and the last stage have one layer fewer. The paper names no vocabulary: GPT-2's.
+    """
+    stages, layers = row.count("pp"), row.count("layers")
+    each = (layers + 2) // stages
+    layout = Layout(
+        pp=stages,
+        schedule=row.choice("schedule", SCHEDULES),
+        layers_per_stage=(each - 1, *[each] * (stages - 2), each - 1),
+    )
+    sequences = row.count("micro_batch") * row.count("num_microbatches")
+    recipe = Recipe(
+        row.count("seq"), row.count("micro_batch"), sequences, dtype="fp16",
+        activation_dtype="fp16", flash_attention=False, fused_loss=False, dropout=True,
+    )  # fmt: skip
+    model = gpt(layers, row.count("hidden"), row.count("heads"), VOCAB, row.count("seq"))
+    return Job(model, layout, recipe, hardware("a100-sxm-80gb", "roce-200", 8))
+
+
+# Case: a job that somebody ran, and how long its step took.
+
+Family = Literal["A100 Megatron", "B200 dense", "B200 experts", "llm-foundry", "torchtitan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """step_ns is the published time of a step, or follows from the published throughput."""
+
+    table: str
+    id: str
+    family: Family
+    job: Job
+    step_ns: float
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Transformer:
+    """GPT as Megatron-LM trains it: learned positions, layer norms, biases, tied embeddings."""
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        positions=seq_len,
+    )
+
+
+def llama(row: Record, tied: bool = False) -> Transformer:
+    """A model of Llama's kind, with the sizes that the row's columns give."""
+    return Transformer(
+        layers=row.count("layers"),
+        hidden=row.count("hidden"),
+        heads=row.count("heads"),
+        kv_heads=row.count("kv_heads"),
+        head_size=row.count("hidden") // row.count("heads"),
+        ffn=row.count("ffn"),
+        vocab=row.count("vocab"),
+        gated=True,
+        tied=tied,
+        norm="rms",
+        biases=False,
+    )
+
+
+# Which published rows the model's constants were fitted on, by their ids.
+
+PRESET_ROWS = (
+    *busbw(H200, "all_reduce_8", "all_reduce_8_rings"),
+    *busbw(H200_LARGE, "all_reduce NVLS=1_8"),
+    *busbw(MI300X, "all_reduce_8"),
+)
+"""What NVLS reaches (presets/hardware), and the shares of NVLink 4 and xGMI that rings reach
+(presets/links.toml); the rest of both is from rows of comm/spread.py."""
+
+
+def fitted_step_times() -> frozenset[str]:
+    """presets/efficiency.toml."""
+    return frozenset(row for family in families() for row in efficiency(family).rows)
+
+
+def fitted_memory() -> frozenset[str]:
+    """presets/frameworks.toml."""
+    return frozenset(row for name in FRAMEWORKS for row in coefficients(name).rows)
+
+
+def fitted_collectives() -> frozenset[str]:
+    """comm/rates.py, comm/spread.py, presets/links.toml and presets/hardware."""
+    return fitted_rows().union(ROWS, PRESET_ROWS)

@@ -15,9 +15,8 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.readers.workers import Progress, no_progress
 from stepsplit.analyzer.report.build import build_report, origin_ns
-from stepsplit.analyzer.report.build_tables import build_tables
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
-from stepsplit.analyzer.report.tables import Tables
+from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit, split_run
 
 _Held = Callable[[Report, Recording, RunSplit], Report]

@@ -10,8 +10,8 @@ from stepsplit.analyzer.compare.runs.comparison import RunComparison
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.workers import Progress, no_progress
+from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.wire import REPORT_NAME, is_report, read_report
 
 
 def compare_runs(

@@ -19,7 +19,7 @@ from simulator.scenarios import SCENARIOS
 from simulator.truth import truth_of
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.report.wire import REPORT_NAME, to_json
+from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 
 SAMPLES = Path(__file__).resolve().parent.parent / "sample_traces"
 BUILT = {

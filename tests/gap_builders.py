@@ -18,8 +18,7 @@ from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report
-from stepsplit.analyzer.report.gap import Gap
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Gap, Report
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 

@@ -12,10 +12,8 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.report.medians import step_median_ns
-from stepsplit.analyzer.report.predicted import job_of_report, prediction_of
-from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.wire import from_json, to_json
+from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
+from stepsplit.analyzer.report.report import Report, step_median_ns
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.gap import gap_section
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 
+from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.tables import read_tables
-from stepsplit.analyzer.report.wire import read_report
 from stepsplit.dashboard import cli
 
 

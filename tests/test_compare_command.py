@@ -17,8 +17,8 @@ from stepsplit.analyzer import compare_runs
 from stepsplit.analyzer.compare.runs.comparison import RunComparison
 from stepsplit.analyzer.compare.runs.wire import from_json, to_json
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.report.wire import REPORT_NAME
-from stepsplit.analyzer.report.wire import to_json as report_to_json
+from stepsplit.analyzer.report.io import REPORT_NAME
+from stepsplit.analyzer.report.io import to_json as report_to_json
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.compare import headline, screen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report import frames
+from stepsplit.analyzer.report import report as frames
 
 
 def test_frames_hold_the_rows_of_the_report() -> None:

@@ -40,14 +40,17 @@ from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import Layout
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Communication, StageMemory
-from stepsplit.analyzer.report.gap import (
+from stepsplit.analyzer.report.report import (
     ComparedCalls,
     ComparedMemory,
     ComparedStage,
+    Finding,
     Gap,
     GapRow,
+    MemoryRow,
+    Pipeline,
+    Report,
 )
-from stepsplit.analyzer.report.report import Finding, MemoryRow, Pipeline, Report
 from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import Mesh, RunSpec

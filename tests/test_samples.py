@@ -12,7 +12,7 @@ from ground_truth import first_blamed
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.wire import REPORT_NAME, read_report, to_json
+from stepsplit.analyzer.report.io import REPORT_NAME, read_report, to_json
 from stepsplit.collectors.run_spec import write_whole
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"

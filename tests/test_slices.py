@@ -11,9 +11,8 @@ from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.files import save
-from stepsplit.analyzer.report.slices import Slices, StoredSlices, write_slices
-from stepsplit.analyzer.report.tables import read_tables
+from stepsplit.analyzer.report.io import save
+from stepsplit.analyzer.report.tables import Slices, StoredSlices, read_tables, write_slices
 
 SAMPLES = Path(__file__).parents[1] / "sample_traces"
 Row = tuple[str, int, str, str, int, float, float]

@@ -11,7 +11,7 @@ from cases import for_each
 from required import shared_trace
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.report.wire import from_json, to_json
+from stepsplit.analyzer.report.io import from_json, to_json
 from stepsplit.analyzer.split.strategy_evidence import NAMES, Strategy
 from stepsplit.collectors.launch import launch_workload
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.slices import Slices
-from stepsplit.analyzer.report.tables import Waits
+from stepsplit.analyzer.report.tables import Slices, Waits
 from stepsplit.dashboard.timeline.rank_tracks import band_of, lanes_of
 from stepsplit.dashboard.timeline.scene import Scene
 from stepsplit.dashboard.timeline.track import Drawn, Track

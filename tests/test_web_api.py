@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 from report_builders import analysis
 from store_builders import claimed, known_analysis, state
 
-from stepsplit.analyzer.report.wire import from_json, read_report
+from stepsplit.analyzer.report.io import from_json, read_report
 from stepsplit.dashboard.store.analysis_of import analysis_of
 from stepsplit.dashboard.store.ingest import ingest
 from stepsplit.dashboard.store.store import Store, Tag

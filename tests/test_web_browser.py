@@ -15,8 +15,8 @@ from dashboard_processes import running_dashboard
 from report_builders import analysis
 
 from stepsplit.analyzer import examine
-from stepsplit.analyzer.report.medians import step_median_ns
-from stepsplit.analyzer.report.wire import from_json
+from stepsplit.analyzer.report.io import from_json
+from stepsplit.analyzer.report.report import step_median_ns
 from stepsplit.analyzer.units import milliseconds, percent
 from stepsplit.dashboard.pages.view import View
 from stepsplit.dashboard.store.store import Store

@@ -9,7 +9,7 @@ from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import Job, span_of
 from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.report.predicted import job_of_report
+from stepsplit.analyzer.report.io import job_of_report
 from stepsplit.analyzer.report.report import Report
 
 _POINTS = 40

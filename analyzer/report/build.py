@@ -1,32 +1,29 @@
-"""RunSplit -> Report: what the split found, as rows."""
+"""From a RunSplit to a Report: steps, exposed communication, collectives, idle time as rows."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 
 import numpy as np
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.build_detail import (
-    contention_rows,
-    idle_rows,
-    path_rows,
-    step_times,
-)
-from stepsplit.analyzer.report.build_records import memory_rows, profiling_slowdown
 from stepsplit.analyzer.report.report import (
     AxisSize,
     BlameRow,
     ClockRow,
     CollectiveRow,
+    ContentionRow,
     ExposedRow,
     Finding,
     GroupRow,
     Host,
+    IdleRow,
+    MemoryRow,
     Pipeline,
     Report,
     Run,
@@ -37,10 +34,16 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveStat, StepCalls
 from stepsplit.analyzer.split.blame import Blame
+from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageHoles
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.steps import StepTimes
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
+from stepsplit.collectors.rank_record import MemoryState, RankRecord
+
+# RunSplit -> Report: what the split found, as rows.
 
 UNKNOWN_HOST = "unknown"
 
@@ -237,3 +240,150 @@ def _median_fraction(holes: Sequence[StageHoles]) -> float:
 
 
 assert BUCKETS[COLLECTIVE : BUBBLE + 1] == ("collective", "p2p", "skew", "bubble")
+
+
+# Detail -> the rows of a report: sums over the full steps, and times from the report's t0.
+
+_MOST_OPS = 5
+"""Of each cause, so many ops of a rank are named."""
+
+
+def idle_rows(found: RunSplit) -> tuple[IdleRow, ...]:
+    """Why each rank idled, over its full steps, the largest causes of a rank first."""
+    pairs = zip(found.ranks, found.detail.idle, strict=True)
+    return tuple(row for rank, causes in pairs for row in _idle_of(rank, causes))
+
+
+def _idle_of(rank: RankSplit, causes: Sequence[IdleCause]) -> list[IdleRow]:
+    full = _full(rank.steps)
+    sums: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for one in causes:
+        if one.window in full:
+            pair = sums[one.cause][one.op]
+            pair[0], pair[1] = pair[0] + one.idle_ns, pair[1] + one.count
+    rows = [row for cause, ops in sums.items() for row in _of_cause(rank.trace.rank, cause, ops)]
+    held = sum(rank.steps[window].split.idle_ns for window in full)
+    assert sum(row.idle_ns for row in rows) == held, f"rank {rank.trace.rank}: idle is lost"
+    return sorted(rows, key=lambda row: -row.idle_ns)
+
+
+def _of_cause(rank: int, cause: str, ops: dict[str, list[int]]) -> Iterable[IdleRow]:
+    named = sorted(ops.items(), key=lambda item: -item[1][0])
+    for op, (idle_ns, count) in named[:_MOST_OPS]:
+        yield IdleRow(rank, cause, op, idle_ns, count)
+    if rest := named[_MOST_OPS:]:
+        yield IdleRow(rank, cause, None, sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
+
+
+def _full(steps: Sequence[StepSplit]) -> frozenset[int]:
+    """The places of the full steps, of all where none is full."""
+    full = frozenset(i for i, step in enumerate(steps) if step.kind == "full")
+    return full or frozenset(range(len(steps)))
+
+
+def contention_rows(found: RunSplit) -> tuple[ContentionRow, ...]:
+    """How much communication slows the compute of each rank whose recording tells it."""
+    return tuple(
+        ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
+        for rank, one in zip(found.ranks, found.detail.contention, strict=True)
+        if one is not None
+    )
+
+
+def path_rows(found: RunSplit, origin: int) -> tuple[tuple[PathPart, ...], tuple[PathStep, ...]]:
+    """The critical paths of the steps that are full on some rank."""
+    steps = [rank.steps for rank in found.ranks]
+    full = {of_rank[i].step for of_rank in steps for i in _full(of_rank)}
+    paths = found.detail.paths
+    return (
+        tuple(part for part in paths.parts if part.step in full),
+        tuple(
+            replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
+            for step in paths.steps
+            if step.step in full
+        ),
+    )
+
+
+def step_times(found: RunSplit) -> tuple[StepTimes, ...]:
+    """How long steps take, of the run (rank None) first, then of each rank."""
+    variation = found.detail.variation
+    return (*((variation.run,) if variation.run else ()), *variation.ranks)
+
+
+# What the ranks told of themselves -> rows of the report: memory, and what the profiler cost.
+
+FEWEST_STEPS = 3
+"""So many steps beside the profiler are needed to say what it cost."""
+
+
+def memory_rows(records: Sequence[RankRecord]) -> tuple[MemoryRow, ...] | None:
+    """A row for each rank that measured its memory; None where none did."""
+    rows = (_row(r.rank.rank, r.memory) for r in records if r.memory is not None)
+    return tuple(rows) or None
+
+
+def profiling_slowdown(records: Sequence[RankRecord]) -> float | None:
+    """How much longer steps took under the profiler than beside it, as a part of the latter.
+
+    The median over the ranks of the ratio of their medians, less 1; None where too few steps beside
+    it were timed. Steps differ from each other by more than that: a small negative value is noise.
+    """
+    ratios = [
+        median(times.profiled_ns) / median(beside) - 1
+        for times in (record.steps for record in records)
+        if len(beside := (*times.before_ns, *times.after_ns)) >= FEWEST_STEPS and times.profiled_ns
+    ]
+    return median(ratios) if ratios else None
+
+
+def _row(rank: int, memory: MemoryState) -> MemoryRow:
+    return MemoryRow(
+        rank=rank,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        activations_bytes=memory.activations_bytes,
+        transient_bytes=None,
+        other_bytes=None,
+    )
+
+
+# Why a rank idles, in words.
+
+IDLE_MEANING = {
+    "data_loading": "waiting for the next batch",
+    "allocation": "allocating memory",
+    "synchronize": "launching late after waiting for the device",
+    "launch_bound": "launching too slowly",
+    "python": "Python between ops",
+    "launch_latency": "the device's own latency",
+    "dependency": "waiting for another stream",
+    "late_start": "work that was launched in time and started late",
+    "other": "what the host does between computing",
+    "unknown": "what the trace does not tell",
+}
+
+_MOST_LETTERS = 60
+
+
+def why_idle(causes: Iterable[IdleCause]) -> str:
+    """The largest cause of all, the op that has most of it, and its part of the idle time; "" where
+    nothing idled."""
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in causes:
+        sums[one.cause][one.op or ""] += one.idle_ns
+    total = sum(ops.total() for ops in sums.values())
+    if not total:
+        return ""
+    cause = max(sums, key=lambda name: sums[name].total())
+    op = sums[cause].most_common(1)[0][0]
+    named = f" ({_short(op)})" if op else ""
+    return f"{IDLE_MEANING[cause]}{named} is {units.percent(sums[cause].total() / total)} of it"
+
+
+def _short(op: str) -> str:
+    op = op.removeprefix("autograd::engine::evaluate_function: ")
+    return op if len(op) <= _MOST_LETTERS else op[: _MOST_LETTERS - 3] + "..."

@@ -7,12 +7,16 @@ people.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.report.gap import Gap
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS, Kind, Split
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
@@ -20,7 +24,99 @@ from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepTimes
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# The rows of report.json that hold a run against its model.
+
+
+class ComparedStage(Struct, frozen=True):
+    """A stage's median full step, which is that of a rank in a step, beside its prediction; its
+    kind is another where the stage has no full step."""
+
+    stage: int
+    rank: int
+    step: int
+    kind: Kind
+    measured: Split
+    predicted: Split
+
+
+class ComparedCalls(Struct, frozen=True):
+    """One axis and op of a stage's mean rank in a step.
+
+    Counts and bytes are of tensors, bytes None where unknown; time_ns is how long data moved in a
+    step, scalars too, exposed_ns how much of that held the rank up. equal: counts and bytes are as
+    predicted on all ranks and steps. busbw is the measured and the predicted one, by nccl-tests,
+    link the peak of the slowest link between the ranks; None where unknown.
+    """
+
+    stage: int
+    axis: str
+    op: str
+    count: int
+    predicted_count: int
+    bytes: int | None
+    predicted_bytes: int | None
+    time_ns: int
+    predicted_time_ns: int
+    exposed_ns: int
+    predicted_exposed_ns: int
+    equal: bool
+    busbw_bytes_per_s: float | None = None
+    predicted_busbw_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+
+class ComparedMemory(Struct, frozen=True):
+    """What a stage's fullest rank held beside its prediction: at its peak, or of one category."""
+
+    stage: int
+    rank: int
+    measured_bytes: int
+    predicted_bytes: int
+    category: str = "peak"
+
+
+class GapRow(Struct, frozen=True):
+    """A part of measured - predicted, in ns of the step: negative where the run is faster.
+
+    cause: slow_rank, kernels (compute); calls (more of them, or larger), link (slower ones),
+    latency (slower ones, too small for the link to matter), overlap (less of them hidden), exposed
+    (any of these); skew; uneven_stages, bubble; copy; idle.
+    """
+
+    cause: str
+    bucket: str
+    axis: str | None
+    ns: int
+    message: str
+
+
+class Gap(Struct, frozen=True):
+    """A run held against its model. rows are of the stage that the model takes for the slowest, of
+    those in the recording: they add up to its measured less its predicted step. notes say what
+    to doubt of either side; calls are none where no step is full."""
+
+    stages: tuple[ComparedStage, ...]
+    stage: int
+    rows: tuple[GapRow, ...]
+    calls: tuple[ComparedCalls, ...]
+    memory: tuple[ComparedMemory, ...]
+    low_ns: int
+    high_ns: int
+    confidence: str
+    notes: tuple[str, ...]
+
+    @property
+    def shown(self) -> ComparedStage:
+        """The stage of the rows."""
+        return next(one for one in self.stages if one.stage == self.stage)
+
+
 SCHEMA = "stepsplit.report/1"
+
 NO_MODEL = "no_model"
 """The code of the warning that says what the model would have to be told."""
 
@@ -286,6 +382,80 @@ class Report(Struct, frozen=True, kw_only=True):
     hfu: float | None = None
 
     def _repr_html_(self) -> str:
-        from stepsplit.analyzer.report.frames import medians
 
         return str(medians(self).to_html())
+
+
+# The report's rows as pandas frames, for notebooks: the only place with pandas.
+
+
+def steps(report: Report) -> pd.DataFrame:
+    """One row a rank and step, columns as in report.json."""
+    import pandas as pd
+
+    return pd.DataFrame([msgspec.structs.asdict(row) for row in report.steps])
+
+
+def exposed(report: Report) -> pd.DataFrame:
+    """Time lost to communication, one row a rank, step, axis and phase."""
+    import pandas as pd
+
+    return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
+
+
+def medians(report: Report) -> pd.DataFrame:
+    """The split of the run for people: one row a bucket, units written."""
+    import pandas as pd
+
+    rows = [
+        (m.bucket, units.milliseconds(m.median_ns), units.percent(m.share),
+         f"{m.worst_rank} ({units.milliseconds(m.worst_ns)})")
+        for m in bucket_medians(report.steps)
+    ]  # fmt: skip
+    columns = ["bucket", "median of full steps", "share", "worst rank"]
+    return pd.DataFrame(rows, columns=columns).set_index("bucket")
+
+
+# The middle of a run: medians over its full steps.
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMedian:
+    """One bucket over the full steps: its median in ns, its share of all time, and its worst rank.
+
+    worst_ns is the worst rank's own median.
+    """
+
+    bucket: str
+    median_ns: int
+    share: float
+    worst_rank: int
+    worst_ns: int
+
+
+def full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
+    """The steps that medians are taken over; all of them where none is full."""
+    rows = tuple(steps)
+    return tuple(row for row in rows if row.kind == "full") or rows
+
+
+def step_median_ns(steps: Iterable[StepRow]) -> int:
+    """The median step in ns, over ranks and full steps; 0 where there is none."""
+    return int(median([row.step_ns for row in full_steps(steps)] or [0]))
+
+
+def bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
+    """One row a bucket, in the order of BUCKETS. Shares are of the sums, so they add up to one."""
+    rows = full_steps(steps)
+    total = sum(row.step_ns for row in rows) or 1
+    return tuple(_bucket(bucket, rows, total) for bucket in BUCKETS) if rows else ()
+
+
+def _bucket(bucket: str, rows: Sequence[StepRow], total: int) -> BucketMedian:
+    value = {id(row): getattr(row, f"{bucket}_ns") for row in rows}
+    ranks = sorted({row.rank for row in rows})
+    of_rank = {rank: int(median(value[id(r)] for r in rows if r.rank == rank)) for rank in ranks}
+    worst = max(ranks, key=lambda rank: of_rank[rank])
+    return BucketMedian(
+        bucket, int(median(value.values())), sum(value.values()) / total, worst, of_rank[worst]
+    )

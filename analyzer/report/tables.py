@@ -1,8 +1,8 @@
-"""The detail beside report.json: tables/*.parquet, a row an interval, times as in the report."""
+"""The detail tables beside report.json: a row an interval."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,12 +12,100 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stepsplit.analyzer.report.slices import FILE_NAME as SLICES
-from stepsplit.analyzer.report.slices import Slices, StoredSlices, write_slices
-from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.readers.kernel_rules import Rules
+from stepsplit.analyzer.report.build import origin_ns
+from stepsplit.analyzer.split.classify import computing, copying
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
+from stepsplit.analyzer.trace import OPS, Bool, Int32, Int64, Lane, UInt8
 from stepsplit.collectors.run_spec import whole_file
 
+# RunSplit -> Tables: the detail beside the report.
+
+
+def build_tables(found: RunSplit, rules: Rules) -> Tables:
+    """The tables of a split recording, with the report's times; slices are built when asked for."""
+    origin = origin_ns(found)
+    return Tables(
+        _segments(found, origin),
+        _boxes(found, origin),
+        _waits(found, origin),
+        BuiltSlices(found, origin, rules),
+    )
+
+
+def _segments(found: RunSplit, origin: int) -> Segments:
+    bands = [rank.attribution.band for rank in found.ranks]
+    steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in found.ranks]
+    starts, ends = (
+        [r.clock.common_ns(at) - origin for r, at in zip(found.ranks, edge, strict=True)]
+        for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
+    )
+    ranks = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int32)
+    return Segments(
+        rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
+        step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
+        bucket=np.concatenate([band.bucket for band in bands]),
+        start_ns=np.concatenate(starts),
+        dur_ns=np.concatenate(ends) - np.concatenate(starts),
+    )
+
+
+def _boxes(found: RunSplit, origin: int) -> Boxes:
+    rows = [
+        (g.rank, g.step, box.stage, box.microbatch, PHASES.index(box.phase),
+         box.start_ns - origin, box.end_ns - box.start_ns)
+        for rank in found.ranks for g in rank.grids for box in g.boxes
+    ]  # fmt: skip
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
+    return Boxes(
+        rank=table[:, 0].astype(np.int32),
+        step=table[:, 1].astype(np.int32),
+        stage=table[:, 2].astype(np.int32),
+        microbatch=table[:, 3].astype(np.int32),
+        phase=table[:, 4].astype(np.uint8),
+        start_ns=table[:, 5],
+        dur_ns=table[:, 6],
+    )
+
+
+def _waits(found: RunSplit, origin: int) -> Waits:
+    parts = [_waits_of(rank, origin) for rank in found.ranks]
+    return Waits(
+        rank=np.concatenate([part.rank for part in parts]),
+        step=np.concatenate([part.step for part in parts]),
+        bucket=np.concatenate([part.bucket for part in parts]),
+        owner=np.concatenate([part.owner for part in parts]),
+        axis=np.concatenate([part.axis for part in parts]),
+        op=np.concatenate([part.op for part in parts]),
+        start_ns=np.concatenate([part.start_ns for part in parts]),
+        dur_ns=np.concatenate([part.dur_ns for part in parts]),
+    )
+
+
+def _waits_of(rank: RankSplit, origin: int) -> Waits:
+    exposed, calls = rank.attribution.exposed, rank.trace.calls
+    rows = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
+    steps = np.array([step.step for step in rank.steps], dtype=np.int32)
+    axes = [rank.axis[row] or "" for row in rows.tolist()]
+    start = rank.clock.common_ns(exposed.start_ns[rows])
+    return Waits(
+        rank=np.full(len(rows), rank.trace.rank, dtype=np.int32),
+        step=steps[exposed.window[rows]],
+        bucket=exposed.bucket[rows],
+        owner=exposed.owner[rows],
+        axis=np.array(axes, dtype=np.str_),
+        op=np.array(OPS)[calls.op[exposed.call[rows]]],
+        start_ns=start - origin,
+        dur_ns=rank.clock.common_ns(exposed.end_ns[rows]) - start,
+    )
+
+
+# The detail beside report.json: tables/*.parquet, a row an interval, times as in the report.
+
 PHASES = ("forward", "backward", "weight")
+
 Text = npt.NDArray[np.str_]
 
 
@@ -107,7 +195,7 @@ def read_tables(folder: Path) -> Tables:
     Raises FileNotFoundError where there are none.
     """
     waits = _read(folder, Waits) if _path(folder, Waits).exists() else Waits.none()
-    slices = StoredSlices(folder / SLICES) if (folder / SLICES).exists() else {}
+    slices = StoredSlices(folder / FILE_NAME) if (folder / FILE_NAME).exists() else {}
     return Tables(_read(folder, Segments), _read(folder, Boxes), waits, slices)
 
 
@@ -126,3 +214,185 @@ def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """The column as it was written: texts come back from Arrow as objects."""
     values: npt.NDArray[Any] = table.column(name).to_numpy()
     return values.astype(np.str_) if values.dtype == np.object_ else values
+
+
+# RunSplit -> Slices: what each rank ran, and each call in its pieces, on the common clock.
+
+_COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
+
+_DEEPEST = 15
+"""What lies deeper than that is drawn over one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What ran on one rank: kernels, copies and the pieces of calls, or the ops of a CPU run.
+
+    lane and name index lanes and names; depth tells apart what overlaps on a lane. bucket indexes
+    buckets.BUCKETS: a call that waits and then moves data is a slice of each. owner is the rank
+    that a wait waits for, -1 nobody. Columns have one length; sorted by lane, depth, start_ns.
+    """
+
+    lane: Int32
+    depth: UInt8
+    name: Int32
+    bucket: UInt8
+    owner: Int32
+    start_ns: Int64
+    dur_ns: Int64
+    lanes: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+class BuiltSlices(Mapping[int, Slices]):
+    """The slices of a split run by rank, each built when it is asked for: few who analyze ask."""
+
+    def __init__(self, found: RunSplit, origin_ns: int, rules: Rules) -> None:
+        self._ranks = {rank.trace.rank: rank for rank in found.ranks}
+        self._origin_ns, self._rules = origin_ns, rules
+
+    def __getitem__(self, rank: int) -> Slices:
+        return _rank_slices(self._ranks[rank], self._origin_ns, self._rules)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
+def _rank_slices(rank: RankSplit, origin_ns: int, rules: Rules) -> Slices:
+    trace, pieces = rank.trace, rank.pieces
+    events = trace.events
+    compute = np.flatnonzero(computing(trace, rules))
+    copies = np.flatnonzero(copying(trace))
+    moved = np.flatnonzero(pieces.end_ns > pieces.start_ns)
+    row = np.concatenate((compute, copies, trace.calls.event[pieces.call[moved]]))
+    ran = row[: len(compute) + len(copies)]
+    start = rank.clock.common_ns(np.concatenate((events.start_ns[ran], pieces.start_ns[moved])))
+    end = rank.clock.common_ns(np.concatenate((events.end_ns[ran], pieces.end_ns[moved])))
+    nobody = np.full(len(ran), -1, dtype=np.int32)
+    kinds = np.repeat([_COMPUTE, _COPY], [len(compute), len(copies)])
+    depth = _depths(events.lane[row], start, end)
+    order = np.lexsort((start, depth, events.lane[row]))
+    lane, lanes = _used(events.lane[row], [lane_name(lane) for lane in events.lanes])
+    name, names = _used(events.name_id[row], events.names)
+    return Slices(
+        lane=lane[order],
+        depth=depth[order],
+        name=name[order],
+        bucket=np.concatenate((kinds, pieces.bucket[moved]))[order].astype(np.uint8),
+        owner=np.concatenate((nobody, pieces.owner[moved]))[order],
+        start_ns=start[order] - origin_ns,
+        dur_ns=(end - start)[order],
+        lanes=lanes,
+        names=names,
+    )
+
+
+def lane_name(lane: Lane) -> str:
+    """How people call the lane."""
+    if lane.stream >= 0:
+        return f"stream {lane.stream}"
+    return lane.tid if lane.tid.startswith(("stream", "thread")) else f"thread {lane.tid}"
+
+
+def _used(code: Int32, words: Sequence[str]) -> tuple[Int32, tuple[str, ...]]:
+    """The codes as places in the words that are used, and these."""
+    used, place = np.unique(code, return_inverse=True)
+    return place.astype(np.int32), tuple(words[i] for i in used.tolist())
+
+
+def _depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
+    """For each slice the first level of its lane at which nothing before it is still open."""
+    depth = np.full(len(lane), _DEEPEST, dtype=np.uint8)
+    left = np.lexsort((-end, start, lane))
+    for level in range(_DEEPEST):
+        if not len(left):
+            break
+        top = _on_top(lane[left], start[left], end[left])
+        depth[left[top]] = level
+        left = left[~top]
+    return depth
+
+
+def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
+    """Which slices start when all before them on their lane have ended; sorted by lane, start."""
+    top = np.ones(len(lane), dtype=np.bool_)
+    first = np.flatnonzero(np.diff(lane, prepend=lane[0] - 1))
+    for low, high in zip(first.tolist(), [*first[1:].tolist(), len(lane)], strict=True):
+        reach = np.maximum.accumulate(end[low:high])
+        top[low + 1 : high] = start[low + 1 : high] >= reach[:-1]
+    return top
+
+
+# What ran on each lane of each rank, kernel by kernel: tables/slices.parquet.
+
+FILE_NAME = "slices.parquet"
+
+_NUMBERS = {
+    "depth": pa.uint8(),
+    "bucket": pa.uint8(),
+    "owner": pa.int32(),
+    "start_ns": pa.int64(),
+    "dur_ns": pa.int64(),
+}
+
+_NAMED = pa.dictionary(pa.int32(), pa.string())
+
+_SCHEMA = pa.schema([("rank", pa.int32()), ("lane", _NAMED), ("name", _NAMED), *_NUMBERS.items()])
+
+
+def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
+    """Writes the slices of every rank, a row group a rank, whole or not at all."""
+    with (
+        whole_file(folder / FILE_NAME) as file,
+        pq.ParquetWriter(file, _SCHEMA, compression="zstd") as writer,
+    ):
+        for rank in slices:
+            table = _table(rank, slices[rank])
+            writer.write_table(table, row_group_size=max(1, len(table)))
+
+
+class StoredSlices(Mapping[int, Slices]):
+    """The slices of a file by rank, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError, and ValueError where the file is none of these."""
+        self._path = path
+        groups = pq.read_metadata(path)
+        self._group = {
+            groups.row_group(i).column(0).statistics.min: i for i in range(groups.num_row_groups)
+        }
+
+    def __getitem__(self, rank: int) -> Slices:
+        with pq.ParquetFile(self._path, read_dictionary=["lane", "name"]) as file:
+            return _slices_in(file.read_row_group(self._group[rank]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def _table(rank: int, own: Slices) -> pa.Table:
+    columns = {
+        "rank": np.full(len(own.lane), rank, dtype=np.int32),
+        "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
+        "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
+        **{name: getattr(own, name) for name in _NUMBERS},
+    }
+    return pa.table(columns, schema=_SCHEMA)
+
+
+def _slices_in(table: pa.Table) -> Slices:
+    lane, name = (table.column(c).combine_chunks() for c in ("lane", "name"))
+    numbers = {column: table.column(column).to_numpy() for column in _NUMBERS}
+    return Slices(
+        lane=lane.indices.to_numpy(),
+        name=name.indices.to_numpy(),
+        lanes=tuple(lane.dictionary.to_pylist()),
+        names=tuple(name.dictionary.to_pylist()),
+        **numbers,
+    )

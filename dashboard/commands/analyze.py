@@ -13,8 +13,7 @@ from stepsplit.analyzer.hang.find import only_dumps, read_calls
 from stepsplit.analyzer.hang.hang import HANG_NAME
 from stepsplit.analyzer.hang.hang import to_json as hang_to_json
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
-from stepsplit.analyzer.report.files import save
-from stepsplit.analyzer.report.wire import to_json
+from stepsplit.analyzer.report.io import save, to_json
 from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.commands.extras import need
 from stepsplit.dashboard.commands.json_out import put_json

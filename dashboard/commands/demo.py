@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stepsplit.analyzer import Analysis, StepsplitError, UsageError, units
 from stepsplit.analyzer.analysis import examine_as_told
-from stepsplit.analyzer.report.files import save
+from stepsplit.analyzer.report.io import save
 from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
 from stepsplit.collectors.paths import fresh
 from stepsplit.collectors.recipe import Recipe, check, parallel_text, parse_parallel

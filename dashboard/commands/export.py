@@ -10,9 +10,8 @@ import click
 
 from stepsplit.analyzer import Analysis, DataError, examine
 from stepsplit.analyzer.errors import unwritable
-from stepsplit.analyzer.report.files import TABLES_NAME
+from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, read_report
 from stepsplit.analyzer.report.tables import read_tables
-from stepsplit.analyzer.report.wire import REPORT_NAME, read_report
 from stepsplit.collectors.run_spec import whole_file
 from stepsplit.dashboard.commands.cores import cores
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace

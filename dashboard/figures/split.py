@@ -10,8 +10,7 @@ from statistics import fmean, median
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.report.report import Report, StepRow, full_steps
 from stepsplit.analyzer.units import milliseconds, percent
 from stepsplit.dashboard.figures.palette import LOOKS
 from stepsplit.dashboard.figures.theme import blank, in_ms, marker, plain

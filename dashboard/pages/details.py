@@ -7,8 +7,15 @@ from collections import Counter, defaultdict
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.report.medians import full_steps, step_median_ns
-from stepsplit.analyzer.report.report import BlameRow, CollectiveRow, Finding, GroupRow, Report
+from stepsplit.analyzer.report.report import (
+    BlameRow,
+    CollectiveRow,
+    Finding,
+    GroupRow,
+    Report,
+    full_steps,
+    step_median_ns,
+)
 from stepsplit.analyzer.units import gigabytes_per_second, milliseconds, percent, size
 from stepsplit.dashboard.pages.address import page_url
 from stepsplit.dashboard.pages.parts import (

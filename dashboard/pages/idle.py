@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dash import html
 
-from stepsplit.analyzer.report.idle_words import IDLE_MEANING
+from stepsplit.analyzer.report.build import IDLE_MEANING
 from stepsplit.analyzer.report.report import IdleRow, Report
 from stepsplit.dashboard.pages.averages import summed_steps
 from stepsplit.dashboard.pages.parts import (

@@ -7,7 +7,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
-from stepsplit.analyzer.report.predicted import job_of_report, prediction_of
+from stepsplit.analyzer.report.io import job_of_report, prediction_of
 from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.units import memory_size
 from stepsplit.dashboard.figures.memory import CATEGORIES, Held, memory

@@ -10,7 +10,7 @@ from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import SCHEDULES, Job
 from stepsplit.analyzer.model.config_file import hardware_names
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.predicted import job_of_report
+from stepsplit.analyzer.report.io import job_of_report
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
 from stepsplit.dashboard.figures.memory import memory
 from stepsplit.dashboard.figures.model import NamedSplit, splits

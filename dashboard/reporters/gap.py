@@ -8,7 +8,7 @@ from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.gap import ComparedCalls, Gap
+from stepsplit.analyzer.report.report import ComparedCalls, Gap
 from stepsplit.dashboard.reporters.bare_table import BUCKET_STYLE, bare_table
 
 _LEAST = 0.005

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import MemoryRow, Report, Run
+from stepsplit.analyzer.report.report import MemoryRow, Report, Run, full_steps
 
 _MOST_PARTS, _MOST_STEPS = 4, 3
 _COMMUNICATION = ("collective", "p2p", "skew", "bubble")

@@ -9,15 +9,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.medians import (
-    full_steps,
-    step_median_ns,
-)
 from stepsplit.analyzer.report.report import (
     Finding,
     Report,
     Run,
     WarningRow,
+    full_steps,
+    step_median_ns,
 )
 from stepsplit.dashboard.reporters import lines
 from stepsplit.dashboard.reporters.gap import gap_section

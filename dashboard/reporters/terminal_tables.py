@@ -11,8 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.report.medians import BucketMedian, bucket_medians, full_steps
-from stepsplit.analyzer.report.report import CollectiveRow, Pipeline, Report
+from stepsplit.analyzer.report.report import (
+    BucketMedian,
+    CollectiveRow,
+    Pipeline,
+    Report,
+    bucket_medians,
+    full_steps,
+)
 from stepsplit.dashboard.reporters.bare_table import AXIS_SHORT, BUCKET_STYLE, bare_table
 
 MOST_COLLECTIVES = 6

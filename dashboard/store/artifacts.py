@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.files import TABLES_NAME, save
+from stepsplit.analyzer.report.io import TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Report, bucket_medians, full_steps, step_median_ns
 
 
 @dataclass(frozen=True, slots=True)

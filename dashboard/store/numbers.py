@@ -10,8 +10,13 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.report.medians import bucket_medians, full_steps, step_median_ns
-from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.report.report import (
+    Report,
+    StepRow,
+    bucket_medians,
+    full_steps,
+    step_median_ns,
+)
 from stepsplit.dashboard.store.database import Database
 from stepsplit.dashboard.store.headline import Headline
 from stepsplit.dashboard.store.schema import METRICS, RANKS, RUNS

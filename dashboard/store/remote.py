@@ -10,10 +10,9 @@ from typing import Any
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.sources import fsspec
-from stepsplit.analyzer.report.files import TABLES_NAME
+from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.analyzer.report.wire import REPORT_NAME
 from stepsplit.collectors.run_spec import replace_whole
 from stepsplit.dashboard.store.artifacts import INPUT_NAME, make_folder, save_synced
 

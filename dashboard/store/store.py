@@ -11,10 +11,9 @@ from typing import Self
 from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.files import TABLES_NAME
+from stepsplit.analyzer.report.io import TABLES_NAME, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables, read_tables
-from stepsplit.analyzer.report.wire import read_report
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
 from stepsplit.dashboard.store.counts import Counts, count

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.slices import Slices
-from stepsplit.analyzer.report.tables import Segments, Waits
+from stepsplit.analyzer.report.tables import Segments, Slices, Waits
 from stepsplit.analyzer.trace import Int32, Int64
 from stepsplit.dashboard.timeline.track import Track
 

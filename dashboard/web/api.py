@@ -7,7 +7,7 @@ from typing import BinaryIO, cast
 
 from flask import Blueprint, Response, jsonify, request, send_file
 
-from stepsplit.analyzer.report.wire import REPORT_NAME
+from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.dashboard.store.files import FileRow
 from stepsplit.dashboard.store.rows import RunRow
 from stepsplit.dashboard.store.store import Store

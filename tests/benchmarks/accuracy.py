@@ -23,8 +23,7 @@ from simulator.truth import TrueSplit, truth_of
 from benchmarks.peers import PeerSplit, hta_split, tracelens_split
 from benchmarks.table import in_markdown
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import StepRow
+from stepsplit.analyzer.report.report import StepRow, full_steps
 
 NAMES = (
     "tp", "tp_slow_rank", "ddp_two_hosts", "ddp_host_stall", "fsdp_four_hosts", "cp_ring",

@@ -38,7 +38,7 @@ from simulator.scenarios import Scenario
 
 from benchmarks.table import in_markdown
 from stepsplit.analyzer import Analysis, examine
-from stepsplit.analyzer.report.slices import Slices
+from stepsplit.analyzer.report.tables import Slices
 
 PAGES = ("", "/timeline", "/pipeline", "/collectives", "/compute", "/memory", "/model")
 SETTLED_S = 3

@@ -7,7 +7,7 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.compare.causes.scene import Float, Scene
 from stepsplit.analyzer.compare.replay.edits import capped
-from stepsplit.analyzer.report.idle_words import why_idle
+from stepsplit.analyzer.report.build import why_idle
 from stepsplit.analyzer.report.report import Finding
 from stepsplit.analyzer.split.idle import IdleCause
 

@@ -9,7 +9,7 @@ from stepsplit.analyzer.compare.gap.wires import Wire, Wires, no_wires
 from stepsplit.analyzer.compare.messages import MessageRow, compare_messages
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.report.gap import ComparedCalls
+from stepsplit.analyzer.report.report import ComparedCalls
 
 _Kind = tuple[int, str, str]
 """(stage, axis, op)"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Layout
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage
+from stepsplit.analyzer.report.report import ComparedStage
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import RunSpec
 

@@ -10,7 +10,7 @@ from stepsplit.analyzer.compare.gap.kinds import CallTimes, call_times
 from stepsplit.analyzer.compare.gap.price import Price
 from stepsplit.analyzer.compare.gap.seen import Key, Seen
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage, GapRow
+from stepsplit.analyzer.report.report import ComparedStage, GapRow
 
 _MESSAGES = ("send", "recv")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.gap import Gap, GapRow
-from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.report.report import Finding, Gap, GapRow
 
 WORTH = 0.01
 """Parts of the gap below this share of the step are not worth a line."""

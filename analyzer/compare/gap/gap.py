@@ -14,8 +14,7 @@ from stepsplit.analyzer.compare.gap.waterfall import Sides, waterfall
 from stepsplit.analyzer.compare.gap.wires import Wires, no_wires
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage, Gap
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import ComparedStage, Gap, Report
 from stepsplit.analyzer.split.run import RunSplit
 
 

@@ -17,10 +17,8 @@ from stepsplit.analyzer.model.config_table import Table, read_table
 from stepsplit.analyzer.model.predict import predict, rates_of
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.gap import Gap
-from stepsplit.analyzer.report.medians import step_median_ns
-from stepsplit.analyzer.report.predicted import body_of, job_body
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.io import body_of, job_body
+from stepsplit.analyzer.report.report import Gap, Report, step_median_ns
 from stepsplit.analyzer.split.run import RunSplit
 
 GUESSED = "cpu"

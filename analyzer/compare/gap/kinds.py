@@ -11,7 +11,7 @@ from stepsplit.analyzer.compare.gap.price import Price
 from stepsplit.analyzer.compare.gap.seen import Seen, Sizes
 from stepsplit.analyzer.compare.messages import Call
 from stepsplit.analyzer.model.prediction import Communication, Prediction
-from stepsplit.analyzer.report.gap import ComparedStage
+from stepsplit.analyzer.report.report import ComparedStage
 
 _MOSTLY = 0.5
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
-from stepsplit.analyzer.report.gap import ComparedMemory
-from stepsplit.analyzer.report.report import MemoryRow
+from stepsplit.analyzer.report.report import ComparedMemory, MemoryRow
 from stepsplit.analyzer.split.mesh import RankLayout
 
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")

@@ -14,7 +14,7 @@ from stepsplit.analyzer.compare.measured import (
 )
 from stepsplit.analyzer.compare.messages import Call, axis_words
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage
+from stepsplit.analyzer.report.report import ComparedStage
 from stepsplit.analyzer.split.attribute import overlaps_of
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage
+from stepsplit.analyzer.report.report import ComparedStage
 from stepsplit.analyzer.split.run import RunSplit
 
 

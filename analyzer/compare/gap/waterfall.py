@@ -11,9 +11,8 @@ from stepsplit.analyzer.compare.gap.exposed import explained_calls
 from stepsplit.analyzer.compare.gap.price import Price
 from stepsplit.analyzer.compare.gap.seen import Seen
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.report.gap import ComparedStage, GapRow
-from stepsplit.analyzer.report.idle_words import why_idle
-from stepsplit.analyzer.report.report import Finding, Report
+from stepsplit.analyzer.report.build import why_idle
+from stepsplit.analyzer.report.report import ComparedStage, Finding, GapRow, Report
 
 
 @dataclass(frozen=True, slots=True)

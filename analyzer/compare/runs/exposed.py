@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from stepsplit.analyzer.compare.runs.comparison import ExposedChange, most_changed
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Report, full_steps
 
 _BUCKETS = ("collective", "p2p", "skew", "bubble")
 _Sums = Mapping[tuple[str, str | None], int]

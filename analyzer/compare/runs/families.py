@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stepsplit.analyzer.compare.runs.comparison import FamilyChange, most_changed
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Report, full_steps
 from stepsplit.analyzer.split.kernels import KernelFamily
 
 

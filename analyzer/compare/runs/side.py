@@ -9,8 +9,7 @@ from statistics import median
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.compare.runs.comparison import Side
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.medians import full_steps, step_median_ns
-from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.report.report import Report, StepRow, full_steps, step_median_ns
 
 _MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
 

@@ -22,9 +22,8 @@ from stepsplit.analyzer.compare.verdict.run_facts import (
 )
 from stepsplit.analyzer.compare.verdict.values import steady_steps, values_of
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.predicted import prediction_of
-from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report
+from stepsplit.analyzer.report.io import prediction_of
+from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report, full_steps
 
 MOST_BLAMED = 8
 """So many of those who cause waiting are kept of a run, the worst."""

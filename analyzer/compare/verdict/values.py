@@ -11,8 +11,7 @@ from stepsplit.analyzer.compare.runs.side import peak_bytes
 from stepsplit.analyzer.compare.verdict.metrics import COMMUNICATION
 from stepsplit.analyzer.compare.verdict.run_facts import Value
 from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.report.medians import full_steps
-from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report, StepRow
+from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report, StepRow, full_steps
 
 WARMUP, FEWEST = 1, 3
 """So many full steps are left out at a run's beginning, where at least FEWEST are left."""

@@ -10,15 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.analysis import Analysis, analyze, examine
-    from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
-    from stepsplit.analyzer.compare.runs.comparison import RunComparison
-    from stepsplit.analyzer.compare.verdict.verdict import Verdict
-    from stepsplit.analyzer.compare.what_if.what_if import WhatIfs, what_if
+    from stepsplit.analyzer.analysis import Analysis, analyze, check_runs, compare_runs, examine
+    from stepsplit.analyzer.diagnose.hang import find_hang
+    from stepsplit.analyzer.diagnose.hang_progress import Hang
+    from stepsplit.analyzer.diagnose.what_if import WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
-    from stepsplit.analyzer.gate import check_runs
-    from stepsplit.analyzer.hang.find import find_hang
-    from stepsplit.analyzer.hang.hang import Hang
+    from stepsplit.analyzer.gap.calibrate import calibrate
     from stepsplit.analyzer.model.config import Job
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.plan import plan
@@ -27,8 +24,9 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.prediction import Prediction
     from stepsplit.analyzer.readers.kernel_rules import Rules, read_rules
     from stepsplit.analyzer.readers.registry import FileRead, read_files
+    from stepsplit.analyzer.regression.check_result import Verdict
+    from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.report.report import Report
-    from stepsplit.analyzer.two_runs import compare_runs
     from stepsplit.analyzer.validation import validate
 
 __all__ = [
@@ -66,23 +64,23 @@ _HOME = {
     "Analysis": "analysis",
     "DataError": "errors",
     "FileRead": "readers.registry",
-    "Hang": "hang.hang",
+    "Hang": "diagnose.hang_progress",
     "Job": "model.config",
     "Plan": "model.plan_space",
     "Prediction": "model.prediction",
     "Report": "report.report",
     "Rules": "readers.kernel_rules",
-    "RunComparison": "compare.runs.comparison",
+    "RunComparison": "regression.compare",
     "StepsplitError": "errors",
     "UsageError": "errors",
-    "Verdict": "compare.verdict.verdict",
-    "WhatIfs": "compare.what_if.what_if",
+    "Verdict": "regression.check_result",
+    "WhatIfs": "diagnose.what_if",
     "analyze": "analysis",
-    "calibrate": "compare.calibrate.calibrate",
-    "check_runs": "gate",
-    "compare_runs": "two_runs",
+    "calibrate": "gap.calibrate",
+    "check_runs": "analysis",
+    "compare_runs": "analysis",
     "examine": "analysis",
-    "find_hang": "hang.find",
+    "find_hang": "diagnose.hang",
     "plan": "model.plan",
     "predict": "model.predict",
     "read_files": "readers.registry",
@@ -90,7 +88,7 @@ _HOME = {
     "read_rates": "model.predict",
     "read_rules": "readers.kernel_rules",
     "validate": "validation",
-    "what_if": "compare.what_if.what_if",
+    "what_if": "diagnose.what_if",
 }
 
 

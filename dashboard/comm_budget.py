@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from stepsplit.dashboard.comm_budget_ranks import Outcome, Ranks
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
+    from stepsplit.analyzer.regression.metrics import RunFacts
     from stepsplit.collectors.mesh_like import MeshLike
     from stepsplit.collectors.profiler import ProfiledRun
 
@@ -71,8 +71,8 @@ class CommBudget:
     def _outcome(self, update: bool) -> Outcome:
         if update:
             return self._updated()
-        from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
-        from stepsplit.analyzer.compare.verdict.judge import judge
+        from stepsplit.analyzer.regression.budgets import budgets_of
+        from stepsplit.analyzer.regression.judge import judge
 
         budgets = budgets_of(self.rules or COUNTED)
         needed = any(budget.against == "baseline" for budget in budgets)
@@ -81,22 +81,22 @@ class CommBudget:
 
     def _before(self) -> tuple[RunFacts, ...]:
         from stepsplit.analyzer import UsageError
-        from stepsplit.analyzer.compare.verdict.baseline_file import read_baseline
+        from stepsplit.analyzer.regression.metrics import read_baseline
 
         if not self.baseline.exists():
             raise UsageError(f"{self.baseline}: no baseline yet; make it with --stepsplit-update")
         return read_baseline(self.baseline)
 
     def _updated(self) -> Outcome:
-        from stepsplit.analyzer.compare.verdict.baseline_file import to_json
         from stepsplit.analyzer.errors import write
+        from stepsplit.analyzer.regression.metrics import to_json
 
         write(self.baseline, to_json(self._facts))
         return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")
 
     @cached_property
     def _facts(self) -> Sequence[RunFacts]:
-        from stepsplit.analyzer.gate import facts_at
+        from stepsplit.analyzer.analysis import facts_at
 
         return [facts for recording in self.recordings for facts in facts_at(recording)]
 

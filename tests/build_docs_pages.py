@@ -13,9 +13,9 @@ from browser_builders import ARGS, CHROMIUM
 from dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer import UsageError, examine
-from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
-from stepsplit.analyzer.compare.verdict.facts_of import facts_of
-from stepsplit.analyzer.compare.verdict.judge import judge as check
+from stepsplit.analyzer.regression.budgets import budgets_of
+from stepsplit.analyzer.regression.judge import judge as check
+from stepsplit.analyzer.regression.metrics import facts_of
 from stepsplit.dashboard.reporters.verdict_words import headline
 from stepsplit.dashboard.store.store import Store, Tag
 

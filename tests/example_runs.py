@@ -9,8 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepsplit.analyzer.compare.measured import measured_messages
-from stepsplit.analyzer.compare.messages import MessageComparison, compare_messages
+from stepsplit.analyzer.gap.comm_gap import MessageComparison, compare_messages, measured_messages
 from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction

@@ -11,8 +11,8 @@ from msgspec.structs import replace as with_fields
 from prediction_builders import prediction
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.compare.gap.gap import gap_of
-from stepsplit.analyzer.compare.gap.price import Price
+from stepsplit.analyzer.gap.gap import gap_of
+from stepsplit.analyzer.gap.waterfall import Price
 from stepsplit.analyzer.model.comm_ops import Message
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stepsplit.analyzer.compare.verdict.run_facts import (
+from stepsplit.analyzer.regression.metrics import (
     BlameFact,
     CallsFact,
     GroupFact,

@@ -15,9 +15,9 @@ from statistics import median
 import numpy as np
 from gate_builders import CALLS, run
 
-from stepsplit.analyzer.compare.verdict.budget import Budget, parse_budget
-from stepsplit.analyzer.compare.verdict.judge import judge
-from stepsplit.analyzer.compare.verdict.run_facts import CallsFact, RunFacts
+from stepsplit.analyzer.regression.budgets import Budget, parse_budget
+from stepsplit.analyzer.regression.judge import judge
+from stepsplit.analyzer.regression.metrics import CallsFact, RunFacts
 
 STEPS, STEP_SD, KEPT = 10, 0.03, 0.5
 METRICS = {"exposed_comm": 0.12, "step": 3.0e8}

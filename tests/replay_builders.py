@@ -6,9 +6,8 @@ from pathlib import Path
 
 from builders import GpuTrace
 
-from stepsplit.analyzer.compare.causes.scene import Scene, scene_of
-from stepsplit.analyzer.compare.replay.graph import Graph
-from stepsplit.analyzer.compare.replay.play import play
+from stepsplit.analyzer.diagnose.dependency_graph import Graph
+from stepsplit.analyzer.diagnose.replay import Scene, play, scene_of
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run

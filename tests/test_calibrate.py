@@ -11,12 +11,17 @@ import pytest
 from builders import CpuTrace
 
 from stepsplit.analyzer import DataError, UsageError, calibrate, predict, read_job, read_rates
-from stepsplit.analyzer.compare.calibrate.calibrate import Calibration, calibration_of
-from stepsplit.analyzer.compare.calibrate.compute import efficiency_seen
-from stepsplit.analyzer.compare.calibrate.hardware_file import hardware_text
-from stepsplit.analyzer.compare.calibrate.parts import parts_of
-from stepsplit.analyzer.compare.calibrate.seen import RunSeen, StageSeen, Transfer
-from stepsplit.analyzer.compare.calibrate.wire import to_json
+from stepsplit.analyzer.gap.calibrate import (
+    Calibration,
+    RunSeen,
+    StageSeen,
+    Transfer,
+    calibration_of,
+    efficiency_seen,
+    hardware_text,
+    parts_of,
+    to_json,
+)
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
 from stepsplit.analyzer.model.config import Efficiency, Hardware, Job, Learned, Span

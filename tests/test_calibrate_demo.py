@@ -12,11 +12,7 @@ from benchmarks import busy
 pytest.importorskip("torch")
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.compare.calibrate.calibrate import (
-    Calibration,
-    calibration_of,
-)
-from stepsplit.analyzer.compare.calibrate.seen import RunSeen, run_seen
+from stepsplit.analyzer.gap.calibrate import Calibration, RunSeen, calibration_of, run_seen
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.collectors.launch import launch_workload
 from stepsplit.collectors.recipe import Recipe

@@ -12,13 +12,13 @@ from replay_builders import scene
 from simulator.planted import PLANTED
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.compare.causes.backwards import Backwards
-from stepsplit.analyzer.compare.causes.devices import said_of
-from stepsplit.analyzer.compare.causes.hosts import late_hosts
-from stepsplit.analyzer.compare.causes.links import slow_links
-from stepsplit.analyzer.compare.causes.needless import needless_calls
-from stepsplit.analyzer.compare.causes.overlap import lost_overlap
-from stepsplit.analyzer.compare.causes.shares import uneven_shares
+from stepsplit.analyzer.diagnose.causes import late_hosts, said_of, uneven_shares
+from stepsplit.analyzer.diagnose.comm_causes import (
+    Backwards,
+    lost_overlap,
+    needless_calls,
+    slow_links,
+)
 from stepsplit.collectors.rank_record import GpuState, RankRecord
 from stepsplit.collectors.run_spec import RankInfo
 

@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from report_builders import analysis
 from rich.console import Console
 
-from stepsplit.analyzer.compare.verdict.baseline_file import to_json
-from stepsplit.analyzer.compare.verdict.run_facts import CallsFact
-from stepsplit.analyzer.compare.verdict.wire import from_json
-from stepsplit.analyzer.gate import check_runs
+from stepsplit.analyzer.analysis import check_runs
+from stepsplit.analyzer.regression.check_result import from_json
+from stepsplit.analyzer.regression.metrics import CallsFact, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.verdict import screen

@@ -14,9 +14,8 @@ from report_builders import analysis
 from rich.console import Console
 
 from stepsplit.analyzer import compare_runs
-from stepsplit.analyzer.compare.runs.comparison import RunComparison
-from stepsplit.analyzer.compare.runs.wire import from_json, to_json
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.regression.compare import RunComparison, from_json, to_json
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.report.io import to_json as report_to_json
 from stepsplit.dashboard import cli

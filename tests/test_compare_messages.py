@@ -10,12 +10,13 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from prediction_builders import MS, prediction
 
-from stepsplit.analyzer.compare.measured import MeasuredMessages, measured_messages
-from stepsplit.analyzer.compare.messages import (
+from stepsplit.analyzer.gap.comm_gap import (
     Amount,
+    MeasuredMessages,
     MessageComparison,
     MessageRow,
     compare_messages,
+    measured_messages,
 )
 from stepsplit.analyzer.model.comm_ops import Message
 from stepsplit.analyzer.model.config_file import job_of

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.compare.runs.compare import compare_reports
-from stepsplit.analyzer.compare.runs.comparison import (
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.regression.compare import (
     BucketChange,
     Calls,
     CallsChange,
@@ -19,8 +19,8 @@ from stepsplit.analyzer.compare.runs.comparison import (
     FamilyChange,
     Setting,
     Side,
+    compare_reports,
 )
-from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.report import (
     AxisSize,
     CollectiveRow,

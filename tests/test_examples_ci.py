@@ -12,8 +12,8 @@ import pytest
 from gate_builders import run
 from required import absent
 
-from stepsplit.analyzer.compare.verdict.baseline_file import to_json
-from stepsplit.analyzer.compare.verdict.budget_file import read_budgets
+from stepsplit.analyzer.regression.budgets import read_budgets
+from stepsplit.analyzer.regression.metrics import to_json
 
 CI = Path(__file__).parent.parent / "examples" / "ci"
 QUIET, MORE = (0.100, 0.101, 0.099, 0.1005, 0.0995), (0.120, 0.121, 0.119, 0.1205, 0.1195)

@@ -11,9 +11,9 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.compare.bandwidth_model import modelled_busbw
-from stepsplit.analyzer.compare.ideal_grid import ideal_grid
-from stepsplit.analyzer.compare.runs.compare import compare_reports
+from stepsplit.analyzer.diagnose.what_if import ideal_grid
+from stepsplit.analyzer.gap.comm_gap import modelled_busbw
+from stepsplit.analyzer.regression.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
 from stepsplit.dashboard.figures.history import usual

@@ -30,12 +30,10 @@ from hypothesis import strategies as st
 from prediction_builders import GIB, job
 from rich.console import Console
 
-from stepsplit.analyzer.compare.gap.doubts import disagreements
-from stepsplit.analyzer.compare.gap.findings import gap_findings
-from stepsplit.analyzer.compare.gap.gap import gap_of
-from stepsplit.analyzer.compare.gap.price import Price, price_of
-from stepsplit.analyzer.compare.gap.wires import Wire
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.gap.comm_gap import Wire
+from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
+from stepsplit.analyzer.gap.waterfall import Price, price_of
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import Layout
 from stepsplit.analyzer.model.predict import predict

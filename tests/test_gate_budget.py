@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from cases import for_each
 
-from stepsplit.analyzer.compare.verdict.budget import DEFAULT, Budget, parse_budget
-from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.regression.budgets import DEFAULT, Budget, budgets_of, parse_budget
 
 
 @for_each(

@@ -11,12 +11,11 @@ from gate_runs import STRAGGLER, record
 
 pytest.importorskip("torch")
 
-from stepsplit.analyzer.compare.verdict.budget import DEFAULT
-from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
-from stepsplit.analyzer.compare.verdict.judge import judge
-from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
-from stepsplit.analyzer.compare.verdict.verdict import Verdict
-from stepsplit.analyzer.gate import facts_at
+from stepsplit.analyzer.analysis import facts_at
+from stepsplit.analyzer.regression.budgets import DEFAULT, budgets_of
+from stepsplit.analyzer.regression.check_result import Verdict
+from stepsplit.analyzer.regression.judge import judge
+from stepsplit.analyzer.regression.metrics import RunFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

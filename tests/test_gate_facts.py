@@ -8,11 +8,9 @@ import pytest
 from msgspec.structs import replace
 from report_builders import analysis
 
-from stepsplit.analyzer.compare.verdict.baseline_file import read_baseline, to_json
-from stepsplit.analyzer.compare.verdict.facts_of import facts_of
-from stepsplit.analyzer.compare.verdict.run_facts import Setup
+from stepsplit.analyzer.analysis import facts_at
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.gate import facts_at
+from stepsplit.analyzer.regression.metrics import Setup, facts_of, read_baseline, to_json
 from stepsplit.analyzer.report.report import (
     CollectiveRow,
     ExposedRow,

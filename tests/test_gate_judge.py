@@ -10,11 +10,11 @@ from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, run, runs
 from msgspec.structs import replace
 from scipy import stats
 
-from stepsplit.analyzer.compare.verdict.budget import parse_budget
-from stepsplit.analyzer.compare.verdict.judge import judge
-from stepsplit.analyzer.compare.verdict.run_facts import BlameFact, CallsFact, TimeFact
-from stepsplit.analyzer.compare.verdict.verdict import Judged
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.regression.budgets import parse_budget
+from stepsplit.analyzer.regression.check_result import Judged
+from stepsplit.analyzer.regression.judge import judge
+from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
 
 QUIET = (0.100, 0.101, 0.099, 0.1005, 0.0995)
 MORE = (0.120, 0.121, 0.119, 0.1205, 0.1195)

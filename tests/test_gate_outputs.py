@@ -13,12 +13,11 @@ from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from required import absent
 
-from stepsplit.analyzer.compare.verdict.budget import parse_budget
-from stepsplit.analyzer.compare.verdict.judge import judge
-from stepsplit.analyzer.compare.verdict.run_facts import BlameFact, CallsFact, TimeFact
-from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
-from stepsplit.analyzer.compare.verdict.wire import from_json, to_json
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.regression.budgets import parse_budget
+from stepsplit.analyzer.regression.check_result import Judged, Verdict, from_json, to_json
+from stepsplit.analyzer.regression.judge import judge
+from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
 from stepsplit.dashboard.reporters.benchmarks import bencher, benchmark_action
 from stepsplit.dashboard.reporters.github import SUMMARY_BYTES, summary, workflow_commands
 from stepsplit.dashboard.reporters.gitlab import code_quality, open_metrics

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from stepsplit.analyzer.compare.verdict.student import (
+from stepsplit.analyzer.regression.statistics import (
     ALONE,
     ALPHA,
     MISS,

@@ -10,8 +10,8 @@ import pytest
 from gate_trials import RULES, STEPS, Cell, answers
 from ground_truth import SEED
 
-from stepsplit.analyzer.compare.verdict import counted, measured, samples, student
-from stepsplit.analyzer.compare.verdict.student import MISS, Difference, difference
+from stepsplit.analyzer.regression import judge, statistics
+from stepsplit.analyzer.regression.statistics import MISS, Difference, difference
 
 pytestmark = pytest.mark.seeded
 TRIALS = 150
@@ -68,13 +68,13 @@ def _noise_forgotten(original: Any, *sides: Any) -> Difference:
 def _steps_as_samples(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error / STEPS**0.5
-    return replace(found, error=error, p=student._p(mean, error, found.freedom))
+    return replace(found, error=error, p=statistics._p(mean, error, found.freedom))
 
 
 def _no_root_of_the_runs(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error * len(own)
-    return replace(found, error=error, p=student._p(mean, error, found.freedom))
+    return replace(found, error=error, p=statistics._p(mean, error, found.freedom))
 
 
 def _turned_sides(original: Any, before: Any, own: Any) -> Difference:
@@ -98,14 +98,14 @@ def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
 
 
 BUGS = {
-    "noise forgotten": _in_place(samples, "difference", _noise_forgotten),
-    "steps taken for samples": _in_place(student, "_of_two", _steps_as_samples),
-    "error not divided by the runs": _in_place(student, "_of_two", _no_root_of_the_runs),
-    "sides turned round": _in_place(samples, "difference", _turned_sides),
-    "no permutation": _in_place(student, "by_permutation", _no_permutation),
-    "budget not heeded": _in_place(samples, "_against_baseline", _never_over),
-    "a pass without power": _in_place(measured, "_passes", _always_sure),
-    "new kinds of calls not seen": _in_place(counted, "_exactly", _totals_alone),
+    "noise forgotten": _in_place(statistics, "difference", _noise_forgotten),
+    "steps taken for samples": _in_place(statistics, "_of_two", _steps_as_samples),
+    "error not divided by the runs": _in_place(statistics, "_of_two", _no_root_of_the_runs),
+    "sides turned round": _in_place(statistics, "difference", _turned_sides),
+    "no permutation": _in_place(statistics, "by_permutation", _no_permutation),
+    "budget not heeded": _in_place(statistics, "_against_baseline", _never_over),
+    "a pass without power": _in_place(judge, "_passes", _always_sure),
+    "new kinds of calls not seen": _in_place(judge, "_exactly", _totals_alone),
 }
 
 

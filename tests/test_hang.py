@@ -12,9 +12,8 @@ from required import shared_trace
 from rich.console import Console
 
 from stepsplit.analyzer import Hang, find_hang
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.hang.chains import ChainEnd, chain_ends
-from stepsplit.analyzer.hang.hang import (
+from stepsplit.analyzer.diagnose.hang_progress import (
+    ChainEnd,
     Culprit,
     LastCall,
     Mismatch,
@@ -23,7 +22,9 @@ from stepsplit.analyzer.hang.hang import (
     StackFrame,
     Stuck,
     StuckGroup,
+    chain_ends,
 )
+from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.hang import screen
 

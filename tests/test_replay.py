@@ -17,11 +17,16 @@ from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 
-from stepsplit.analyzer.compare.replay.build import graph_of
-from stepsplit.analyzer.compare.replay.earlier import Earlier, earlier
-from stepsplit.analyzer.compare.replay.edits import capped, left_out, moved_faster, paced
-from stepsplit.analyzer.compare.replay.order import in_order
-from stepsplit.analyzer.compare.replay.play import play
+from stepsplit.analyzer.diagnose.dependency_graph import graph_of, in_order
+from stepsplit.analyzer.diagnose.replay import (
+    Earlier,
+    capped,
+    earlier,
+    left_out,
+    moved_faster,
+    paced,
+    play,
+)
 
 PAIR = [("0", "mesh_dp", [0, 1])]
 QUICK = ("tp_slow_rank", "fsdp", "pp_1f1b", "pp_zb_v", "cp_ring", "ep_two_streams", "zero1")

@@ -10,10 +10,8 @@ from builders import GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import UsageError
-from stepsplit.analyzer.compare.job.hardware_seen import preset_of
-from stepsplit.analyzer.compare.job.run_job import job_of_run
-from stepsplit.analyzer.compare.measured import measured_messages
-from stepsplit.analyzer.compare.messages import compare_messages
+from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
+from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
 from stepsplit.analyzer.model.config import Job
 from stepsplit.analyzer.model.config_table import Table, table_of
 from stepsplit.analyzer.model.predict import predict

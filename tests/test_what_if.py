@@ -12,8 +12,7 @@ from cases import for_each
 from replay_builders import scene
 
 from stepsplit.analyzer import analyze, what_if
-from stepsplit.analyzer.compare.what_if.change import EXAMPLES, Change, change_of
-from stepsplit.analyzer.compare.what_if.replays import replayed
+from stepsplit.analyzer.diagnose.what_if import EXAMPLES, Change, change_of, replayed
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 

@@ -8,10 +8,10 @@ import click
 from rich.console import Console
 
 from stepsplit.analyzer import Analysis, examine
+from stepsplit.analyzer.diagnose.hang import only_dumps, read_calls
+from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
+from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
 from stepsplit.analyzer.errors import DataError, write
-from stepsplit.analyzer.hang.find import only_dumps, read_calls
-from stepsplit.analyzer.hang.hang import HANG_NAME
-from stepsplit.analyzer.hang.hang import to_json as hang_to_json
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
 from stepsplit.analyzer.report.io import save, to_json
 from stepsplit.dashboard.commands.cores import cores

@@ -23,9 +23,9 @@ def command(places: tuple[str, ...], out: Path, url: str, artifacts: str) -> Non
     RUN is as for check; an older baseline file may be among them. Name 3 to 5 runs: they tell the
     noise. They must be of one device, mesh, backend and world size.
     """
-    from stepsplit.analyzer.compare.verdict.baseline_file import to_json
-    from stepsplit.analyzer.compare.verdict.setups import check_setups
     from stepsplit.analyzer.errors import write
+    from stepsplit.analyzer.regression.judge import check_setups
+    from stepsplit.analyzer.regression.metrics import to_json
     from stepsplit.dashboard.commands.sides import runs_at
 
     runs = [run.facts for run in runs_at(places, lambda: open_store(url, artifacts))]

@@ -11,7 +11,7 @@ from stepsplit.analyzer.errors import write
 from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.calibrate.calibrate import Calibration
+    from stepsplit.analyzer.gap.calibrate import Calibration
 
 
 @click.command()
@@ -37,9 +37,7 @@ def command(
     with these constants hold for other layouts of the same machine.
     """
     # What the fit needs is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.compare.calibrate.calibrate import calibrate
-    from stepsplit.analyzer.compare.calibrate.hardware_file import hardware_text
-    from stepsplit.analyzer.compare.calibrate.wire import to_json
+    from stepsplit.analyzer.gap.calibrate import calibrate, hardware_text, to_json
 
     found = calibrate(*places, run=run_file)
     if out is not None:

@@ -14,7 +14,7 @@ from stepsplit.dashboard.commands.json_out import put_json
 from stepsplit.dashboard.commands.store_options import artifacts_option, open_store, store_option
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.verdict.verdict import Verdict
+    from stepsplit.analyzer.regression.check_result import Verdict
     from stepsplit.dashboard.commands.sides import Run
     from stepsplit.dashboard.store.store import Store
 
@@ -76,7 +76,7 @@ def command(
     a side: one run does not tell its noise.
     """
     # What judges is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.compare.verdict.wire import to_json
+    from stepsplit.analyzer.regression.check_result import to_json
     from stepsplit.dashboard.commands.sides import runs_at
     from stepsplit.dashboard.commands.verdict_files import write_files
 
@@ -100,9 +100,8 @@ def _judged(
 ) -> Verdict:
     from msgspec.structs import replace
 
-    from stepsplit.analyzer.compare.verdict.budget import DEFAULT
-    from stepsplit.analyzer.compare.verdict.budget_file import budgets_of
-    from stepsplit.analyzer.compare.verdict.judge import judge
+    from stepsplit.analyzer.regression.budgets import DEFAULT, budgets_of
+    from stepsplit.analyzer.regression.judge import judge
 
     own = {run.id for run in candidate if run.id}
     others = [run for run in baseline if run.id not in own]

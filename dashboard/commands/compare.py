@@ -10,7 +10,7 @@ import click
 from stepsplit.dashboard.commands.json_out import put_json
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.runs.comparison import RunComparison
+    from stepsplit.analyzer.regression.compare import RunComparison
 
 
 @click.command()
@@ -29,7 +29,7 @@ def command(baseline: str, candidate: str, json_file: str | None, rules_file: Pa
     a report.json, or a folder that holds one. Runs of another layout are compared too.
     """
     # What reads recordings is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.compare.runs.wire import to_json
+    from stepsplit.analyzer.regression.compare import to_json
 
     found = _compared(baseline, candidate, rules_file)
     if not put_json(found, to_json, json_file):
@@ -37,8 +37,8 @@ def command(baseline: str, candidate: str, json_file: str | None, rules_file: Pa
 
 
 def _compared(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
+    from stepsplit.analyzer.analysis import compare_runs
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
-    from stepsplit.analyzer.two_runs import compare_runs
     from stepsplit.dashboard.commands.cores import cores
     from stepsplit.dashboard.reporters.progress import reading_bar
 

@@ -10,7 +10,7 @@ from stepsplit.analyzer import UsageError
 from stepsplit.dashboard.commands.cores import cores
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.compare.verdict.run_facts import RunFacts
+    from stepsplit.analyzer.regression.metrics import RunFacts
     from stepsplit.dashboard.store.store import RunRow, Store
 
 PREFIX = "store:"
@@ -52,7 +52,7 @@ def runs_at(places: Sequence[str], open_store: OpenStore, run: str | None = None
 
 
 def _read(place: str, run: str | None) -> list[Run]:
-    from stepsplit.analyzer.gate import facts_at
+    from stepsplit.analyzer.analysis import facts_at
     from stepsplit.dashboard.reporters.progress import reading_bar
 
     with reading_bar() as progress:
@@ -76,7 +76,7 @@ def parse_query(text: str) -> Query:
 
 def _stored(store: Store, query: Query) -> list[Run]:
     """The runs that are done and meant, the oldest first. Raises UsageError where none is."""
-    from stepsplit.analyzer.compare.verdict.facts_of import facts_of
+    from stepsplit.analyzer.regression.metrics import facts_of
 
     done = [run for run in store.runs() if run.state == "done" and _meant(run, query)]
     if not done:

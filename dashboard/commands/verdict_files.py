@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from stepsplit.analyzer.compare.verdict.verdict import Verdict
 from stepsplit.analyzer.errors import unwritable, write
+from stepsplit.analyzer.regression.check_result import Verdict
 from stepsplit.collectors.run_spec import open_special
 from stepsplit.dashboard.reporters.benchmarks import bencher, benchmark_action
 from stepsplit.dashboard.reporters.github import summary

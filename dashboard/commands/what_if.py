@@ -5,9 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
-from stepsplit.analyzer.compare.what_if.change import EXAMPLES
-from stepsplit.analyzer.compare.what_if.what_if import what_if
-from stepsplit.analyzer.compare.what_if.wire import to_json
+from stepsplit.analyzer.diagnose.what_if import EXAMPLES, to_json, what_if
 from stepsplit.dashboard.commands.json_out import put_json
 from stepsplit.dashboard.reporters.what_if import screen
 

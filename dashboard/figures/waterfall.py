@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.compare.runs.comparison import BucketChange, RunComparison
+from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
 from stepsplit.analyzer.report.report import Gap, GapRow
 from stepsplit.analyzer.units import milliseconds, signed_milliseconds
 from stepsplit.dashboard.figures.model import NamedSplit, splits

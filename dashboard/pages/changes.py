@@ -16,7 +16,7 @@ from statistics import NormalDist, fmean, median, variance
 
 import numpy as np
 
-from stepsplit.analyzer.compare.verdict.student import difference
+from stepsplit.analyzer.regression.statistics import difference
 
 FEWEST = 3
 """A level is of so many runs at least: one or two may be outliers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.compare.bandwidth_model import modelled_busbw
+from stepsplit.analyzer.gap.comm_gap import modelled_busbw
 from stepsplit.analyzer.report.report import CollectiveRow, Report
 from stepsplit.analyzer.units import size
 from stepsplit.dashboard.figures.bandwidth import Curve, Point, bandwidth

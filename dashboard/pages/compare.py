@@ -5,9 +5,14 @@ from __future__ import annotations
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.compare.runs.compare import compare_reports
-from stepsplit.analyzer.compare.runs.comparison import Calls, CallsChange, Change, RunComparison
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.regression.compare import (
+    Calls,
+    CallsChange,
+    Change,
+    RunComparison,
+    compare_reports,
+)
 from stepsplit.analyzer.units import (
     gigabytes_per_second,
     memory_size,

@@ -6,7 +6,7 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.compare.ideal_grid import ideal_grid
+from stepsplit.analyzer.diagnose.what_if import ideal_grid
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.units import milliseconds, percent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from stepsplit.analyzer.compare.verdict.metrics import meaning_of
-from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
+from stepsplit.analyzer.regression.check_result import Judged, Verdict
+from stepsplit.analyzer.regression.metrics import meaning_of
 from stepsplit.dashboard.reporters.verdict_words import one_line
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.compare.calibrate.calibrate import Calibration, Explained
+from stepsplit.analyzer.gap.calibrate import Calibration, Explained
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.config import Hardware
 from stepsplit.dashboard.reporters.bare_table import bare_table

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.runs.comparison import BucketChange, RunComparison, Side
+from stepsplit.analyzer.regression.compare import BucketChange, RunComparison, Side
 from stepsplit.dashboard.reporters.bare_table import bare_table
 from stepsplit.dashboard.reporters.compare_tables import (
     bucket_table,

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.runs.comparison import Calls, CallsChange, RunComparison
+from stepsplit.analyzer.regression.compare import Calls, CallsChange, RunComparison
 from stepsplit.dashboard.reporters.bare_table import AXIS_SHORT, BUCKET_STYLE, bare_table
 
 MOST = 4

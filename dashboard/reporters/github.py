@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stepsplit.analyzer.compare.verdict.verdict import Verdict
+from stepsplit.analyzer.regression.check_result import Verdict
 from stepsplit.dashboard.reporters.markdown import markdown
 from stepsplit.dashboard.reporters.verdict_words import one_line
 

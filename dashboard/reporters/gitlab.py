@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepsplit.analyzer.compare.verdict.metrics import Unit, meaning_of
-from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
+from stepsplit.analyzer.regression.check_result import Judged, Verdict
+from stepsplit.analyzer.regression.metrics import Unit, meaning_of
 from stepsplit.dashboard.reporters.verdict_words import one_line
 
 _UNITS: dict[Unit, str] = {

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.hang.hang import Hang, LastCall, Missing, Stuck, StuckGroup
-from stepsplit.analyzer.hang.verdict import whole
+from stepsplit.analyzer.diagnose.hang import whole
+from stepsplit.analyzer.diagnose.hang_progress import Hang, LastCall, Missing, Stuck, StuckGroup
 
 MOST_WAITS, MOST_STANDS = 8, 3
 MOST_RANKS_AT = 8

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree as xml
 
-from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
+from stepsplit.analyzer.regression.check_result import Judged, Verdict
 from stepsplit.dashboard.reporters.verdict_words import one_line
 
 _SUITE = "stepsplit"

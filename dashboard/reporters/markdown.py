@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepsplit.analyzer.compare.verdict.verdict import Judged, Verdict
+from stepsplit.analyzer.regression.check_result import Judged, Verdict
 from stepsplit.dashboard.reporters.verdict_words import (
     MARKS,
     change,

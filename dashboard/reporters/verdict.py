@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stepsplit.analyzer.compare.verdict.verdict import Answer, Judged, Verdict
+from stepsplit.analyzer.regression.check_result import Answer, Judged, Verdict
 from stepsplit.dashboard.reporters.bare_table import bare_table
 from stepsplit.dashboard.reporters.verdict_words import (
     MARKS,

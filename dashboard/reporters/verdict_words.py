@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.verdict.metrics import meaning_of
-from stepsplit.analyzer.compare.verdict.verdict import Answer, Judged, Shifted, SideFacts, Verdict
+from stepsplit.analyzer.regression.check_result import Answer, Judged, Shifted, SideFacts, Verdict
+from stepsplit.analyzer.regression.metrics import meaning_of
 
 MARKS: dict[Answer, str] = {"pass": "✓", "regressed": "✗", "inconclusive": "?"}
 _HEADS: dict[Answer, str] = {

@@ -6,8 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.compare.what_if.change import Change
-from stepsplit.analyzer.compare.what_if.what_if import WhatIf, WhatIfs
+from stepsplit.analyzer.diagnose.what_if import Change, WhatIf, WhatIfs
 from stepsplit.dashboard.reporters.bare_table import bare_table
 
 _WORDS = {

@@ -1,1 +1,0 @@
-"""The model's constants as one's own recorded runs tell them."""

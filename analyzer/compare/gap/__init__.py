@@ -1,1 +1,0 @@
-"""Measured minus predicted, and what explains it."""

@@ -1,1 +1,0 @@
-"""One run against another: the candidate less the baseline."""

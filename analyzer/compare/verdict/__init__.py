@@ -1,1 +1,0 @@
-"""A gate: candidate runs against a baseline, by budgets; pass, regressed or inconclusive."""

@@ -1,1 +1,0 @@
-"""The measured steps replayed with something changed on purpose."""

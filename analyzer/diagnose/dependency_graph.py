@@ -1,0 +1,601 @@
+"""The dependency graph of a recorded run: what each event waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import inside, labels_of, most_of, union
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.split.attribute import IDLE
+from stepsplit.analyzer.split.blame import Activity
+from stepsplit.analyzer.split.idle import SYNCHRONIZES, named
+from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.steps import on_main_stream
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Arrivals
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
+
+# What each instant of a run hung on: the graph that a replay runs through.
+
+NEVER = -(1 << 61)
+"""The time of what does not happen: nothing waits for it."""
+
+WORK = ("compute", "copy", "idle")
+"""What a rank does of its own, the columns of Graph.work_ns."""
+
+Needs = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mains:
+    """The nodes of the ranks' own time lines: rank i has those from first[i] to first[i + 1]."""
+
+    first: Int64
+
+    def of_rank(self, index: int) -> slice:
+        """The nodes of one rank, in order of time."""
+        return slice(int(self.first[index]), int(self.first[index + 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The collectives and messages as they ran, a row each event of a rank; columns of one length.
+
+    rank indexes the ranks of the split; call is the first of the rank's calls that the event holds
+    and row that call's row among all; start, end are nodes: its arrival and its end.
+    resume is the node of the rank's own time line that waited for it, -1 where none did; step is
+    the row of the steps in which it began.
+    """
+
+    rank: Int64
+    call: Int64
+    row: Int64
+    start: Int64
+    end: Int64
+    resume: Int64
+    step: Int64
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEdges:
+    """The steps of all ranks; begin and end are nodes. Columns of one length.
+
+    rank indexes the ranks of the split, full says whether the step counts.
+    """
+
+    rank: Int64
+    step: Int64
+    full: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    begin: Int64
+    end: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The run's instants, and what each waits for.
+
+    A node is an instant of a rank's own time line, the arrival at a call, its meeting or its end.
+    It comes rest_ns after the latest of what it needs and of before (the node on the same time line
+    before it, -1 for none) with the work between, work_ns of shape (nodes, WORK). step is the row
+    of steps in which a node's work was, -1 elsewhere. order names each node after all that it
+    needs. With nothing changed a replay gives the measured times.
+    """
+
+    before: Int64
+    work_ns: Int64
+    step: Int64
+    needs: Needs
+    rest_ns: Int64
+    order: Int64
+    mains: Mains
+    kernels: Kernels
+    steps: StepEdges
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+
+# RunSplit -> Graph: what every instant of the run hung on.
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a graph is made of, rank by rank; the nodes of all time lines come first, then those of
+    the events, two each, and of the meetings.
+
+    node, kernel and step are where each rank's nodes, events and steps begin among all.
+    """
+
+    mains: tuple[Main, ...]
+    calls: tuple[RankCalls, ...]
+    node: tuple[int, ...]
+    kernel: tuple[int, ...]
+    step: tuple[int, ...]
+
+    @classmethod
+    def of(cls, found: RunSplit) -> _Parts:
+        rows = [found.matched.of_trace(i) for i in range(len(found.ranks))]
+        calls = tuple(
+            rank_calls(rank, found.arrivals, own)
+            for rank, own in zip(found.ranks, rows, strict=True)
+        )
+        mains = tuple(main_of(rank, made) for rank, made in zip(found.ranks, calls, strict=True))
+        return cls(
+            mains,
+            calls,
+            _begins([len(main.at_ns) for main in mains]),
+            _begins([len(made.call) for made in calls]),
+            _begins([len(main.begin) for main in mains]),
+        )
+
+    @property
+    def main_nodes(self) -> int:
+        return self.node[-1]
+
+    @property
+    def measured_ns(self) -> Int64:
+        """When each node of the time lines and of the events was."""
+        events = [np.stack((m.start_ns, m.end_ns), axis=1).ravel() for m in self.calls]
+        return np.concatenate([*(main.at_ns for main in self.mains), *events])
+
+
+def _begins(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each begins, and where the last ends."""
+    return tuple(np.cumsum([0, *counts]).tolist())
+
+
+def graph_of(found: RunSplit) -> Graph:
+    """The graph of a recording whose ranks have steps."""
+    parts = _Parts.of(found)
+    kernels = _kernels(parts, found)
+    edges = _graph_edges(parts, kernels, found)
+    measured = parts.measured_ns
+    count = int(max(len(measured) - 1, edges[0].max(initial=-1), edges[1].max(initial=-1))) + 1
+    before, needs = _before(parts, count), _needs(edges, count)
+    work = np.zeros((count, len(WORK)), dtype=np.int64)
+    work[: parts.main_nodes] = np.concatenate([main.work_ns for main in parts.mains])
+    step = np.full(count, -1)
+    step[: parts.main_nodes] = np.concatenate(
+        [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
+    )
+    guessed = _guessed_ns(measured, edges, count)
+    graph = Graph(
+        before=before,
+        work_ns=work,
+        step=step,
+        needs=needs,
+        rest_ns=np.zeros(count, dtype=np.int64),
+        order=np.array(in_order(before, needs, guessed), dtype=np.int64),
+        mains=Mains(np.array(parts.node)),
+        kernels=kernels,
+        steps=_steps(parts, found),
+    )
+    return replace(graph, rest_ns=_rest_ns(graph, measured))
+
+
+def _kernels(parts: _Parts, found: RunSplit) -> Kernels:
+    calls, mains = parts.calls, parts.mains
+    start = parts.main_nodes + 2 * np.arange(parts.kernel[-1], dtype=np.int64)
+    resume = [
+        np.where(made.held, main.cut_at(made.end_ns) + first, -1)
+        for made, main, first in zip(calls, mains, parts.node, strict=False)
+    ]
+    step = [
+        main.window_at(made.start_ns) + first
+        for made, main, first in zip(calls, mains, parts.step, strict=False)
+    ]
+    row = [made.call + found.matched.of_trace(i).start for i, made in enumerate(calls)]
+    return Kernels(
+        rank=np.repeat(np.arange(len(calls)), np.diff(parts.kernel)),
+        call=np.concatenate([made.call for made in calls]),
+        row=np.concatenate(row),
+        start=start,
+        end=start + 1,
+        resume=np.concatenate(resume),
+        step=np.concatenate(step),
+    )
+
+
+def _graph_edges(parts: _Parts, kernels: Kernels, found: RunSplit) -> Edges:
+    """What needs what, but for the time lines themselves."""
+    hangs, behind, kernel = [], [], []
+    for made, main, node, first in zip(
+        parts.calls, parts.mains, parts.node, parts.kernel, strict=False
+    ):
+        cut = main.cut_at(made.hangs_ns)
+        hangs.append(np.where(cut >= 0, cut + node, -1))
+        behind.append(np.where(made.behind >= 0, made.behind + first, -1))
+        kernel.append(made.of_call + first)
+    hung_on, prior = np.concatenate(hangs), np.concatenate(behind)
+    held, hung, queued = (np.flatnonzero(part >= 0) for part in (kernels.resume, hung_on, prior))
+    first_meeting = parts.main_nodes + 2 * len(kernels)
+    met = meetings_of(found, kernels, np.concatenate(kernel), first_meeting)
+    return (
+        np.concatenate((kernels.end[held], hung_on[hung], kernels.end[prior[queued]], met[0])),
+        np.concatenate((kernels.resume[held], kernels.start[hung], kernels.start[queued], met[1])),
+    )
+
+
+def _guessed_ns(measured: Int64, edges: Edges, count: int) -> Int64:
+    """When each node was: a meeting when its last member arrived."""
+    at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
+    into = edges[1] >= len(measured)
+    np.maximum.at(at, edges[1][into], at[edges[0][into]])
+    return at
+
+
+def _before(parts: _Parts, count: int) -> Int64:
+    before = np.full(count, -1)
+    before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
+    before[list(parts.node[:-1])] = -1
+    return before
+
+
+def _needs(edges: Edges, count: int) -> Needs:
+    order = np.argsort(edges[1], kind="stable")
+    source = edges[0][order].tolist()
+    cut = np.searchsorted(edges[1][order], np.arange(count + 1)).tolist()
+    return tuple(tuple(source[low:high]) for low, high in pairwise(cut))
+
+
+def _steps(parts: _Parts, found: RunSplit) -> StepEdges:
+    windows = [rank.windows.windows for rank in found.ranks]
+    first = parts.node[:-1]
+    return StepEdges(
+        rank=np.repeat(np.arange(len(windows)), [len(own) for own in windows]),
+        step=np.array([w.step for own in windows for w in own], dtype=np.int64),
+        full=np.array([w.kind == "full" for own in windows for w in own], dtype=np.bool_),
+        begin=np.concatenate([m.begin + f for m, f in zip(parts.mains, first, strict=True)]),
+        end=np.concatenate([m.end + f for m, f in zip(parts.mains, first, strict=True)]),
+    )
+
+
+def _rest_ns(graph: Graph, measured: Int64) -> Int64:
+    """How long after all that it needs each arrival and each end came, as measured."""
+    times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
+    work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
+    mains, events = int(graph.mains.first[-1]), len(known)
+    rest = [0] * len(graph)
+    for node in graph.order.tolist():
+        at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
+        for needed in needs[node]:
+            if times[needed] > at:
+                at = times[needed]
+        if mains <= node < events or at == NEVER:
+            rest[node] = known[node] - at
+            at = known[node]
+        times[node] = at
+    return np.array(rest, dtype=np.int64)
+
+
+# The ranks' own time lines, cut where something hangs on them or they hang on something.
+
+_NO_MORE = np.iinfo(np.int64).max
+
+_OWN = [BUCKETS.index(name) for name in WORK]
+
+
+@dataclass(frozen=True, slots=True)
+class Main:
+    """One rank's time line on the common clock, a row each cut.
+
+    work_ns, of shape (cuts, WORK), is what the rank did of its own since the cut before; window is
+    the place of the step in which that was. begin and end are the cuts at which steps begin and
+    end.
+    """
+
+    at_ns: Int64
+    work_ns: Int64
+    window: Int64
+    begin: Int64
+    end: Int64
+
+    def cut_at(self, when_ns: Int64) -> Int64:
+        """The cut at each instant or before it, -1 before the first."""
+        return np.searchsorted(self.at_ns, when_ns, side="right") - 1
+
+    def window_at(self, when_ns: Int64) -> Int64:
+        """The place of the step in which each instant lies."""
+        return self.window[np.clip(self.cut_at(when_ns) + 1, 0, len(self.window) - 1)]
+
+
+def main_of(rank: RankSplit, made: RankCalls) -> Main:
+    """The time line of a rank that has steps, cut by what it called."""
+    clock, band = rank.clock, rank.attribution.band
+    windows = rank.windows.windows
+    edges = clock.common_ns(
+        np.array([(w.start_ns, w.end_ns) for w in windows], dtype=np.int64).reshape(-1, 2)
+    )
+    wanted = np.concatenate(
+        (edges.ravel(), _box_edges(rank), made.end_ns[made.held], made.hangs_ns)
+    )
+    at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
+    bucket = _with_idle(rank, made)
+    activity = Activity.of(clock.common_ns(band.start_ns), clock.common_ns(band.end_ns), bucket)
+    spent = activity.spent_ns(at)[:, _OWN]
+    window = np.searchsorted(edges[:, 0], at, side="left") - 1
+    return Main(
+        at_ns=at,
+        work_ns=np.diff(spent, axis=0, prepend=spent[:1]),
+        window=np.clip(window, 0, len(windows) - 1),
+        begin=np.searchsorted(at, edges[:, 0]),
+        end=np.searchsorted(at, edges[:, 1]),
+    )
+
+
+def _box_edges(rank: RankSplit) -> Int64:
+    """Where forwards and backwards of a pipeline begin and end."""
+    boxes = [box for grid in rank.grids for box in grid.boxes]
+    return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
+
+
+def _with_idle(rank: RankSplit, made: RankCalls) -> UInt8:
+    """The bucket of each part of the rank's band; what it did not wait for hid that it idled."""
+    band, compute = rank.attribution.band, rank.work.compute
+    over = np.append(np.sort(rank.clock.own_ns(made.end_ns[made.held])), _NO_MORE)
+    resumes = np.append(compute.start_ns, _NO_MORE)
+    waited = over[np.searchsorted(over, band.end_ns)]
+    goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
+    alone = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE) & (waited > goes_on)
+    return np.where(alone, IDLE, band.bucket).astype(np.uint8)
+
+
+# Whose arrival the end of each collective and message needed.
+
+_NEED_ALL = [OP_CODE[op] for op in (*TOGETHER, "all_to_all", "barrier", "unknown")]
+
+Edges = tuple[Int64, Int64]
+"""(nodes that are needed, nodes that need them), of one length."""
+
+
+def meetings_of(found: RunSplit, kernels: Kernels, kernel: Int64, first: int) -> Edges:
+    """The edges from arrivals to ends; kernel is that of each row of Matched.
+
+    Members of a call that all needs meet in a node of their own, numbered from first on. From a
+    root, or to it, an event needs the rank that came last before its end alone; a message needs
+    its other end, unless the sender left before the receiver came.
+    """
+    matched = found.matched
+    alone = (kernels.start, kernels.end)
+    rooted = _rooted(found, kernels, kernel)
+    meet = np.flatnonzero((matched.shared >= 0) & _meets(matched, found))
+    node = first + labels_of(matched.shared[meet])
+    who = kernel[meet]
+    return (
+        np.concatenate((alone[0], rooted[0], kernels.start[who], node)),
+        np.concatenate((alone[1], rooted[1], node, kernels.end[who])),
+    )
+
+
+def _meets(matched: Matched, found: RunSplit) -> Bool:
+    """Which rows are of calls in which everybody needs everybody."""
+    early = found.arrivals.end_ns < found.arrivals.moves_ns
+    return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
+
+
+def _rooted(found: RunSplit, kernels: Kernels, kernel: Int64) -> Edges:
+    matched, last = found.matched, found.arrivals.last
+    place = {rank.trace.rank: i for i, rank in enumerate(found.ranks)}
+    rows = np.flatnonzero(
+        (matched.shared >= 0) & ~matched.is_message & ~np.isin(matched.op, _NEED_ALL)
+    )
+    lead = {
+        (call, trace): row
+        for row, call, trace in zip(
+            rows.tolist(), matched.shared[rows].tolist(), matched.trace[rows].tolist(), strict=True
+        )
+        if matched.leads[row]
+    }
+    pairs = [
+        (lead[key], row)
+        for row, call, rank in zip(
+            rows.tolist(), matched.shared[rows].tolist(), last[rows].tolist(), strict=True
+        )
+        if (key := (call, place.get(rank, -1))) in lead
+    ]
+    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return kernels.start[kernel[both[:, 0]]], kernels.end[kernel[both[:, 1]]]
+
+
+# The collectives and messages of one rank as device events, on gloo as calls.
+
+_SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
+
+_TIMES = 4
+"""What begins so soon behind a wait, or after such a part of it, waited for the same."""
+
+_ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class RankCalls:
+    """The events that carried out a rank's calls, in order of start; columns of one length.
+
+    of_call says of each of the rank's calls which event it was. hangs_ns is the instant of the
+    rank's own time line that an event's start hung on, behind is the event before it on the same
+    stream, -1 for none. held: the rank did not go on before it ended.
+    """
+
+    call: Int64
+    of_call: Int64
+    start_ns: Int64
+    end_ns: Int64
+    hangs_ns: Int64
+    behind: Int64
+    held: Bool
+
+
+def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> RankCalls:
+    """The events of the rank, whose calls have those rows among all."""
+    label = _events(rank.trace)
+    count = int(label.max(initial=-1)) + 1
+    start = -most_of(label, -arrivals.start_ns[rows], count)
+    life = rank.clock.common_ns(rank.pieces.life_end_ns[: len(label)])
+    end = most_of(label, np.maximum(life, arrivals.start_ns[rows]), count)
+    order = np.lexsort((end, start))
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.arange(count)
+    of_call = place[label]
+    call = np.zeros(count, dtype=np.int64)
+    call[of_call[::-1]] = np.arange(len(label))[::-1]
+    lane = _lanes(rank.trace, call)
+    start, end = start[order], end[order]
+    behind = _behind(lane, start, end)
+    return RankCalls(
+        call=call,
+        of_call=of_call,
+        start_ns=start,
+        end_ns=end,
+        hangs_ns=_hangs_ns(rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)),
+        behind=behind,
+        held=_held(rank, of_call, lane, start, end),
+    )
+
+
+def _lanes(trace: RankTrace, call: Int64) -> Int64:
+    """The stream of each event; gloo has none, there every call has one of its own."""
+    if not trace.on_device:
+        return np.arange(len(call), dtype=np.int64)
+    return trace.events.lane[trace.calls.event[call]].astype(np.int64)
+
+
+def _events(trace: RankTrace) -> Int64:
+    """A number for each call's event; on gloo every call is one of its own."""
+    if not trace.on_device:
+        return np.arange(len(trace.calls), dtype=np.int64)
+    return labels_of(trace.calls.event)
+
+
+def _held(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
+    """What the rank waited for: in each gap of compute the event that ended last, and those at
+    whose end another one began on another stream. What else ended there did so by chance, as did
+    on a device what ended while the host was late, unless that waited for the device."""
+    gap = np.full(len(start), -1)
+    gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
+    rows = np.flatnonzero(gap >= 0)
+    rows = rows[np.lexsort((end[rows], gap[rows]))]
+    soon = _SOON_ON_DEVICE_NS if rank.trace.on_device else _SOON_ON_HOST_NS
+    after = np.searchsorted(start, end[rows], side="left")
+    begun = np.append(start, _NEVER)[after]
+    elsewhere = np.append(lane, -1)[after] != lane[rows]
+    begins = (begun - end[rows] <= soon) & elsewhere
+    last = np.append(gap[rows][1:] != gap[rows][:-1], True)[: len(rows)]
+    held = np.zeros(len(start), dtype=np.bool_)
+    held[rows[begins | (last & _goes_on(rank, gap[rows], end[rows]))]] = True
+    return held
+
+
+def _goes_on(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
+    """Whether the rank went on because these ended: at once, or soon for so long a wait; or its
+    host waited for the device."""
+    if not rank.trace.on_device:
+        return np.ones(len(end), dtype=np.bool_)
+    own, compute = rank.clock.own_ns(end), rank.work.compute
+    waited = own - np.append(_ALWAYS // 2, compute.end_ns)[gap]
+    late = np.append(compute.start_ns, _NEVER)[gap] - own
+    events = rank.trace.events
+    waits = events.of(Category.RUNTIME) & named(events, SYNCHRONIZES)
+    synchronizing = union(events.start_ns[waits], events.end_ns[waits])
+    soon = np.maximum(_SOON_ON_DEVICE_NS, waited // _TIMES)
+    return np.asarray((late <= soon) | inside(synchronizing, own))
+
+
+def _behind(lane: Int64, start: Int64, end: Int64) -> Int64:
+    """For each event the one before it on its stream that was over when it began, -1 for none."""
+    order = np.argsort(lane, kind="stable")
+    before, after = order[:-1], order[1:]
+    follows = (lane[before] == lane[after]) & (end[before] <= start[after])
+    behind = np.full(len(lane), -1)
+    behind[after[follows]] = before[follows]
+    return behind
+
+
+def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
+    """The instant of the rank's own time line on which each event's start hung.
+
+    A kernel hangs on the compute launched before it, if it started soon behind that and what its
+    stream did last (free_ns), or while the rank computed. What started late in a gap of compute
+    hangs on what the rank did until then, as does a call on gloo.
+    """
+    if not rank.trace.on_device:
+        return start
+    launched = rank.clock.common_ns(_launched_before(rank.trace, rank.trace.calls.event[call]))
+    known = (launched > _ALWAYS // 2) & (launched <= start)
+    soon = start - np.maximum(launched, free_ns) <= _SOON_ON_DEVICE_NS
+    own = rank.clock.own_ns(start)
+    compute = rank.work.compute
+    last = np.searchsorted(compute.start_ns, own, side="left") - 1
+    under = last >= 0
+    under[under] = compute.end_ns[last[under]] > own[under]
+    return np.where(known & (soon | under), launched, start)
+
+
+def _launched_before(trace: RankTrace, event: Int64) -> Int64:
+    """When the last compute kernel that was launched before each of these ended on the stream that
+    computes most, on the rank's own clock; the smallest int64 where there is none."""
+    events = trace.events
+    kernels = events.of(Category.KERNEL)
+    kernels[trace.calls.event] = False
+    rows = np.flatnonzero(kernels)
+    rows = rows[on_main_stream(trace, rows)]
+    launched = events.launch_ns()
+    rows = rows[launched[rows] >= 0]
+    rows = rows[np.lexsort((events.start_ns[rows], launched[rows]))]
+    last_end = np.concatenate(([_ALWAYS], np.maximum.accumulate(events.end_ns[rows])))
+    known = launched[event] >= 0
+    before = np.searchsorted(launched[rows], launched[event], side="left")
+    return np.where(known, last_end[before], _ALWAYS)
+
+
+# An order in which every node comes after all that it needs.
+
+
+def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
+    """The nodes in such an order.
+
+    Clocks that are off by a little can make two ranks wait for each other: there the node that was
+    measured first goes first.
+    """
+    source, target = _dependency_pairs(before, needs)
+    missing = np.bincount(target, minlength=len(before)).tolist()
+    by_source = np.argsort(source, kind="stable")
+    later = target[by_source].tolist()
+    first = np.searchsorted(source[by_source], np.arange(len(before) + 1)).tolist()
+    ready = [node for node, count in enumerate(missing) if not count]
+    stuck: Iterator[int] | None = None
+    order: list[int] = []
+    while len(order) < len(missing):
+        while not ready:
+            stuck = stuck or iter(np.argsort(measured_ns, kind="stable").tolist())
+            ready = _freed(next(stuck), missing)
+        node = ready.pop()
+        order.append(node)
+        for after in later[first[node] : first[node + 1]]:
+            missing[after] -= 1
+            if not missing[after]:
+                ready.append(after)
+    return order
+
+
+def _dependency_pairs(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
+    """(what is needed, what needs it)"""
+    behind = np.flatnonzero(before >= 0)
+    counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs))
+    needed = np.fromiter(chain.from_iterable(needs), dtype=np.int64, count=int(counts.sum()))
+    target = np.repeat(np.arange(len(needs)), counts)
+    return np.concatenate((before[behind], needed)), np.concatenate((behind, target))
+
+
+def _freed(node: int, missing: list[int]) -> list[int]:
+    """The node as if it waited for nothing; none where it is done already."""
+    if missing[node] <= 0:
+        return []
+    missing[node] = 0
+    return [node]

@@ -1,0 +1,361 @@
+"""Hang analysis: Flight Recorder dumps in, which rank is missing in which call out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepsplit.analyzer.diagnose.hang_progress import (
+    Called,
+    ChainEnd,
+    Culprit,
+    Hang,
+    HangWarning,
+    JobGroups,
+    LastCall,
+    Mismatch,
+    Progress,
+    StackFrame,
+    Stuck,
+    StuckGroup,
+    chain_ends,
+    find_mismatches,
+    job_groups,
+    named,
+    progress_of,
+    stuck_collectives,
+    stuck_messages,
+)
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.compression import files_of
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
+from stepsplit.analyzer.readers.registry import FLIGHT, NSYS, TRACE, kinds_of
+from stepsplit.analyzer.readers.sources import Source
+
+# All that is known of a hang while its culprits are looked for.
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is stuck, on what members disagree, and how far each rank with a dump came."""
+
+    stuck: tuple[Stuck, ...]
+    mismatches: tuple[Mismatch, ...]
+    ranks: tuple[Progress, ...]
+
+    def has_dump(self, rank: int) -> bool:
+        """Whether the rank left a dump."""
+        return any(one.rank == rank for one in self.ranks)
+
+    def mismatch_of(self, call: Stuck) -> Mismatch | None:
+        """What the call's members disagree on."""
+        at = call.group, call.seq
+        return next((one for one in self.mismatches if (one.group, one.seq) == at), None)
+
+    def oldest_open(self, rank: int) -> Called | None:
+        """The first call of the rank that is not done; None where all are, or it left no dump."""
+        return next((call for one in self.ranks if one.rank == rank for call in one.open), None)
+
+
+# Flight Recorder dumps -> the hang that they tell of.
+
+_GUESSED = "the dumps do not list the members of groups: taken are the ranks that called on them"
+
+
+def find_hang(*places: str | Path) -> Hang | None:
+    """The hang that the Flight Recorder dumps in the places tell of; None where nothing is stuck.
+
+    Raises DataError where a place is missing, holds no dump, or holds two dumps of a rank.
+    """
+    found = read_calls(places)
+    return found if found.stuck else None
+
+
+def read_calls(places: Sequence[str | Path]) -> Hang:
+    """How the calls stand by the dumps in the places. Raises DataError as find_hang does."""
+    dumps, warnings = read_dumps(places)
+    if not dumps:
+        why = f": {warnings[0].message}" if warnings else ""
+        raise DataError(places[0] if places else "no path", f"no Flight Recorder dump in it{why}",
+                        "name the folder of a job's dumps")  # fmt: skip
+    return how_calls_stand(dumps, warnings)
+
+
+def only_dumps(places: Sequence[str | Path]) -> bool:
+    """Whether there are Flight Recorder dumps in the places and no traces. Raises DataError."""
+    with files_of([str(place) for place in places]) as sources:
+        kinds = {kind for source in sources for kind in _kinds(source)}
+    return FLIGHT.name in kinds and kinds.isdisjoint((TRACE.name, NSYS.name))
+
+
+def read_dumps(
+    places: Sequence[str | Path],
+) -> tuple[tuple[FlightDump, ...], tuple[HangWarning, ...]]:
+    """The dumps in the places, and what of them could not be read or told. Raises DataError."""
+    dumps: list[FlightDump] = []
+    warnings: list[HangWarning] = []
+    with files_of([str(place) for place in places]) as sources:
+        for source in (one for one in sources if FLIGHT.name in _kinds(one)):
+            try:
+                dumps.append(read_dump(source))
+            except DataError as error:
+                told = f"{source.inner.name}: {error.problem}"
+                warnings.append(HangWarning("file_skipped", told))
+    warnings += [HangWarning(n.code, n.message, n.rank) for dump in dumps for n in dump.notes]
+    return tuple(dump for dump in dumps if dump.rank >= 0), tuple(warnings)
+
+
+def _kinds(source: Source) -> tuple[str, ...]:
+    try:
+        return tuple(kind.name for kind in kinds_of(source))
+    except DataError:
+        return ()
+
+
+def how_calls_stand(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning] = ()) -> Hang:
+    """What the dumps say, whether or not anything is stuck; one dump a rank.
+
+    Raises DataError where two dumps are of one rank: they are of two incidents.
+    """
+    _refuse_two_of_a_rank(dumps)
+    groups = job_groups(dumps)
+    ranks = progress_of(dumps, groups)
+    mismatches = find_mismatches(ranks)
+    stuck = (*stuck_collectives(ranks, mismatches), *stuck_messages(ranks))
+    scene = Scene(stuck, mismatches if stuck else (), ranks)
+    culprits = find_culprits(scene)
+    return Hang(
+        verdict="; ".join(whole([one.message for one in culprits])),
+        ranks=tuple(rank.rank for rank in ranks),
+        no_dump=tuple(sorted(set(groups.ranks) - {rank.rank for rank in ranks})),
+        culprits=culprits,
+        stuck=tuple(sorted(stuck, key=lambda call: _order(call, culprits))),
+        mismatches=scene.mismatches,
+        last_calls=_last_calls(ranks, culprits, stuck),
+        warnings=(*warnings, *_guessed(groups)),
+    )
+
+
+def _refuse_two_of_a_rank(dumps: Sequence[FlightDump]) -> None:
+    rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
+    if count > 1:
+        first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
+        problem = f"a second dump of the rank, beside {first}"
+        raise DataError(second, problem, "name the dumps of one hang", rank)
+
+
+def _order(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
+    """What explains most comes first: waits for a culprit, what a culprit stands in, the rest."""
+    to_blame = {rank for one in culprits for rank in one.ranks}
+    if to_blame & (set(call.waits_for) - set(call.waiting)):
+        level = 0
+    elif to_blame & set(call.waiting):
+        level = 1
+    else:
+        level = 2 if call.missing or call.no_dump else 3
+    return level, -len(call.waiting), int(call.called_unix_ns)
+
+
+def _last_calls(
+    ranks: Sequence[Progress], culprits: Sequence[Culprit], stuck: Iterable[Stuck]
+) -> tuple[LastCall, ...]:
+    """Where the culprits are, then others that are waited for and not there."""
+    to_blame = [rank for one in culprits for rank in one.ranks]
+    missing = sorted({one.rank for call in stuck for one in call.missing})
+    calls = {rank.rank: rank.calls[-1] for rank in ranks if rank.calls}
+    return tuple(
+        LastCall(
+            rank=rank,
+            group=named(call.group),
+            op=call.op,
+            seq=call.seq,
+            state=call.state,
+            called_unix_ns=str(call.created_unix_ns),
+            stack=tuple(StackFrame(one.function, one.file, one.line) for one in call.stack),
+        )
+        for rank in dict.fromkeys([*to_blame, *missing])
+        if (call := calls.get(rank)) is not None
+    )
+
+
+def _guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
+    return (HangWarning("groups_guessed", _GUESSED),) if groups.guessed else ()
+
+
+# What is said of those who hold a job up: one sentence a cause.
+
+NOTHING_STUCK = "nothing is stuck: every call in the dumps has completed"
+
+_MOST_NAMED, _MOST_TOLD = 8, 3
+
+
+def whole(messages: Sequence[str]) -> tuple[str, ...]:
+    """The sentences of the first culprits, and how many more there are."""
+    more = len(messages) - _MOST_TOLD
+    told = (f"and {more} more such",) if more > 0 else ()
+    return (*messages[:_MOST_TOLD], *told) or (NOTHING_STUCK,)
+
+
+def how_long_held(ranks: tuple[int, ...], held: tuple[int, ...], scene: Scene) -> str:
+    """Who holds whom up."""
+    others = {one.rank for one in scene.ranks} - set(ranks)
+    whom = "everybody" if others <= set(held) else f"{len(held)} of {len(others)} other ranks"
+    if not held:
+        return f"{_named(ranks)} {_verb(ranks, 'hangs', 'hang')}"
+    return f"{_named(ranks)} {_verb(ranks, 'holds', 'hold')} {whom} up"
+
+
+def not_called(ranks: tuple[int, ...], call: Stuck) -> str:
+    """They have not come to a call."""
+    return f"{_verb(ranks, 'it has', 'they have')} not called {_call(call)}"
+
+
+def unfinished(ranks: tuple[int, ...], call: Stuck, scene: Scene) -> str:
+    """They have not come to a call, for they stand in an older one."""
+    stands = f"{_verb(ranks, 'does', 'do')} not finish {_open_call(ranks, scene)}"
+    return f"{not_called(ranks, call)}, and {stands}"
+
+
+def no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
+    """Only they can be missing."""
+    left = f"{_verb(ranks, 'it', 'they')} left none, and all others have called {_call(call)}"
+    return f", as far as dumps tell: {left}"
+
+
+def mismatch_words(found: Mismatch) -> str:
+    """On what members disagree."""
+    sides = "; ".join(f"{side.value} on {_named(side.ranks)}" for side in found.sides)
+    return f"call {found.seq} of {found.group.in_words} differs in {found.what}: {sides}"
+
+
+def deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
+    """They wait for each other in different calls."""
+    waits = [
+        f"{_named(call.waiting)} in {_call(call)} for {_named(call.waits_for)}"
+        for call in calls
+        if call.missing
+    ]
+    return f"{_named(ranks)} wait for each other: {'; '.join(waits[:_MOST_TOLD])}"
+
+
+def not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
+    """They are all there, and it does not end."""
+    there = f"all members have called {_call(call)} and none has completed it"
+    return f"{there}: look at the devices and the network of {_named(ranks)}"
+
+
+def alone(ranks: tuple[int, ...], scene: Scene) -> str:
+    """They do not finish what nobody else is missing from."""
+    verb = _verb(ranks, "does", "do")
+    return f"{_named(ranks)} {verb} not finish {_open_call(ranks, scene)}: nobody is missing"
+
+
+def _call(call: Stuck) -> str:
+    return _in_words(call.op, call.seq, call.group)
+
+
+def _in_words(op: str, seq: int, group: StuckGroup) -> str:
+    return f"{op} {seq} of {group.in_words}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Such as "rank 3", "ranks 3 and 7", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9 more"."""
+    names = [str(rank) for rank in ranks[:_MOST_NAMED]]
+    if len(ranks) == 1:
+        return f"rank {names[0]}"
+    more = len(ranks) - len(names)
+    last = f"{more} more" if more else names.pop()
+    return f"ranks {', '.join(names)} and {last}"
+
+
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
+
+
+def _open_call(ranks: tuple[int, ...], scene: Scene) -> str:
+    """The oldest call in which all of them stand, alone where there is one; else the first's."""
+    shared = [call for call in scene.stuck if set(ranks) <= set(call.waiting)]
+    if shared:
+        call = min(shared, key=lambda one: (bool(one.waits_for), int(one.called_unix_ns)))
+        return _call(call) + (
+            ", which its other members have completed" if call.completed else ""
+        )  # fmt: skip
+    first = scene.oldest_open(ranks[0])
+    assert first is not None, "an unfinished rank has an open call"
+    return _in_words(first.op, first.seq, named(first.group))
+
+
+# Who holds the job up, and why: what is found where the chains of waits end.
+
+
+def find_culprits(scene: Scene) -> tuple[Culprit, ...]:
+    """The ranks at which the chains of waits end, those of one cause and call as one."""
+    ends = chain_ends(scene.stuck)
+    if not ends:
+        return _nobody_waits(scene)
+    same: dict[tuple[str, int], list[ChainEnd]] = {}
+    for end in ends:
+        same.setdefault((_cause(end, scene), _awaited(end, scene.stuck)), []).append(end)
+    return tuple(_culprit(cause, at, found, scene) for (cause, at), found in same.items())
+
+
+def _cause(end: ChainEnd, scene: Scene) -> str:
+    calls = [scene.stuck[place] for place in end.calls]
+    if any(scene.mismatch_of(call) for call in calls):
+        return "mismatch"
+    if calls:
+        return "deadlock" if any(call.missing for call in calls) else "not_ending"
+    if not scene.has_dump(end.ranks[0]):
+        return "no_dump"
+    return "not_called" if scene.oldest_open(end.ranks[0]) is None else "unfinished"
+
+
+def _awaited(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
+    """The place of the oldest call among themselves, else of that in which most wait for them."""
+    if end.calls:
+        return min(end.calls, key=lambda at: int(stuck[at].called_unix_ns))
+    places = [at for at, call in enumerate(stuck) if set(end.ranks) & set(call.waits_for)]
+    return max(places, key=lambda at: (len(stuck[at].waiting), -int(stuck[at].called_unix_ns)))
+
+
+def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: Scene) -> Culprit:
+    ranks = tuple(sorted({rank for end in ends for rank in end.ranks}))
+    held = tuple(sorted({rank for end in ends for rank in end.held} - set(ranks)))
+    call = scene.stuck[at]
+    hold = how_long_held(ranks, held, scene)
+    match cause:
+        case "mismatch":
+            return _disagreeing(ranks, held, [scene.stuck[i] for i in ends[0].calls], scene)
+        case "deadlock":
+            among = sorted({place for end in ends for place in end.calls})
+            message = deadlock(ranks, [scene.stuck[place] for place in among])
+        case "not_ending":
+            message = not_ending(ranks, call)
+        case "no_dump":
+            message = f"{hold}{no_dump(ranks, call)}"
+        case "unfinished":
+            message = f"{hold}: {unfinished(ranks, call, scene)}"
+        case _:
+            message = f"{hold}: {not_called(ranks, call)}"
+    return Culprit(ranks, cause, held, message)
+
+
+def _disagreeing(
+    ranks: tuple[int, ...], held: tuple[int, ...], calls: Sequence[Stuck], scene: Scene
+) -> Culprit:
+    """The odd ones alone are to blame; those who wait with them are held."""
+    mismatch: Mismatch = next(one for call in calls if (one := scene.mismatch_of(call)))
+    odd = tuple(rank for rank in ranks if rank in mismatch.odd) or ranks
+    held = tuple(sorted({*held, *ranks} - set(odd)))
+    message = f"{how_long_held(odd, held, scene)}: {mismatch_words(mismatch)}"
+    return Culprit(odd, "mismatch", held, message)
+
+
+def _nobody_waits(scene: Scene) -> tuple[Culprit, ...]:
+    """The ranks whose own calls are open, where nobody is waited for."""
+    ranks = tuple(sorted({rank for call in scene.stuck for rank in call.waiting}))
+    if not ranks:
+        return ()
+    return (Culprit(ranks, "unfinished", (), alone(ranks, scene)),)

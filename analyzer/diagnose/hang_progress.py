@@ -1,0 +1,708 @@
+"""How far each rank got in each group, which calls are stuck, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec import Struct
+
+from stepsplit.analyzer.readers.flight_recorder import FlightDump, FlightEntry, Frame, op_of
+from stepsplit.analyzer.readers.ranks import MOST_RANKS
+from stepsplit.analyzer.trace import Group
+
+# Who waits for whom, followed to the end: the ranks at which the chains of waits stop.
+
+_Edges = Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """Ranks that wait for nobody but one another, through calls (their places), and who is held."""
+
+    ranks: tuple[int, ...]
+    calls: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+def chain_ends(stuck: Sequence[Stuck]) -> tuple[ChainEnd, ...]:
+    """Where the chains stop. Nodes are ranks, and calls as ~place."""
+    edges = _edges(stuck)
+    back = _reversed(edges)
+    ends = []
+    for part in _components(edges, back):
+        if any(other not in part for node in part for other in edges[node]):
+            continue
+        above = _reach(part, back) - part
+        ranks = tuple(sorted(node for node in part if node >= 0))
+        calls = tuple(sorted(~node for node in part if node < 0))
+        if ranks and (above or calls):
+            ends.append(ChainEnd(ranks, calls, tuple(sorted(n for n in above if n >= 0))))
+    return tuple(sorted(ends, key=lambda end: (-len(end.held), end.ranks)))
+
+
+def _edges(stuck: Sequence[Stuck]) -> dict[int, list[int]]:
+    edges: dict[int, list[int]] = {}
+    for place, call in enumerate(stuck):
+        if call.waits_for:
+            edges[~place] = list(call.waits_for)
+            for rank in call.waiting:
+                edges.setdefault(rank, []).append(~place)
+    for others in list(edges.values()):
+        for other in others:
+            edges.setdefault(other, [])
+    return edges
+
+
+def _reversed(edges: _Edges) -> dict[int, list[int]]:
+    back: dict[int, list[int]] = {node: [] for node in edges}
+    for node, others in edges.items():
+        for other in others:
+            back[other].append(node)
+    return back
+
+
+def _reach(nodes: Iterable[int], edges: _Edges) -> set[int]:
+    """The nodes, and all to which edges lead from them."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        new = set(edges[todo.pop()]) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _components(edges: _Edges, back: _Edges) -> list[set[int]]:
+    """The strongly connected parts: Kosaraju's two passes."""
+    parts: list[set[int]] = []
+    placed: set[int] = set()
+    for node in reversed(_finished(edges)):
+        if node in placed:
+            continue
+        part, todo = {node}, [node]
+        placed.add(node)
+        while todo:
+            new = set(back[todo.pop()]) - placed
+            part |= new
+            placed |= new
+            todo += new
+        parts.append(part)
+    return parts
+
+
+def _finished(edges: _Edges) -> list[int]:
+    """The nodes in the order in which a depth-first walk leaves them."""
+    order: list[int] = []
+    seen: set[int] = set()
+    for root in edges:
+        todo = [(root, False)]
+        while todo:
+            node, leaving = todo.pop()
+            if leaving:
+                order.append(node)
+            elif node not in seen:
+                seen.add(node)
+                todo.append((node, True))
+                todo += [(other, False) for other in edges[node] if other not in seen]
+    return order
+
+
+# Which messages between two ranks do not end, and whose other end is not there.
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobGroup:
+    """A group of the job, one object each: it is equal to itself alone, and quick to look up."""
+
+    name: str
+    ranks: tuple[int, ...]
+    description: str
+
+
+_Ends = tuple[JobGroup, int, int]
+
+
+def stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
+    """For each rank and each link of its, the first message of which the other end tells something.
+
+    A message is matched by its number where both ends count alike; else, on a group of more than
+    two ranks, by how many are open at both ends, for each rank counts its own messages.
+    """
+    present = {rank.rank: rank for rank in ranks}
+    found: dict[tuple[_Ends, int], Stuck] = {}
+    for rank in ranks:
+        for calls in _open(rank):
+            stuck = _first(calls, present)
+            found.setdefault((_ends(calls[0]), stuck.seq), stuck)
+    return tuple(found.values())
+
+
+def _open(rank: Progress) -> list[list[Called]]:
+    """The rank's open messages, a list for each direction of each link, the oldest first."""
+    links: dict[_Ends, list[Called]] = defaultdict(list)
+    for call in rank.open:
+        if call.is_message:
+            links[_ends(call)].append(call)
+    return list(links.values())
+
+
+def _ends(call: Called) -> _Ends:
+    """The message's group, sender and receiver."""
+    ends = (call.rank, call.peer) if call.op == "send" else (call.peer, call.rank)
+    return call.group, *ends
+
+
+def _first(calls: Sequence[Called], present: Mapping[int, Progress]) -> Stuck:
+    told = [(call, state) for call, state in _states(calls, present) if state != _UNKNOWN]
+    # An end that is done already has left nobody waiting.
+    waits = [one for one in told if one[1] != COMPLETED]
+    call, state = (waits or told or [(calls[0], _UNKNOWN)])[0]
+    return _stuck_message(call, state, len(calls) - calls.index(call) - 1, present)
+
+
+def _states(
+    calls: Sequence[Called], present: Mapping[int, Progress]
+) -> Iterator[tuple[Called, str]]:
+    """How far the other end of each message came."""
+    peer = present.get(calls[0].peer)
+    if peer is None:
+        yield from ((call, _UNKNOWN) for call in calls)
+        return
+    ends = [call for call in peer.calls if call.is_message and _meets(call, calls[0])]
+    pending = sum(end.pending for end in ends)
+    for i, call in enumerate(calls):
+        same = next((end.state for end in ends if end.seq == call.seq), None)
+        yield call, same or _by_count(call, peer, ends, i < pending)
+
+
+def _by_count(call: Called, peer: Progress, ends: Sequence[Called], enough: bool) -> str:
+    if len(call.group.ranks) != 2:
+        return _UNKNOWN if enough else MISSING
+    stated = peer.stated(call.group)
+    last = max((end.seq for end in ends), default=stated.enqueued)
+    return COMPLETED if call.seq <= max(last, stated.enqueued) else MISSING
+
+
+def _meets(end: Called, call: Called) -> bool:
+    return end.op != call.op and _ends(end) == _ends(call)
+
+
+def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, Progress]) -> Stuck:
+    """The message as its one end sees it; state is the other's."""
+    peer, here = call.peer, (call.rank,)
+    lost = peer >= 0 and peer not in present
+    both = state in (ENQUEUED, STARTED)
+    waiting = tuple(sorted((call.rank, peer))) if both else here
+    started = call.state == STARTED
+    return Stuck(
+        group=named(call.group),
+        op=call.op,
+        seq=call.seq,
+        dtype=call.dtype or None,
+        message_bytes=call.message_bytes if call.message_bytes >= 0 else None,
+        called_unix_ns=str(call.created_unix_ns),
+        enqueued=() if started else waiting,
+        started=waiting if started else (),
+        completed=(peer,) if state == COMPLETED else (),
+        missing=(_missing_peer(present[peer], call.group),) if state == MISSING else (),
+        no_dump=(peer,) if lost else (),
+        waits_for=(peer,) if lost or state == MISSING else waiting if both else (),
+        queued=queued,
+    )
+
+
+def _missing_peer(peer: Progress, group: JobGroup) -> Missing:
+    """How far the other end came; on a larger group its numbers are of other links as well."""
+    stated = peer.stated(group)
+    if len(group.ranks) != 2 or stated.enqueued < 0:
+        return Missing(peer.rank, None, None)
+    return Missing(peer.rank, stated.enqueued, stated.completed if stated.completed >= 0 else None)
+
+
+# Which collectives do not end, where each member stands, and on what members disagree.
+
+
+def stuck_collectives(
+    ranks: Sequence[Progress], mismatches: Sequence[Mismatch]
+) -> tuple[Stuck, ...]:
+    """The collectives at which ranks stand: each rank's first that is not done, of each group."""
+    fronts = {(call.group, call.seq): call for rank in ranks for call in _fronts(rank)}
+    present = {rank.rank: rank for rank in ranks}
+    disagreed = {(one.group, one.seq): one.odd for one in mismatches}
+    return tuple(
+        _stuck_collective(call, present, disagreed.get((named(group), seq), ()))
+        for (group, seq), call in fronts.items()
+    )
+
+
+def named(group: JobGroup) -> StuckGroup:
+    """The group as it is told."""
+    return StuckGroup(group.name, group.description, group.ranks)
+
+
+def _fronts(rank: Progress) -> list[Called]:
+    first: dict[JobGroup, Called] = {}
+    for call in rank.open:
+        known = first.get(call.group)
+        if not call.is_message and (known is None or call.seq < known.seq):
+            first[call.group] = call
+    return list(first.values())
+
+
+def _stuck_collective(call: Called, present: Mapping[int, Progress], odd: tuple[int, ...]) -> Stuck:
+    group, seq = call.group, call.seq
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(group.ranks):
+        at[present[rank].state(group, seq) if rank in present else ""].append(rank)
+    waiting = [present[rank] for rank in (*at[ENQUEUED], *at[STARTED])]
+    calls = [one for rank in waiting if (one := rank.collective(group, seq)) is not None]
+    sizes = {one.message_bytes for one in calls}
+    return Stuck(
+        group=named(group),
+        op=call.op,
+        seq=seq,
+        dtype=call.dtype or None,
+        message_bytes=call.message_bytes if len(sizes) == 1 and call.message_bytes >= 0 else None,
+        called_unix_ns=str(min(one.created_unix_ns for one in calls)),
+        enqueued=tuple(at[ENQUEUED]),
+        started=tuple(at[STARTED]),
+        completed=tuple(at[COMPLETED]),
+        missing=tuple(_missing_member(present[rank], group) for rank in at[MISSING]),
+        no_dump=tuple(at[""]),
+        waits_for=_waits_for(at, odd),
+        queued=max(_behind(rank, group, seq) for rank in waiting),
+    )
+
+
+def _waits_for(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[int, ...]:
+    """Those who are not there; else who called something else; else all who are not done.
+
+    Where some are done all have been there, so that nobody is waited for. A rank without a dump is
+    only suspected where nobody is known to be missing.
+    """
+    away = at.get(MISSING, []) or at.get("", [])
+    if away or odd:
+        return tuple(sorted({*away, *odd}))
+    done = at.get(COMPLETED, [])
+    return () if done else tuple(sorted(at.get(ENQUEUED, []) + at.get(STARTED, [])))
+
+
+def _missing_member(rank: Progress, group: JobGroup) -> Missing:
+    reach = rank.reach(group)
+    known = (one if one >= 0 else None for one in (reach.enqueued, reach.completed))
+    return Missing(rank.rank, *known)
+
+
+def _behind(rank: Progress, group: JobGroup, seq: int) -> int:
+    return sum(call.group == group and call.seq > seq and not call.is_message for call in rank.open)
+
+
+def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
+    """The first call of each group on which members disagree: later ones follow from it."""
+    same: dict[tuple[JobGroup, int], list[Called]] = defaultdict(list)
+    for call in (call for rank in ranks for call in rank.collectives):
+        same[call.group, call.seq].append(call)
+    first: dict[JobGroup, Mismatch] = {}
+    for (group, _), calls in same.items():
+        found = _mismatch(calls) if len(calls) > 1 else None
+        if found is not None and (group not in first or found.seq < first[group].seq):
+            first[group] = found
+    return tuple(first.values())
+
+
+def _mismatch(calls: Sequence[Called]) -> Mismatch | None:
+    """What the members differ in first: the op, else the dtype, else the size where it matters."""
+    told = (
+        ("op", [call.op for call in calls]),
+        ("dtype", [call.dtype for call in calls]),
+        ("size", [str(call.agreed_bytes) if call.agreed_bytes >= 0 else "" for call in calls]),
+    )
+    for what, values in told:
+        sides: dict[str, list[int]] = defaultdict(list)
+        for call, value in zip(calls, values, strict=True):
+            if value:
+                sides[value].append(call.rank)
+        if len(sides) > 1:
+            ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), min(side[1])))
+            told_sides = tuple(Side(value, tuple(sorted(at))) for value, at in ordered)
+            return Mismatch(named(calls[0].group), calls[0].seq, what, told_sides)
+    return None
+
+
+# What a hang is: who waits where for whom, and who waits for nobody; the fields of its JSON.
+#
+# The fields are those of schema "stepsplit.hang/1". Sequence numbers are torch's, per group. None
+# is unknown. Times are text, for they are beyond what a JSON number holds exactly.
+
+SCHEMA = "stepsplit.hang/1"
+
+HANG_NAME = "hang.json"
+
+
+class StuckGroup(Struct, frozen=True):
+    """A process group by its name in the job; its ranks in group order."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+    @property
+    def in_words(self) -> str:
+        """The group by its description and its name in the job."""
+        name = f"group {self.name}"
+        return f"{self.description} ({name})" if self.description else name
+
+
+class Missing(Struct, frozen=True):
+    """A rank that has not made a call, and how far it came on that group."""
+
+    rank: int
+    last_enqueued: int | None
+    last_completed: int | None
+
+
+class Stuck(Struct, frozen=True, kw_only=True):
+    """A collective, or a message between two ranks, that does not end.
+
+    Every member is in one of enqueued (called, not seen to start), started, completed, missing
+    (not called) and no_dump. waits_for are those that hold it up: none where all have called it
+    and some have completed it, for then those that have not wait for nobody else. queued counts
+    the calls that wait behind it on its group. called_unix_ns is when the first member called.
+    """
+
+    group: StuckGroup
+    op: str
+    seq: int
+    dtype: str | None
+    message_bytes: int | None
+    called_unix_ns: str
+    enqueued: tuple[int, ...] = ()
+    started: tuple[int, ...] = ()
+    completed: tuple[int, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    no_dump: tuple[int, ...] = ()
+    waits_for: tuple[int, ...] = ()
+    queued: int = 0
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The ranks that have called it and are not done with it."""
+        return tuple(sorted(self.enqueued + self.started))
+
+
+class Side(Struct, frozen=True):
+    """What some members say of a call on which they all should agree."""
+
+    value: str
+    ranks: tuple[int, ...]
+
+
+class Mismatch(Struct, frozen=True):
+    """The first call of a group on whose op, dtype or size (bytes) its members disagree."""
+
+    group: StuckGroup
+    seq: int
+    what: str
+    sides: tuple[Side, ...]
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """The ranks that differ from the majority; all of them where there is none."""
+        first, second = self.sides[:2]
+        majority = first.ranks if len(first.ranks) > len(second.ranks) else ()
+        every = {rank for side in self.sides for rank in side.ranks}
+        return tuple(sorted(every - set(majority)))
+
+
+class StackFrame(Struct, frozen=True):
+    """A line of code that a stack goes through."""
+
+    function: str
+    file: str
+    line: int
+
+
+class LastCall(Struct, frozen=True, kw_only=True):
+    """The newest call in a rank's dump; stack is innermost first, empty where it was not kept."""
+
+    rank: int
+    group: StuckGroup
+    op: str
+    seq: int
+    state: str
+    called_unix_ns: str
+    stack: tuple[StackFrame, ...]
+
+
+class Culprit(Struct, frozen=True):
+    """Ranks that others wait for, at the end of a chain of waits.
+
+    cause is not_called, unfinished (they have called all that others have, and do not end it),
+    no_dump, mismatch, deadlock (they wait for each other) or not_ending (all are there). held are
+    the ranks that wait for them, through others or not.
+    """
+
+    ranks: tuple[int, ...]
+    cause: str
+    held: tuple[int, ...]
+    message: str
+
+
+class HangWarning(Struct, frozen=True):
+    """Something that the dumps cannot tell, in words."""
+
+    code: str
+    message: str
+    rank: int | None = None
+
+
+class Hang(Struct, frozen=True, kw_only=True):
+    """How the calls of a job stood when its dumps were written; stuck is empty where all is done.
+
+    stuck is ordered by what it explains, the causes first. ranks left a dump; no_dump are known to
+    be of the job and left none. last_calls are those of the culprits and of missing ranks.
+    """
+
+    schema: str = SCHEMA
+    verdict: str
+    ranks: tuple[int, ...]
+    no_dump: tuple[int, ...] = ()
+    culprits: tuple[Culprit, ...] = ()
+    stuck: tuple[Stuck, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    last_calls: tuple[LastCall, ...] = ()
+    warnings: tuple[HangWarning, ...] = ()
+
+
+def to_json(hang: Hang) -> bytes:
+    """The hang as JSON text, as report.json is written."""
+    return msgspec.json.format(msgspec.json.encode(hang), indent=1) + b"\n"
+
+
+# How far each rank came: its calls and their states, and its last sequence number by group.
+
+MISSING, ENQUEUED, STARTED, COMPLETED = "missing", "enqueued", "started", "completed"
+
+_JOINS = "coalesced"
+
+_BY_OUTPUT = ("all_gather", "scatter")
+
+_OF_ANY_SIZE = ("all_to_all", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One call of one rank, and how far it came.
+
+    peer is the other end of a message, -1 where unknown and for a collective. agreed_bytes is the
+    size that all members must hand in alike, -1 where they need not or it is unknown.
+    """
+
+    rank: int
+    group: JobGroup
+    seq: int
+    op: str
+    dtype: str
+    message_bytes: int
+    agreed_bytes: int
+    is_message: bool
+    peer: int
+    state: str
+    created_unix_ns: int
+    stack: tuple[Frame, ...]
+
+    @property
+    def pending(self) -> bool:
+        return self.state != COMPLETED
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The last sequence numbers of a rank on a group; -1 for none."""
+
+    enqueued: int
+    completed: int
+
+
+_NOWHERE = Reach(-1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one rank had called, by creation; open are the calls that are not done."""
+
+    rank: int
+    calls: tuple[Called, ...]
+    open: tuple[Called, ...]
+    _collectives: Mapping[tuple[JobGroup, int], Called]
+    _reach: Mapping[JobGroup, Reach]
+    _stated: Mapping[JobGroup, Reach]
+
+    @property
+    def collectives(self) -> Iterable[Called]:
+        """The rank's collectives; of several that were joined into one, the last."""
+        return self._collectives.values()
+
+    def collective(self, group: JobGroup, seq: int) -> Called | None:
+        """The rank's own record of a collective; None where it has none (any more)."""
+        return self._collectives.get((group, seq))
+
+    def reach(self, group: JobGroup) -> Reach:
+        """How far the rank came with the group's collectives."""
+        return self._reach.get(group, _NOWHERE)
+
+    def stated(self, group: JobGroup) -> Reach:
+        """How far the rank came on the group as its dump states, messages counted as well."""
+        return self._stated.get(group, _NOWHERE)
+
+    def state(self, group: JobGroup, seq: int) -> str:
+        """How far a collective of the group came on the rank, even where the ring lost it."""
+        if (call := self.collective(group, seq)) is not None:
+            return call.state
+        reach = self.reach(group)
+        if seq > reach.enqueued:
+            return MISSING
+        return COMPLETED if seq <= reach.completed else ENQUEUED
+
+
+def progress_of(dumps: Sequence[FlightDump], groups: JobGroups) -> tuple[Progress, ...]:
+    """The progress of each dump's rank, in the order of the ranks."""
+    calls = {dump.rank: tuple(_called(dump, groups)) for dump in dumps}
+    # A status counts collectives and messages alike: with messages it says nothing of collectives.
+    mixed = {call.group for found in calls.values() for call in found if call.is_message}
+    return tuple(
+        _progress(dump, calls[dump.rank], groups, mixed)
+        for dump in sorted(dumps, key=lambda dump: dump.rank)
+    )
+
+
+def _progress(
+    dump: FlightDump, calls: tuple[Called, ...], groups: JobGroups, mixed: set[JobGroup]
+) -> Progress:
+    collectives = {(call.group, call.seq): call for call in calls if not call.is_message}
+    stated = {
+        group: Reach(status.last_enqueued, status.last_completed)
+        for status in dump.statuses
+        if (group := groups.of(dump.rank, status.group_name)) is not None
+    }
+    reach = {group: one for group, one in stated.items() if group not in mixed}
+    for (group, seq), call in collectives.items():
+        known = reach.get(group, _NOWHERE)
+        completed = known.completed if call.pending else max(known.completed, seq)
+        reach[group] = Reach(max(known.enqueued, seq), completed)
+    still_open = tuple(call for call in calls if call.pending)
+    return Progress(dump.rank, calls, still_open, collectives, reach, stated)
+
+
+def _called(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
+    """The calls on known groups. Of calls joined into one only the join has a state."""
+    joins = {_place(one): one for one in dump.entries if one.name.endswith(_JOINS)}
+    joined = {_place(one) for one in dump.entries if not one.name.endswith(_JOINS)}
+    sizes, peers = dump.calls.calls.message_bytes.tolist(), dump.calls.calls.peer.tolist()
+    for entry, size, peer in zip(dump.entries, sizes, peers, strict=True):
+        group = groups.of(dump.rank, entry.group_name)
+        if (
+            group is None
+            or entry.seq < 0
+            or (entry.name.endswith(_JOINS) and _place(entry) in joined)
+        ):
+            continue
+        op = op_of(entry.name)
+        yield Called(
+            dump.rank, group, entry.seq, entry.name if op == "unknown" else op, entry.dtype, size,
+            _agreed_bytes(op, entry), entry.is_p2p, _peer(dump.rank, group, peer, entry),
+            _state(joins.get(_place(entry), entry)), entry.created_unix_ns, entry.stack,
+        )  # fmt: skip
+
+
+def _place(entry: FlightEntry) -> tuple[str, int, bool]:
+    return entry.group_name, entry.seq, entry.is_p2p
+
+
+def _peer(rank: int, group: JobGroup, peer: int, entry: FlightEntry) -> int:
+    if peer >= 0 or not entry.is_p2p or len(group.ranks) != 2:
+        return peer
+    return next((other for other in group.ranks if other != rank), -1)
+
+
+def _agreed_bytes(op: str, entry: FlightEntry) -> int:
+    if op in _OF_ANY_SIZE or entry.is_p2p:
+        return -1
+    return entry.output_bytes if op in _BY_OUTPUT else entry.input_bytes
+
+
+def _state(entry: FlightEntry) -> str:
+    """gloo leaves every state as it was at the call: there, retired is completed."""
+    if entry.state == COMPLETED or (entry.retired and entry.state != STARTED):
+        return COMPLETED
+    return STARTED if entry.state == STARTED else ENQUEUED
+
+
+# Which ranks are in each group, where some dumps list the members and others do not.
+
+_DEFAULT = "default_pg"
+
+
+@dataclass(frozen=True, slots=True)
+class JobGroups:
+    """The groups of a job. guessed: the members of some are only those that spoke of them."""
+
+    guessed: bool
+    _of_rank: Mapping[tuple[int, str], JobGroup]
+
+    def of(self, rank: int, name: str) -> JobGroup | None:
+        """The group that the rank means by the name; None where it is in none."""
+        return self._of_rank.get((rank, name))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that is in a group."""
+        return tuple(sorted({rank for group in self._of_rank.values() for rank in group.ranks}))
+
+
+def job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
+    """The groups, as a member's dump lists them, else of the ranks whose dumps speak of them.
+
+    The default group holds every rank up to the highest. gloo lists no groups.
+    """
+    listed: dict[str, dict[tuple[int, ...], JobGroup]] = defaultdict(dict)
+    for group in (group for dump in dumps for group in dump.groups if group.ranks):
+        whole = JobGroup(group.name, group.ranks, group.description)
+        listed[group.name].setdefault(group.ranks, whole)
+    spoken = [(dump.rank, group) for dump in dumps for group in _spoken(dump)]
+    unlisted: dict[str, JobGroup] = {}
+    of_rank: dict[tuple[int, str], JobGroup] = {}
+    for rank, group in spoken:
+        own = group.ranks or next((ranks for ranks in listed[group.name] if rank in ranks), ())
+        if own:
+            of_rank[rank, group.name] = listed[group.name][own]
+            continue
+        if group.name not in unlisted:
+            unlisted[group.name] = _guessed(group.name, spoken)
+        of_rank[rank, group.name] = unlisted[group.name]
+    return JobGroups(any(not _is_default(group) for group in unlisted.values()), of_rank)
+
+
+def _spoken(dump: FlightDump) -> list[Group]:
+    """The groups of the dump; one of which it holds a status alone has no description."""
+    known = {group.name for group in dump.groups}
+    named = {status.group_name for status in dump.statuses if status.group_name}
+    return [*dump.groups, *(Group(name, (), "") for name in sorted(named - known))]
+
+
+def _guessed(name: str, spoken: Sequence[tuple[int, Group]]) -> JobGroup:
+    same = [(rank, one) for rank, one in spoken if one.name == name and not one.ranks]
+    description = next((one.description for _, one in same if one.description), "")
+    group = JobGroup(name, tuple(sorted({rank for rank, _ in same})), description)
+    most = max(rank for rank, _ in spoken) + 1
+    if not _is_default(group) or most > MOST_RANKS:
+        return group
+    return replace(group, ranks=tuple(range(most)))
+
+
+def _is_default(group: JobGroup) -> bool:
+    return group.description == _DEFAULT or (group.name == "0" and not group.description)

@@ -1,0 +1,373 @@
+"""What-if: the mean step of a recording with something changed, by a replay of its dependencies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import Intervals, labels_of, mean_within, overlap_ns
+from stepsplit.analyzer.diagnose.causes import pace_of
+from stepsplit.analyzer.diagnose.comm_causes import moves_of
+from stepsplit.analyzer.diagnose.dependency_graph import WORK, Graph
+from stepsplit.analyzer.diagnose.replay import Scene, capped, earlier, moved_faster, paced, scene_of
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.config import SCHEDULES, Schedule
+from stepsplit.analyzer.model.schedule import Order, Places, orders, places
+from stepsplit.analyzer.model.schedule_time import (
+    Costs,
+    Timeline,
+    graph,
+    ideal_bubble_fraction,
+    pipeline_ns,
+    simulate,
+)
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.report.tables import PHASES, Boxes
+from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.analyzer.split.run import Schedule as Seen
+from stepsplit.analyzer.trace import Int64
+
+# What-ifs as JSON, schema "stepsplit.what_if/1".
+
+SCHEMA = "stepsplit.what_if/1"
+
+
+def to_json(found: WhatIfs) -> str:
+    """{"schema", "step_ns", "slowdown", "changes": [{"change", "step_ns", "gain_ns"}]}"""
+    rows = [
+        {"change": str(one.change), "step_ns": one.step_ns, "gain_ns": one.gain_ns}
+        for one in found.changes
+    ]
+    body = {
+        "schema": SCHEMA, "step_ns": found.step_ns, "slowdown": found.slowdown, "changes": rows,
+    }  # fmt: skip
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"
+
+
+# What if: the mean step of a recording with something changed, by a replay of its dependencies.
+
+_BY_SCHEDULE = ("microbatches", "schedule")
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The mean full step with one change made, and by how much it is shorter (negative: longer)."""
+
+    change: Change
+    step_ns: int
+    gain_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfs:
+    """A recording's mean full step, and what it were with each change alone.
+
+    slowdown is what stragglers of any kind cost: the step over the one in which all ranks and
+    stages compute alike and no call moves data longer than its kind, both without idle hosts.
+    After Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis,
+    arXiv:2505.05713, whose S it is.
+    """
+
+    step_ns: int
+    changes: tuple[WhatIf, ...]
+    slowdown: float
+
+
+def what_ifs(found: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
+    """Each change that the words name, all usual ones that apply where there are none.
+
+    Raises UsageError for words that name no change, or one that the recording has nothing for.
+    """
+    scene = scene_of(found, 0)
+    if words:
+        rows = [_with(scene, change_of(each)) for each in words]
+    else:
+        rows = [row for each in USUAL if (row := _if_any(scene, change_of(each))) is not None]
+    return WhatIfs(round(scene.mean_ns), tuple(rows), slowdown_of(scene))
+
+
+def slowdown_of(scene: Scene) -> float:
+    """The slowdown of a recording, as WhatIfs has it."""
+    idle = Change("no-idle")
+    before = scene.gain_ns(replayed(scene, idle))
+    even = scene.over(replayed(scene, Change("even")))
+    after = even.gain_ns(replayed(even, idle))
+    return (scene.mean_ns - before) / (even.mean_ns - after)
+
+
+def _with(scene: Scene, change: Change) -> WhatIf:
+    if change.kind in _BY_SCHEDULE:
+        gain = round(window_gain_ns(scene, change))
+    else:
+        gain = scene.gain_ns(replayed(scene, change))
+    return WhatIf(change, round(scene.mean_ns) - gain, gain)
+
+
+def _if_any(scene: Scene, change: Change) -> WhatIf | None:
+    try:
+        return _with(scene, change)
+    except UsageError:
+        return None
+
+
+def what_if(*places: str | Path, changes: Sequence[str] = ()) -> WhatIfs:
+    """what_ifs of the recording in the files, folders, archives and URLs. Raises DataError too."""
+    recording = read_recording(places)
+    return what_ifs(split_run(recording.traces, recording.spec, ideal_bubble_fraction), changes)
+
+
+# The pipeline's window under another schedule, or with more microbatches.
+
+
+def window_gain_ns(scene: Scene, change: Change) -> float:
+    """How much shorter a pipeline of the measured forwards and backwards is, by the schedule's own
+    order, both sides without messages; of more microbatches for the same work.
+
+    Raises UsageError where the run has no pipeline grid or the schedule is unknown.
+    """
+    seen = scene.found.schedule
+    if seen is None or not scene.found.holes:
+        raise UsageError("the recording shows no pipeline whose schedule could be another")
+    stages, costs = len(scene.found.layout.pipelines[0]), _median_costs(scene)
+    before = _makespan_ns(_known(seen.name), stages, seen, seen.microbatches, costs)
+    if change.kind == "microbatches":
+        after = _makespan_ns(_known(seen.name), stages, seen, change.count, costs)
+        return before - after * seen.microbatches / change.count
+    return before - _makespan_ns(_known(change.name), stages, seen, seen.microbatches, costs)
+
+
+def _known(name: str) -> Schedule:
+    for schedule in SCHEDULES:
+        if schedule == name:
+            return schedule
+    raise UsageError(f"no schedule {name!r} to compare with; write {', '.join(SCHEDULES)}")
+
+
+def _makespan_ns(
+    schedule: Schedule, stages: int, seen: Seen, microbatches: int, costs: Costs
+) -> float:
+    return pipeline_ns(schedule, stages, microbatches, seen.chunks, costs).makespan_ns
+
+
+def _median_costs(scene: Scene) -> Costs:
+    """The median forward and backward of each model stage; a backward that was not split is half
+    input and half weight gradient."""
+    took: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank in scene.found.ranks:
+        for grid in rank.grids:
+            for box in grid.boxes:
+                here = Intervals(np.array([box.start_ns]), np.array([box.end_ns]))
+                took[box.stage][box.phase].append(overlap_ns(here, grid.busy))
+    return tuple(_cost(took[stage]) for stage in sorted(took))
+
+
+def _cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
+    forward, backward = (float(median(took.get(p) or [0])) for p in ("forward", "backward"))
+    if "weight" in took:
+        return (forward, backward, float(median(took["weight"])))
+    return (forward, backward / 2, backward / 2)
+
+
+# Change -> Graph: what each change makes of the dependencies and their times.
+
+
+def replayed(scene: Scene, change: Change) -> Graph:
+    """The graph with the change made. Raises UsageError where the run has nothing to change."""
+    every = np.zeros(len(scene.stage), dtype=np.int64)
+    match change.kind:
+        case "even":
+            return usual_transfers(scene, evened(scene, every))
+        case "even-ranks":
+            return evened(scene, scene.stage)
+        case "even-stages":
+            return evened(scene, every)
+        case "no-slow-ranks":
+            return paced(scene.graph, "compute", pace_of(scene))
+        case "no-idle":
+            return capped(scene.graph, "idle", np.zeros(len(scene.stage)))
+        case "overlap":
+            return earlier(scene.graph, moves_of(scene))
+        case "link":
+            kernels = _on(scene, change.axis)
+            return moved_faster(scene.graph, kernels, np.full(len(kernels), 1 / change.times))
+    return _replicas(scene, change.count)
+
+
+def _on(scene: Scene, axis: str) -> Int64:
+    """The collectives and messages along an axis; all of them for "all"."""
+    if axis == "all":
+        return np.arange(len(scene.graph.kernels))
+    found = scene.kernels_on(lambda axes: axis in axes)
+    if not len(found):
+        every = map(scene.found.layout.axes_of, scene.found.matched.groups)
+        known = ", ".join(sorted({one for axes in every for one in axes})) or "no axis"
+        raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
+    return found
+
+
+def _replicas(scene: Scene, times: int) -> Graph:
+    """So many times the data-parallel ranks on links as fast: of a ring's bytes each rank sends
+    (n - 1) / n, which grows towards 1."""
+    matched = scene.found.matched
+    kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= DATA_AXES)
+    sizes = np.array([len(group.ranks) for group in matched.groups], dtype=np.int64)
+    ranks = sizes[matched.group[scene.graph.kernels.row[kernels]]]
+    kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
+    if not len(kernels):
+        raise UsageError("the recording has no data-parallel communication to spread further")
+    share, then = ((n - 1) / n for n in (ranks, ranks * times))
+    return moved_faster(scene.graph, kernels, then / share)
+
+
+# What to change before a replay, in words: "link:tp=2", "microbatches=8".
+
+PLAIN = ("even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap")
+
+EXAMPLES = (*PLAIN, "link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2")
+
+USUAL = (*PLAIN, "link:all=2", "replicas=2")
+"""What is replayed where nobody says what."""
+
+_FORM = re.compile(
+    r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas)=(\d+)|(schedule)=([a-z0-9-]+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change: kind is a word of PLAIN, link, microbatches, replicas or schedule.
+
+    axis is the link's ("all" for every one), times how many times as fast, count how many
+    microbatches, or how many times the replicas; name is the schedule's.
+    """
+
+    kind: str
+    axis: str = ""
+    times: float = 1.0
+    count: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "link":
+                return f"link:{self.axis}={self.times:g}"
+            case "schedule":
+                return f"schedule={self.name}"
+            case "microbatches" | "replicas":
+                return f"{self.kind}={self.count}"
+        return self.kind
+
+
+def change_of(words: str) -> Change:
+    """The change that the words name. Raises UsageError, which shows how to write one."""
+    if words in PLAIN:
+        return Change(words)
+    found = _FORM.fullmatch(words)
+    if found is None or float(found[3] or found[5] or 1) <= 0:
+        raise UsageError(f"{words!r} is no change; write {', '.join(EXAMPLES)}")
+    if found[1]:
+        return Change("link", axis=found[2], times=float(found[3]))
+    if found[4]:
+        return Change(found[4], count=int(found[5]))
+    return Change("schedule", name=found[7])
+
+
+# As if all ranks and stages were alike: the run without stragglers of any kind.
+
+_PHASES = 3
+
+_COMPUTE = WORK.index("compute")
+
+
+def evened(scene: Scene, among: Int64) -> Graph:
+    """Every row computes, forward and backward apart, what the mean of its step and among does.
+
+    among has a number for each row: rows of one number share their work evenly.
+    """
+    graph, steps = scene.graph, scene.graph.steps
+    nodes = np.flatnonzero(graph.step >= 0)
+    cell = graph.step[nodes] * _PHASES + scene.phases()[nodes]
+    own = np.bincount(cell, graph.work_ns[nodes, _COMPUTE], minlength=_PHASES * len(steps.step))
+    table = own.astype(np.float64).reshape(-1, _PHASES)
+    label = labels_of(steps.step, among)
+    even = np.stack([mean_within(label, table[:, phase]) for phase in range(_PHASES)], axis=1)
+    times = (even / np.maximum(table, 1)).ravel()[cell]
+    work = graph.work_ns.copy()
+    work[nodes, _COMPUTE] = np.rint(work[nodes, _COMPUTE] * times)
+    return replace(graph, work_ns=work)
+
+
+def usual_transfers(scene: Scene, graph: Graph) -> Graph:
+    """No call moves data longer than the median of its op and size."""
+    kernels, matched = graph.kernels, scene.found.matched
+    kind = labels_of(matched.op[kernels.row], matched.message_bytes[kernels.row])
+    took = graph.rest_ns[kernels.end]
+    usual = np.array([np.median(took[kind == one]) for one in range(int(kind.max(initial=-1)) + 1)])
+    rest = graph.rest_ns.copy()
+    rest[kernels.end] = np.minimum(took, usual[kind].astype(np.int64)) if len(kind) else took
+    return replace(graph, rest_ns=rest)
+
+
+# The pipeline's grid as its schedule would have it: equal stages, no communication.
+
+_PHASE = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+
+
+def ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -> Boxes | None:
+    """The boxes of one step if every stage took the measured mean, from time 0.
+
+    measured holds one step of one rank a stage. None where the schedule is not modelled or cannot
+    be of that many stages and microbatches.
+    """
+    ranks, positions = np.unique(measured.rank), len(np.unique(measured.stage))
+    if schedule not in SCHEDULES or not len(ranks) or positions % len(ranks):
+        return None
+    shape = (schedule, len(ranks), microbatches, positions // len(ranks))
+    held = 1 if schedule in ("zb-v", "dualpipe", "dualpipe-v") else shape[3]
+    try:
+        ordered, at = orders(*shape[:3], held), places(*shape[:2], held)
+        timeline = simulate(graph(*shape[:3], held), (_mean_costs(measured),) * positions)
+    except UsageError:
+        return None
+    if max(place for one in at for place in one) != positions - 1:
+        return None
+    return _boxes(measured, _by_coordinate(measured, at), ordered, at, timeline)
+
+
+def _mean_costs(measured: Boxes) -> tuple[float, float, float]:
+    """The mean forward, backward and weight gradient of a microbatch on a stage, in ns."""
+    forward, backward, weight = (measured.dur_ns[measured.phase == i] for i in range(len(PHASES)))
+    return tuple(float(one.mean()) if len(one) else 0.0 for one in (forward, backward, weight))  # type: ignore[return-value]
+
+
+def _by_coordinate(measured: Boxes, at: Places) -> list[int]:
+    """The measured rank of each pp coordinate: the one that holds its first stage."""
+    return [int(measured.rank[measured.stage == one[0]][0]) for one in at]
+
+
+def _boxes(
+    measured: Boxes, ranks: list[int], ordered: tuple[Order, ...], at: Places, timeline: Timeline
+) -> Boxes:
+    rows = [
+        (ranks[i], at[i][one.chunk], one.microbatch, PHASES.index(_PHASE[one.kind]), start, end)
+        for i, order in enumerate(ordered)
+        for one, start, end in zip(order, timeline.starts_ns[i], timeline.ends_ns[i], strict=True)
+    ]
+    table = np.array(rows, dtype=np.float64).astype(np.int64)
+    return Boxes(
+        rank=table[:, 0].astype(np.int32),
+        step=np.full(len(table), int(measured.step[0]), dtype=np.int32),
+        stage=table[:, 1].astype(np.int32),
+        microbatch=table[:, 2].astype(np.int32),
+        phase=table[:, 3].astype(np.uint8),
+        start_ns=table[:, 4],
+        dur_ns=table[:, 5] - table[:, 4],
+    )

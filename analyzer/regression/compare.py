@@ -1,0 +1,503 @@
+"""Comparison of two reports: bucket by bucket, call by call, kernel by kernel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from statistics import median
+
+import msgspec
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.report.report import (
+    CollectiveRow,
+    GroupRow,
+    Report,
+    StepRow,
+    full_steps,
+    step_median_ns,
+)
+from stepsplit.analyzer.split.kernels import KernelFamily
+
+# Two reports -> what differs between their runs.
+
+
+def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
+    """What differs between the runs. Raises UsageError where one of them has no step.
+
+    Runs of another layout are compared all the same: their settings say so.
+    """
+    return RunComparison(
+        baseline=side_of(baseline),
+        candidate=side_of(candidate),
+        settings=settings_that_differ(baseline, candidate),
+        exposed=exposed_changes(baseline, candidate),
+        collectives=calls_changes(baseline, candidate),
+        kernels=family_changes(baseline, candidate),
+    )
+
+
+# The collectives and messages of two runs, side by side.
+
+UNKNOWN = "unknown"
+
+_MESSAGES = ("send", "recv")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What makes calls of two runs the same."""
+
+    axis: str
+    op: str
+    dtype: str | None
+    message_bytes: int | None
+
+
+def calls_changes(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
+    """A row for each kind of call that either run made."""
+    one, other = _calls(baseline), _calls(candidate)
+    rows = [
+        CallsChange(kind.axis, kind.op, kind.dtype, kind.message_bytes,
+                    one.get(kind), other.get(kind))
+        for kind in dict.fromkeys((*one, *other))
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=most_changed))
+
+
+def _calls(report: Report) -> Mapping[_Kind, Calls]:
+    """The calls by kind: groups of one axis together, by the medians of their medians."""
+    groups = {group.id: group for group in report.groups}
+    same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
+    for row in report.collectives:
+        axis = axis_in_words(groups.get(row.group))
+        same[_Kind(axis, row.op, row.dtype, row.message_bytes)].append(row)
+    return {kind: _together(rows, report, groups) for kind, rows in same.items()}
+
+
+def axis_in_words(group: GroupRow | None) -> str:
+    """The group's axis, else how it is described."""
+    return (group and (group.axis or group.description)) or UNKNOWN
+
+
+def _together(
+    rows: Sequence[CollectiveRow], report: Report, groups: Mapping[int, GroupRow]
+) -> Calls:
+    rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
+    steps = len(report.run.ranks) * len({row.step for row in report.steps})
+    made = sum(row.count * _callers(row, report, groups.get(row.group)) for row in rows)
+    return Calls(
+        count=made / steps,
+        transfer_ns=int(median(row.transfer_ns_median for row in rows)),
+        wait_ns=int(median(row.wait_ns_median for row in rows)),
+        busbw_bytes_per_s=median(rates) if rates else None,
+    )
+
+
+def _callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
+    """How many of the recorded ranks made each of these calls: all members of a collective.
+
+    A message counts at its own end; so does each call of an axis on which nothing was matched.
+    """
+    apart = {one.axis for one in report.coverage if one.holds == "estimated"}
+    if group is None or row.op in _MESSAGES or group.axis in apart:
+        return 1
+    return len(set(group.ranks) & set(report.run.ranks)) or 1
+
+
+# The communication that held two runs up, by axis.
+
+_BUCKETS = ("collective", "p2p", "skew", "bubble")
+
+_Sums = Mapping[tuple[str, str | None], int]
+"""Mean ns of a step of a rank, by bucket and axis."""
+
+
+def exposed_changes(baseline: Report, candidate: Report) -> tuple[ExposedChange, ...]:
+    """A row for each axis and bucket in which either run lost time."""
+    one, other = _means(baseline), _means(candidate)
+    rows = [
+        ExposedChange(one.get(kind, 0), other.get(kind, 0), *kind)
+        for kind in dict.fromkeys((*one, *other))
+    ]
+    return tuple(sorted(rows, key=most_changed))
+
+
+def _means(report: Report) -> _Sums:
+    full = {(row.rank, row.step) for row in full_steps(report.steps)}
+    sums: dict[tuple[str, str | None], int] = defaultdict(int)
+    for row in report.exposed:
+        if (row.rank, row.step) in full:
+            for bucket in _BUCKETS:
+                sums[bucket, row.axis] += getattr(row, f"{bucket}_ns")
+    return {kind: ns // len(full) for kind, ns in sums.items() if ns}
+
+
+# What two runs computed, by families of kernels.
+
+
+def family_changes(baseline: Report, candidate: Report) -> tuple[FamilyChange, ...]:
+    """A row for each family that either run has; none where a report does not tell them."""
+    if not (baseline.kernels and candidate.kernels):
+        return ()
+    families = dict.fromkeys(row.family for row in (*baseline.kernels, *candidate.kernels))
+    rows = [_change(family, baseline, candidate) for family in families]
+    return tuple(sorted(rows, key=most_changed))
+
+
+def _change(family: str, baseline: Report, candidate: Report) -> FamilyChange:
+    one, other = ([row for row in r.kernels if row.family == family] for r in (baseline, candidate))
+    steps, others = len(full_steps(baseline.steps)), len(full_steps(candidate.steps))
+    return FamilyChange(
+        baseline_ns=_total_ns(one) // steps,
+        candidate_ns=_total_ns(other) // others,
+        family=family,
+        baseline_count=sum(row.count for row in one) / steps,
+        candidate_count=sum(row.count for row in other) / others,
+    )
+
+
+def _total_ns(rows: Iterable[KernelFamily]) -> int:
+    return sum(row.total_ns for row in rows)
+
+
+# How two runs were set up differently, in words.
+
+NONE = "none seen"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """A setting of one run in words; None is unknown."""
+
+    name: str
+    told: str | None
+
+
+def settings_that_differ(baseline: Report, candidate: Report) -> tuple[Setting, ...]:
+    """One row for each setting that is not the same."""
+    both = zip(_facts(baseline), _facts(candidate), strict=True)
+    rows = (Setting(one.name, one.told, other.told) for one, other in both)
+    return tuple(row for row in rows if row.baseline != row.candidate)
+
+
+def _facts(report: Report) -> tuple[_Fact, ...]:
+    """What is known of one run, in the order in which it is told."""
+    run, pipeline = report.run, report.pipeline
+    mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
+    facts = (
+        ("world size", f"{run.world_size:,}"),
+        ("ranks recorded", f"{len(run.ranks):,}"),
+        ("hosts", f"{len(run.hosts):,}"),
+        ("device", run.device),
+        ("mesh", mesh),
+        ("backend", run.backend),
+        ("torch", run.torch),
+        ("NCCL", run.nccl),
+        ("driver", run.driver),
+        ("schedule", NONE if pipeline is None else pipeline.schedule),
+        ("microbatches", NONE if pipeline is None else f"{pipeline.microbatches:,}"),
+        ("strategies", ", ".join(one.in_words for one in run.strategies) or NONE),
+    )
+    return tuple(_Fact(*fact) for fact in facts)
+
+
+# A report in the few numbers that a comparison is about.
+
+_MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
+
+
+def side_of(report: Report) -> Side:
+    """The run by its full steps. Raises UsageError where it has no step."""
+    rows = full_steps(report.steps)
+    if not rows:
+        raise UsageError(f"{report.run.name}: no step to compare; record at least one whole step")
+    steps_ns = _steps_ns(rows)
+    return Side(
+        name=report.run.name,
+        steps=len(steps_ns),
+        median_ns=step_median_ns(rows),
+        low_ns=min(steps_ns),
+        high_ns=max(steps_ns),
+        mean=mean_split(rows),
+        bubble_fraction=None if report.pipeline is None else report.pipeline.bubble_fraction,
+        peak_allocated_bytes=peak_bytes(report),
+        mfu=report.mfu,
+    )
+
+
+def mean_split(rows: Sequence[StepRow]) -> Split:
+    """The mean of the steps in whole ns, so rounded that its buckets add up to the mean step."""
+    sums = [sum(getattr(row, f"{bucket}_ns") for row in rows) for bucket in BUCKETS]
+    ends = [total // len(rows) for total in accumulate(sums, initial=0)]
+    memos = [sum(getattr(row, memo) for row in rows) // len(rows) for memo in _MEMOS]
+    mean = Split(*(end - start for start, end in pairwise(ends)), *memos)
+    assert mean.step_ns == sum(row.step_ns for row in rows) // len(rows), "time is lost in a mean"
+    return mean
+
+
+def _steps_ns(rows: Sequence[StepRow]) -> list[int]:
+    """Each step's median over the ranks."""
+    numbers = sorted({row.step for row in rows})
+    return [int(median(row.step_ns for row in rows if row.step == n)) for n in numbers]
+
+
+def peak_bytes(report: Report) -> int | None:
+    """The peak of the fullest rank, None where none is known."""
+    peaks = [row.peak_allocated_bytes for row in report.memory or ()]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+# A comparison as JSON, in and out: schema "stepsplit.compare/1".
+#
+# baseline, candidate   a run each: name, steps (how many full ones), median_ns, low_ns and
+#                       high_ns of them,
+#                       mean (the split: seven buckets and the memos), bubble_fraction,
+#                       peak_allocated_bytes and mfu, null where unknown
+# step                  of the median step: difference_ns (candidate - baseline), ratio (candidate /
+#                       baseline), within_noise (null: too few steps to say)
+# settings              name, baseline, candidate: what is set differently, null where unknown
+# buckets               bucket, baseline_ns, candidate_ns, difference_ns: means a step and rank; the
+#                       differences add up to that of the mean step
+# exposed               axis, bucket, baseline_ns, candidate_ns: means a step and rank
+# collectives           axis, op, dtype, message_bytes; baseline and candidate with count (calls a
+#                       step and rank), transfer_ns, wait_ns and busbw_bytes_per_s, null on the side
+#                       that has no such calls
+# kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: a step
+#                       and rank
+#
+# Rows are ordered by what changed most.
+
+_MEND = "compare the runs again"
+
+
+class _Step(msgspec.Struct, frozen=True):
+    difference_ns: int
+    ratio: float | None
+    within_noise: bool | None
+
+
+class _Bucket(msgspec.Struct, frozen=True):
+    bucket: str
+    baseline_ns: int
+    candidate_ns: int
+    difference_ns: int
+
+
+def to_json(found: RunComparison) -> bytes:
+    """The comparison as JSON text."""
+    told = msgspec.to_builtins(found)
+    sides = {"baseline": told.pop("baseline"), "candidate": told.pop("candidate")}
+    step = _Step(found.difference_ns, found.ratio, found.within_noise)
+    settings, buckets = told.pop("settings"), [_bucket(row) for row in found.buckets]
+    body = {"schema": SCHEMA, **sides, "step": step, "settings": settings, "buckets": buckets}
+    return msgspec.json.format(msgspec.json.encode(body | told), indent=1) + b"\n"
+
+
+def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
+    """The comparison of the text. Raises DataError where the text is none of this schema."""
+    try:
+        schema = msgspec.json.decode(text, type=_Named).schema
+        if schema == SCHEMA:
+            return msgspec.json.decode(text, type=RunComparison)
+    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
+        raise DataError(source, f"not a stepsplit comparison ({error})", _MEND) from None
+    raise DataError(source, f"of schema {schema}, not {SCHEMA}", _MEND)
+
+
+class _Named(msgspec.Struct, frozen=True):
+    schema: str
+
+
+def _bucket(row: BucketChange) -> _Bucket:
+    return _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
+
+
+# What differs between two runs: a baseline, and a candidate held against it.
+#
+# Every table is ordered by what changed most. Times are ns, sizes bytes, ratios 0..1.
+
+SCHEMA = "stepsplit.compare/1"
+
+FEWEST_STEPS = 2
+"""So many full steps a side are needed to say how noisy it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Something about how the runs were set up that is not the same; None is unknown."""
+
+    name: str
+    baseline: str | None
+    candidate: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two runs, by its full steps.
+
+    median_ns is over ranks and steps. low_ns and high_ns are the least and the greatest of the
+    steps, each by its median over the ranks. mean is over ranks and steps: its buckets add up to
+    the mean step. peak_allocated_bytes are those of the fullest rank.
+    """
+
+    name: str
+    steps: int
+    median_ns: int
+    low_ns: int
+    high_ns: int
+    mean: Split
+    bubble_fraction: float | None
+    peak_allocated_bytes: int | None
+    mfu: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The mean time of something in a step of a rank, on both sides."""
+
+    baseline_ns: int
+    candidate_ns: int
+
+    @property
+    def difference_ns(self) -> int:
+        """candidate - baseline."""
+        return self.candidate_ns - self.baseline_ns
+
+    @property
+    def changed_ns(self) -> int:
+        """How much it changed, either way."""
+        return abs(self.difference_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketChange(Change):
+    """One of the seven buckets."""
+
+    bucket: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedChange(BucketChange):
+    """The part of a bucket that is due to one axis; None: to no single one."""
+
+    axis: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyChange(Change):
+    """The kernels (on a CPU ops) of one family; counts are a step and rank."""
+
+    family: str
+    baseline_count: float
+    candidate_count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls of one kind: how many a step and rank, and medians of one call; None is unknown."""
+
+    count: float
+    transfer_ns: int
+    wait_ns: int
+    busbw_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallsChange:
+    """Calls of one op, dtype and size on one axis; None on the side that has no such calls."""
+
+    axis: str
+    op: str
+    dtype: str | None
+    message_bytes: int | None
+    baseline: Calls | None
+    candidate: Calls | None
+
+    @property
+    def changed_ns(self) -> float:
+        """How much a step's transfers changed, and beside that its waits, by their medians.
+
+        It only orders the rows: medians times counts are no time that a step takes.
+        """
+        one, other = self.baseline or _NO_CALLS, self.candidate or _NO_CALLS
+        moved = other.count * other.transfer_ns - one.count * one.transfer_ns
+        waited = other.count * other.wait_ns - one.count * one.wait_ns
+        return abs(moved) + abs(waited)
+
+
+_NO_CALLS = Calls(0.0, 0, 0, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """A candidate against its baseline; a table is empty where a side does not know its rows."""
+
+    baseline: Side
+    candidate: Side
+    settings: tuple[Setting, ...]
+    exposed: tuple[ExposedChange, ...]
+    collectives: tuple[CallsChange, ...]
+    kernels: tuple[FamilyChange, ...]
+
+    def __post_init__(self) -> None:
+        told = sum(row.difference_ns for row in self.buckets)
+        whole = self.candidate.mean.step_ns - self.baseline.mean.step_ns
+        assert told == whole, f"{whole - told} ns of the difference are in no bucket"
+
+    @property
+    def buckets(self) -> tuple[BucketChange, ...]:
+        """The seven buckets: their differences add up to that of the mean step."""
+        both = zip(
+            BUCKETS, self.baseline.mean.buckets_ns, self.candidate.mean.buckets_ns, strict=True
+        )
+        return tuple(
+            sorted(
+                (BucketChange(one, other, bucket) for bucket, one, other in both), key=most_changed
+            )
+        )
+
+    @property
+    def difference_ns(self) -> int:
+        """The candidate's median step less the baseline's: positive where it is slower."""
+        return self.candidate.median_ns - self.baseline.median_ns
+
+    @property
+    def ratio(self) -> float | None:
+        """The candidate's median step by the baseline's; None where that is empty."""
+        return (
+            self.candidate.median_ns / self.baseline.median_ns if self.baseline.median_ns else None
+        )
+
+    @property
+    def within_noise(self) -> bool | None:
+        """Whether each side's median step is one that the other's steps reach too.
+
+        No statistics. None where a side has fewer than FEWEST_STEPS steps.
+        """
+        one, other = self.baseline, self.candidate
+        if min(one.steps, other.steps) < FEWEST_STEPS:
+            return None
+        return (
+            one.low_ns <= other.median_ns <= one.high_ns
+            and other.low_ns <= one.median_ns <= other.high_ns
+        )
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs at all but the name."""
+        rows = (*self.exposed, *self.kernels)
+        return (
+            replace(self.baseline, name="") == replace(self.candidate, name="")
+            and not self.settings
+            and all(row.baseline_ns == row.candidate_ns for row in rows)
+            and all(row.baseline == row.candidate for row in self.collectives)
+        )
+
+
+def most_changed(row: Change | CallsChange) -> float:
+    """The key that sorts a table by what changed most."""
+    return -row.changed_ns

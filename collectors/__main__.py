@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from stepsplit.collectors.control.attach_job import attach_and_wait
-from stepsplit.collectors.control.identity import identity, is_rank
-from stepsplit.collectors.errors import CollectError
-from stepsplit.collectors.gather import gather
+from stepsplit.collectors.attach.client import attach_and_wait
+from stepsplit.collectors.attach.protocol import identity, is_rank
+from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.rank_files import gather
 from stepsplit.collectors.record import NcclLogs, default_out, record
 
 BAD_INPUT = 2

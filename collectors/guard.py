@@ -1,9 +1,24 @@
-"""How a collector fails: with one line of warning, and without breaking the training."""
+"""Fault isolation: a failing collector costs a warning, never the training."""
 
+from __future__ import annotations
+
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+# What a command of the collectors cannot do: one line, with the mend.
+
+
+class CollectError(RuntimeError):
+    """Bad input or a job that cannot be reached; the message names it and the mend."""
+
+
+# How a collector fails: with one line of warning, and without breaking the training.
 
 
 @contextmanager
@@ -23,3 +38,31 @@ def warn_lost(rank: int, what: str) -> None:
         warnings.warn_explicit(text, RuntimeWarning, "stepsplit", 0)
     except RuntimeWarning:
         sys.stderr.write(f"{text}\n")
+
+
+# Holds back what would end the process while it writes its files.
+
+
+@contextmanager
+def deferred_sigterm() -> Iterator[None]:
+    """A SIGTERM that comes meanwhile comes afterwards.
+
+    A launcher ends the other ranks where one fails, just when they write what they recorded. Only
+    the main thread can hold it back, and none where a handler of C has it.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came: list[int] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    signal.signal(signal.SIGTERM, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,17 +1,85 @@
-"""The files of one rank: written raw within a step, packed beside the training."""
+"""The files of a rank: written within a step, packed beside the training, gathered afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import filecmp
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.flight import flight_json
-from stepsplit.collectors.guard import guarded, warn_lost
+from stepsplit.collectors import pack
+from stepsplit.collectors.guard import CollectError, guarded, warn_lost
+from stepsplit.collectors.nccl import flight_json
 from stepsplit.collectors.pack import drop
-from stepsplit.collectors.packing import Packed, Packer
-from stepsplit.collectors.paths import flight_path, raw_path, record_path, trace_path
+from stepsplit.collectors.rank_record import (
+    RankRecord,
+    flight_path,
+    raw_path,
+    read_record,
+    record_path,
+    spec_of,
+    trace_path,
+)
+from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, write_run_json
+
+# Hands raw files to a process that packs them, so that no training step waits for a gzip.
+
+PATIENCE_S = 60.0
+"""How long the end of a job waits for its files; the packing itself goes on beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A raw file and what it is to become."""
+
+    raw: Path
+    out: Path
+
+
+class Packer:
+    """The packing processes of one recording."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def pack(self, files: list[Packed], thin: bool = False) -> None:
+        """Packs the files in a process of its own; here and now where none can be started."""
+        arguments = ["--thin"] * thin + [str(p) for each in files for p in (each.raw, each.out)]
+        if not files:
+            return
+        # No site-packages: a folder on PYTHONPATH must not start another agent in there.
+        command = [sys.executable, "-I", "-S", str(Path(pack.__file__)), *arguments]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # What ends the job's process group must not cut its files short.
+                start_new_session=True,
+            )
+        except OSError:
+            pack.pack_all(arguments)
+            return
+        self._processes.append(process)
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> bool:
+        """Whether all is packed, after waiting so long at most."""
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._processes = [each for each in self._processes if each.poll() is None]
+        return not self._processes
+
+
+# The files of one rank: written raw within a step, packed beside the training.
 
 
 class RankFiles:
@@ -70,3 +138,70 @@ def _raw(out: Path) -> Iterator[Path]:
     except BaseException:
         drop(raw)
         raise
+
+
+# Brings the folders of several hosts together: one recording, with a run.json of all ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What lies together now; missing are ranks of the job that left no record."""
+
+    out: Path
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def gather(folders: Sequence[Path], out: Path) -> Gathered:
+    """Copies the files of all folders into `out`, and writes run.json from the ranks' records.
+
+    Raises CollectError where a folder is missing, none has a record, or two hold different files of
+    one name: those are of different runs.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise CollectError(f"{folder}: no such folder: name those that the ranks wrote")
+    for folder in folders:
+        if folder.resolve() != out.resolve():
+            _copy(folder, out)
+    records = _records(out)
+    if not records:
+        raise CollectError(f"{out}: no rank*_record.json: name the folders that the ranks wrote")
+    write_run_json(out, spec_of(records, _spec_in(out)))
+    ranks = tuple(record.rank.rank for record in records)
+    return Gathered(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
+
+
+def _records(folder: Path) -> tuple[RankRecord, ...]:
+    """The records of the folder's ranks, by rank. Raises CollectError for one that is none."""
+    found = []
+    for path in folder.glob("rank*_record.json"):
+        try:
+            found.append(read_record(path.read_bytes()))
+        except ValueError as error:
+            raise CollectError(f"{path}: {error}: leave it out") from None
+    return tuple(sorted(found, key=lambda record: record.rank.rank))
+
+
+def _copy(folder: Path, out: Path) -> None:
+    for path in _files(folder):
+        there = out / path.relative_to(folder)
+        if there.name == "run.json" and there.exists():
+            continue
+        if there.exists() and not filecmp.cmp(path, there, shallow=False):
+            raise CollectError(f"{there} is there, and {path} differs: are they of one run?")
+        if not there.exists():
+            with replace_whole(there) as draft:
+                shutil.copy2(path, draft)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    every = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return (path for path in every if not path.name.startswith("."))
+
+
+def _spec_in(folder: Path) -> RunSpec | None:
+    try:
+        return from_json((folder / "run.json").read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,14 +1,17 @@
-"""What one rank tells of its own recording: rank{rank}_record.json, in and out."""
+"""The record of one rank: rank{rank}_record.json, in and out."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.paths import record_path
 from stepsplit.collectors.run_spec import (
     GroupInfo,
     HostInfo,
@@ -19,6 +22,43 @@ from stepsplit.collectors.run_spec import (
     merged_groups,
     write_whole,
 )
+
+# How long steps take beside the profiler: what it costs to be recorded.
+
+KEPT = 20
+"""Steps of each kind that are kept, the latest before and the first after."""
+
+
+class StepClock:
+    """Sorts the wall times of steps into before, under and after the profiler."""
+
+    def __init__(self) -> None:
+        self._last_ns: int | None = None
+        self._before: deque[int] = deque(maxlen=KEPT)
+        self._profiled: list[int] = []
+        self._after: list[int] = []
+
+    def step(self, kind: str) -> None:
+        """Ends a step. kind: "before", "profiled" or "after"; any other is in none of them."""
+        now = time.perf_counter_ns()
+        last, self._last_ns = self._last_ns, now
+        if last is None:
+            return
+        kept = {"before": self._before, "profiled": self._profiled, "after": self._after}.get(kind)
+        if kept is not None and (kind == "before" or len(kept) < KEPT):
+            kept.append(now - last)
+
+    @property
+    def full(self) -> bool:
+        """Whether enough steps after the profiler are known."""
+        return len(self._after) >= KEPT
+
+    def times(self) -> StepTimes:
+        """What was measured so far."""
+        return StepTimes(tuple(self._before), tuple(self._profiled), tuple(self._after))
+
+
+# What one rank tells of its own recording: rank{rank}_record.json, in and out.
 
 RANK_SCHEMA = "stepsplit.rank/1"
 
@@ -151,3 +191,32 @@ def _of(kind: Any, body: Mapping[str, Any]) -> Any:
 def _steps(body: Mapping[str, Any]) -> StepTimes:
     names = ("before_ns", "profiled_ns", "after_ns")
     return StepTimes(*(tuple(map(int, body.get(name, ()))) for name in names))
+
+
+# How the folder of a recording is called, and in it the files of a rank.
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """torch.profiler's trace of a rank."""
+    return folder / f"rank{rank}_trace.json.gz"
+
+
+def flight_path(folder: Path, rank: int) -> Path:
+    """The Flight Recorder's dump of a rank."""
+    return folder / f"rank{rank}_flight.json.gz"
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """What a rank tells of its own recording."""
+    return folder / f"rank{rank}_record.json"
+
+
+def raw_path(out: Path) -> Path:
+    """Where the raw content of a packed file goes first, beside it and hidden."""
+    return out.with_name(f".{out.name.removesuffix('.gz')}.{os.getpid()}.raw")
+
+
+def fresh(folder: Path) -> Path:
+    """The folder, or where it is there already the first of FOLDER-2, FOLDER-3, ... that is not."""
+    names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in count(1))
+    return next(name for name in names if not name.exists())

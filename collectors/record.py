@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stepsplit.collectors.control.identity import is_rank
-from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.attach.protocol import SITE, is_rank
+from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.nccl import (
     inspector_environment,
     inspector_plugin,
     installed_version,
     log_environment,
 )
-from stepsplit.collectors.paths import fresh
 from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
+from stepsplit.collectors.rank_record import fresh
 
-SITE = Path(__file__).parent / "site"
 NOT_FOUND = 127
+
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "20000"}
 
 

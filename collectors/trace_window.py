@@ -1,18 +1,22 @@
-"""torch.profiler over some steps: when it warms up, starts and ends, and who else may have it."""
+"""The profiler's window of steps: warm-up, start, end, and annotations inside."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, record_function
 
-from stepsplit.collectors import annotate
 from stepsplit.collectors.plan import Plan
+
+# torch.profiler over some steps: when it warms up, starts and ends, and who else may have it.
 
 _STARTERS = ("_prepare_profiler", "_enable_profiler")
 """What every profiler of torch calls before it runs, in torch.autograd.profiler."""
@@ -93,7 +97,7 @@ class TraceWindow:
             profile_memory=self._plan.memory,
             with_stack=self._plan.stacks,
         )
-        self._patches.enter_context(annotate.annotations())
+        self._patches.enter_context(annotate_layers())
         for name in _STARTERS:
             self._make_way_in(name)
         self._run(self._profiler.prepare_trace)
@@ -144,3 +148,121 @@ def _activities() -> list[Any]:
     if torch.cuda.is_available():
         found.append(ProfilerActivity.CUDA)
     return found
+
+
+# Names in the trace for what torch leaves unnamed: microbatches of a stage, and messages.
+#
+# A trace then holds, on the thread that calls: stepsplit::F stage=1 mb=0      forward of a
+# microbatch (B backward, W the weights' part of it) stepsplit::send group=3 src=0 dst=2 tag=0 n=7
+# bytes=65536 dtype=float32      (recv alike) group is the name of the process group in the job,
+# src and dst are global ranks, and n counts the messages of that (group, src, dst, tag) since the
+# annotations began: the n-th send meets the n-th receive. The range is the posting; the wait
+# comes after it.
+
+_PHASES = {
+    "forward_one_chunk": ("F", "fwd_chunk_id"),
+    "backward_one_chunk": ("B", "bwd_chunk_id"),
+    "backward_weight_one_chunk": ("W", "bwd_chunk_id"),
+}
+
+_active = False
+
+
+@contextmanager
+def annotate_layers() -> Iterator[None]:
+    """While it lasts, pipeline stages and messages name themselves. Nested use changes nothing."""
+    global _active
+    if _active:
+        yield
+        return
+    with ExitStack() as undo:
+        _annotate_stages(undo)
+        _annotate_messages(undo)
+        _active = True
+        try:
+            yield
+        finally:
+            _active = False
+
+
+def _annotate_stages(undo: ExitStack) -> None:
+    try:
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+    except ImportError:
+        return
+    for method, (letter, parameter) in _PHASES.items():
+        original = vars(_PipelineStageBase).get(method)
+        if original is not None:
+            _replace(undo, _PipelineStageBase, method, _chunk(original, letter, parameter))
+
+
+def _chunk(original: Callable[..., Any], letter: str, parameter: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def annotated(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        chunk = args[0] if args else kwargs.get(parameter)
+        if chunk is None:
+            return original(stage, *args, **kwargs)
+        with record_function(f"stepsplit::{letter} stage={stage.stage_index} mb={chunk}"):
+            return original(stage, *args, **kwargs)
+
+    return annotated
+
+
+def _annotate_messages(undo: ExitStack) -> None:
+    group_type = getattr(torch.distributed, "ProcessGroup", None)
+    if group_type is None:
+        return
+    channels = _Channels()
+    _replace(undo, group_type, "send", _message(group_type.send, "send", channels))
+    _replace(undo, group_type, "recv", _message(group_type.recv, "recv", channels))
+
+
+class _Channels:
+    """Who is at the ends of a message, and how many went the same way before."""
+
+    def __init__(self) -> None:
+        self._numbers: defaultdict[tuple[object, ...], Iterator[int]] = defaultdict(count)
+        self._ranks: dict[Any, list[int]] = {}
+
+    def label(self, op: str, group: Any, tensors: Sequence[Any], peer: int, tag: int) -> str | None:
+        """The name of the message; None for a group that torch does not know by rank."""
+        try:
+            ranks = self._ranks_of(group)
+            here, there = ranks[group.rank()], ranks[peer]
+            src, dst = (here, there) if op == "send" else (there, here)
+            channel = f"group={group.group_name} src={src} dst={dst} tag={tag}"
+            payload = _payload(tensors)
+        except (AttributeError, LookupError, RuntimeError, TypeError):
+            return None
+        return f"stepsplit::{op} {channel} n={next(self._numbers[op, channel])} {payload}"
+
+    def _ranks_of(self, group: Any) -> list[int]:
+        if group not in self._ranks:
+            self._ranks[group] = torch.distributed.get_process_group_ranks(group)
+        return self._ranks[group]
+
+
+def _message(original: Callable[..., Any], op: str, channels: _Channels) -> Callable[..., Any]:
+    @functools.wraps(original, assigned=("__name__", "__doc__"))
+    def annotated(group: Any, *args: Any, **kwargs: Any) -> Any:
+        # A compiler that traces through here must see torch's own call alone.
+        if kwargs or len(args) != 3 or torch.compiler.is_compiling():
+            return original(group, *args, **kwargs)
+        label = channels.label(op, group, *args)
+        if label is None:
+            return original(group, *args)
+        with record_function(label):
+            return original(group, *args)
+
+    return annotated
+
+
+def _payload(tensors: Sequence[Any]) -> str:
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return f"bytes={size} dtype={str(tensors[0].dtype).removeprefix('torch.')}"
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    # The entry of the class itself: pybind's methods, read through the class, no longer bind.
+    undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)

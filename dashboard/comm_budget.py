@@ -13,8 +13,7 @@ from stepsplit.dashboard.comm_budget_ranks import Outcome, Ranks
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.regression.metrics import RunFacts
-    from stepsplit.collectors.mesh_like import MeshLike
-    from stepsplit.collectors.profiler import ProfiledRun
+    from stepsplit.collectors.profiler import MeshLike, ProfiledRun
 
 COUNTED = ("calls:exact", "bytes:exact")
 """What a test is held to where it names no budget: the same on every machine, and never by chance.

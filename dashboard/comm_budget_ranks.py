@@ -37,37 +37,37 @@ class Ranks:
 
     def written(self) -> None:
         """Every rank has written its files, as rank 0 knows when this returns."""
-        from stepsplit.collectors import presence
+        from stepsplit.collectors import job_info
 
-        rank, world_size, backend = presence.job()
+        rank, world_size, backend = job_info.job()
         number = next(_NUMBERS)
         if backend == "none":
             return
         if not self.first:
-            presence.tell(f"comm_budget/{number}/{rank}", "written")
+            job_info.tell(f"comm_budget/{number}/{rank}", "written")
             return
         for other in range(1, world_size):
-            presence.heard(f"comm_budget/{number}/{other}", PATIENCE_S, POLL_S)
+            job_info.heard(f"comm_budget/{number}/{other}", PATIENCE_S, POLL_S)
 
     def outcome(self, own: Outcome | None) -> Outcome:
         """What rank 0 says; where there is no job to hear it in, the others leave it to rank 0."""
-        from stepsplit.collectors import presence
+        from stepsplit.collectors import job_info
 
         told = self._from_first(None if own is None else msgspec.json.encode(own).decode())
         if told is not None:
             return msgspec.json.decode(told, type=Outcome)
-        if presence.job()[2] == "none":
+        if job_info.job()[2] == "none":
             return Outcome("pass", "rank 0 judges")
         return Outcome("error", f"rank 0 said nothing within {PATIENCE_S:.0f} s")
 
     def _from_first(self, own: str | None) -> str | None:
         """Rank 0's word; None where it gave none in time, or there is no job to hear it."""
-        from stepsplit.collectors import presence
+        from stepsplit.collectors import job_info
 
         number = next(_NUMBERS)
-        if presence.job()[2] == "none":
+        if job_info.job()[2] == "none":
             return own if self.first else None
         if self.first and own is not None:
-            presence.tell(f"comm_budget/{number}", own)
+            job_info.tell(f"comm_budget/{number}", own)
             return own
-        return presence.heard(f"comm_budget/{number}", PATIENCE_S, POLL_S)
+        return job_info.heard(f"comm_budget/{number}", PATIENCE_S, POLL_S)

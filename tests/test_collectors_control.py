@@ -14,24 +14,27 @@ from pathlib import Path
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.control import wire
-from stepsplit.collectors.control.attach import attach
-from stepsplit.collectors.control.identity import Identity, identity
-from stepsplit.collectors.control.imports import when_imported
-from stepsplit.collectors.control.kineto import capture
-from stepsplit.collectors.control.proc import ancestors, environment, family
-from stepsplit.collectors.control.wire import (
+from stepsplit.collectors.attach import protocol
+from stepsplit.collectors.attach.client import attach
+from stepsplit.collectors.attach.imports import when_imported
+from stepsplit.collectors.attach.protocol import (
     Answer,
+    Identity,
     Status,
+    ancestors,
     answer_line,
     ask_record,
     ask_status,
     asked,
+    capture,
+    environment,
+    family,
+    identity,
     read_line,
     socket_folder,
     socket_path,
 )
-from stepsplit.collectors.errors import CollectError
+from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.plan import Plan
 
 NO_PROCESS = 1 << 22
@@ -140,9 +143,9 @@ def test_a_line_that_is_no_question_is_a_value_error(line: bytes) -> None:
 
 
 def test_a_relayed_plan_is_handed_on_no_further() -> None:
-    assert asked(b'{"do": "status"}') == wire.Asked(None)
+    assert asked(b'{"do": "status"}') == protocol.Asked(None)
     line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
-    assert asked(line) == wire.Asked(Plan("o", "n", 4), relayed=True)
+    assert asked(line) == protocol.Asked(Plan("o", "n", 4), relayed=True)
 
 
 def test_ranks_are_told_by_torchrun_before_slurm_before_mpi() -> None:

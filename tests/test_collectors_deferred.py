@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 
-from stepsplit.collectors.deferred import deferred_sigterm
+from stepsplit.collectors.guard import deferred_sigterm
 
 SCRIPT = """
 import os, signal, time
-from stepsplit.collectors.deferred import deferred_sigterm
+from stepsplit.collectors.guard import deferred_sigterm
 
 with deferred_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -37,7 +37,7 @@ from collector_jobs.starting import (
     steps,
 )
 
-from stepsplit.collectors.control.wire import Status, agents, ask_status
+from stepsplit.collectors.attach.protocol import Status, agents, ask_status
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]

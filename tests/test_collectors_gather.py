@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stepsplit.collectors.__main__ import main
-from stepsplit.collectors.errors import CollectError
-from stepsplit.collectors.gather import gather
+from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.rank_files import gather
 from stepsplit.collectors.rank_record import (
     ClockProbe,
     GpuState,

@@ -9,8 +9,16 @@ import pytest
 from cases import for_each
 
 from stepsplit.collectors import launch
-from stepsplit.collectors.launch import RANK_BYTES, LaunchError, affordable, parse_parallel
-from stepsplit.collectors.recipe import Command, Recipe, parallel_text, parse_command
+from stepsplit.collectors.launch import (
+    RANK_BYTES,
+    Command,
+    LaunchError,
+    Recipe,
+    affordable,
+    parallel_text,
+    parse_command,
+    parse_parallel,
+)
 from stepsplit.collectors.run_spec import Mesh
 
 

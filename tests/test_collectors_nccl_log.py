@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stepsplit.collectors.nccl_log import cut, log_path
+from stepsplit.collectors.nccl import cut, log_path
 
 LINE = b"host:1:1 [0] NCCL INFO AllReduce: opCount 0\n"
 

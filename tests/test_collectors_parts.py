@@ -13,12 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors.clock import answer, probe  # noqa: E402
-from stepsplit.collectors.gpu import gpu_state  # noqa: E402
-from stepsplit.collectors.machine import machine  # noqa: E402
+from stepsplit.collectors.job_info import (  # noqa: E402
+    answer,
+    gpu_state,
+    machine,
+    probe,
+)
 from stepsplit.collectors.memory import activations_bytes, held_bytes  # noqa: E402
-from stepsplit.collectors.packing import Packed, Packer  # noqa: E402
-from stepsplit.collectors.step_times import KEPT, StepClock  # noqa: E402
+from stepsplit.collectors.rank_files import Packed, Packer  # noqa: E402
+from stepsplit.collectors.rank_record import KEPT, StepClock  # noqa: E402
 
 
 def test_a_clock_is_its_own_within_the_round_trip() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from stepsplit.collectors import Mesh, ModelSpec
-from stepsplit.collectors.launch import LaunchError, LaunchResult, launch_workload
-from stepsplit.collectors.recipe import Recipe
+from stepsplit.collectors.launch import LaunchError, LaunchResult, Recipe, launch_workload
 from stepsplit.collectors.run_spec import GroupInfo, RunSpec, from_json
 
 torch = pytest.importorskip("torch")
@@ -231,12 +230,12 @@ def test_torch_is_as_it_was_after_the_recording(tmp_path: Path) -> None:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
-    from stepsplit.collectors.annotate import annotations
+    from stepsplit.collectors.trace_window import annotate_layers
 
     before = vars(ProcessGroup)["send"], vars(_PipelineStageBase)["forward_one_chunk"]
-    with annotations():
+    with annotate_layers():
         once = vars(ProcessGroup)["send"]
-        with annotations():
+        with annotate_layers():
             assert vars(ProcessGroup)["send"] is once is not before[0]
         assert vars(ProcessGroup)["send"] is once
 

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import optimizers  # noqa: E402
-from stepsplit.collectors.control.step_counter import SUCCESSION, StepCounter  # noqa: E402
+from stepsplit.collectors.attach.agent import SUCCESSION, StepCounter  # noqa: E402
 
 
 @pytest.fixture

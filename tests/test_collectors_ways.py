@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.rank_record import read_record
-from stepsplit.collectors.step_times import KEPT
+from stepsplit.collectors.rank_record import KEPT, read_record
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
@@ -152,7 +151,7 @@ def test_a_job_that_waits_for_a_daemon_is_attached_to_as_it_is(tmp_path: Path) -
 
 
 def descendants(pid: int) -> list[int]:
-    from stepsplit.collectors.control.proc import environment, family
+    from stepsplit.collectors.attach.protocol import environment, family
 
     return [each for each in family(pid) if "RANK" in environment(each)]
 

@@ -6,10 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from stepsplit.collectors.gpt import model_spec
-from stepsplit.collectors.recipe import Recipe, parse_parallel
+from stepsplit.collectors.demo_job import model_spec, training
+from stepsplit.collectors.launch import Recipe, parse_parallel
 from stepsplit.collectors.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
-from stepsplit.collectors.workload import training
 
 RECIPE = Recipe(layers=2, hidden=64, heads=4, seq_len=32)
 

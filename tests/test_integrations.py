@@ -13,11 +13,15 @@ torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import ModelSpec, Training, profile_run  # noqa: E402
 from stepsplit.collectors.integrations.calls import after_each, profile_calls  # noqa: E402
-from stepsplit.collectors.integrations.late_run import Facts, LateRun  # noqa: E402
-from stepsplit.collectors.integrations.library import library  # noqa: E402
-from stepsplit.collectors.integrations.options import Options  # noqa: E402
-from stepsplit.collectors.integrations.shapes import model_spec  # noqa: E402
-from stepsplit.collectors.integrations.words import dtype_word, optimizer_word  # noqa: E402
+from stepsplit.collectors.integrations.common import (  # noqa: E402  # noqa: E402
+    Facts,
+    LateRun,
+    Options,
+    dtype_word,
+    library,
+    model_spec,
+    optimizer_word,
+)
 
 LIBRARIES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
 
@@ -25,7 +29,7 @@ LIBRARIES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "de
 def test_collectors_import_no_framework() -> None:
     code = (
         "import sys, stepsplit.collectors, stepsplit.collectors.profiler;"
-        "import stepsplit.collectors.integrations.late_run;"
+        "import stepsplit.collectors.integrations.common;"
         f"sys.exit(str(sorted(set({LIBRARIES!r}) & set(sys.modules))))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from stepsplit.collectors.guard import guarded
-from stepsplit.collectors.integrations.late_run import Facts, LateRun
-from stepsplit.collectors.integrations.options import Options
-from stepsplit.collectors.presence import job
+from stepsplit.collectors.integrations.common import Facts, LateRun, Options
+from stepsplit.collectors.job_info import job
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

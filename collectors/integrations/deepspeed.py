@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from stepsplit.collectors.integrations.calls import after_each
-from stepsplit.collectors.integrations.late_run import Facts, LateRun
-from stepsplit.collectors.integrations.options import Options
-from stepsplit.collectors.integrations.shapes import model_spec
-from stepsplit.collectors.integrations.words import data_axis, dtype_word, optimizer_word
+from stepsplit.collectors.integrations.common import (
+    Facts,
+    LateRun,
+    Options,
+    data_axis,
+    dtype_word,
+    model_spec,
+    optimizer_word,
+)
 from stepsplit.collectors.run_spec import ModelSpec, Training
 
 _STEPS = ("train_batch", "step")

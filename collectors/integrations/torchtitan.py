@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.integrations.late_run import Facts, LateRun
-from stepsplit.collectors.integrations.library import library
+from stepsplit.collectors.integrations.common import Facts, LateRun, library
 from stepsplit.collectors.run_spec import Training
 
 _Profiler: Any = library("torchtitan.tools.profiler", "torchtitan").Profiler

@@ -10,12 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.accelerate_state import framework_of, mesh_of_state, replicas
-from stepsplit.collectors.integrations.late_run import Facts, LateRun
-from stepsplit.collectors.integrations.library import library
-from stepsplit.collectors.integrations.options import Options
-from stepsplit.collectors.integrations.shapes import model_spec
-from stepsplit.collectors.integrations.words import dtype_word, optimizer_word
+from stepsplit.collectors.integrations.accelerate import framework_of, mesh_of_state, replicas
+from stepsplit.collectors.integrations.common import (
+    Facts,
+    LateRun,
+    Options,
+    dtype_word,
+    library,
+    model_spec,
+    optimizer_word,
+)
 from stepsplit.collectors.run_spec import Training
 
 _Callback: Any = library("transformers", "transformers accelerate").TrainerCallback

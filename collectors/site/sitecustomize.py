@@ -23,12 +23,12 @@ def _start_agent() -> None:
 
     def install() -> None:
         _make_importable()
-        from stepsplit.collectors.control.agent import Agent
+        from stepsplit.collectors.attach.agent import Agent
         from stepsplit.collectors.plan import plan
 
         Agent(plan(text)).install()
 
-    imports = _loaded("_stepsplit_imports", _COLLECTORS / "control" / "imports.py")
+    imports = _loaded("_stepsplit_imports", _COLLECTORS / "attach" / "imports.py")
     imports.when_imported("torch.optim.optimizer", install)
 
 

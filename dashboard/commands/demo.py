@@ -10,9 +10,16 @@ from rich.console import Console
 from stepsplit.analyzer import Analysis, StepsplitError, UsageError, units
 from stepsplit.analyzer.analysis import examine_as_told
 from stepsplit.analyzer.report.io import save
-from stepsplit.collectors.launch import LaunchError, affordable, launch_workload
-from stepsplit.collectors.paths import fresh
-from stepsplit.collectors.recipe import Recipe, check, parallel_text, parse_parallel
+from stepsplit.collectors.launch import (
+    LaunchError,
+    Recipe,
+    affordable,
+    check,
+    launch_workload,
+    parallel_text,
+    parse_parallel,
+)
+from stepsplit.collectors.rank_record import fresh
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.dashboard.commands.extras import need
 from stepsplit.dashboard.reporters.terminal import screen

@@ -160,7 +160,7 @@ def hooks_alone(turns: int) -> None:
     import torch
     from torch.optim import optimizer as module
 
-    from stepsplit.collectors.control.agent import Agent
+    from stepsplit.collectors.attach.agent import Agent
     from stepsplit.collectors.plan import Plan
 
     Agent(Plan(out="nowhere", name="standby", first=None)).install()

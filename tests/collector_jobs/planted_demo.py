@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import distributed
 
-from stepsplit.collectors import gpt, parallelize, workload
+from stepsplit.collectors import demo_job
 
 
 def nothing() -> None:
@@ -20,17 +20,17 @@ def nothing() -> None:
 def extra_all_reduce() -> None:
     """Every layer sums something that nobody needs, as a debugging metric left in would."""
 
-    class Summed(gpt.Block):
+    class Summed(demo_job.Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             distributed.all_reduce(x.detach().clone())
             return super().forward(x)
 
-    gpt.Block = Summed
+    demo_job.Block = Summed
 
 
 def halved_bucket() -> None:
     """DDP gets buckets of half the size."""
-    parallelize.BUCKET_MIB /= 2
+    demo_job.BUCKET_MIB /= 2
 
 
 if __name__ == "__main__":
@@ -38,4 +38,4 @@ if __name__ == "__main__":
     {"nothing": nothing, "extra_all_reduce": extra_all_reduce, "halved_bucket": halved_bucket}[
         plant
     ]()
-    workload.main()
+    demo_job.main()

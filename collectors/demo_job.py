@@ -1,0 +1,408 @@
+"""The demo training: a small GPT under tensor, pipeline and data parallelism, recorded."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from stepsplit.collectors.launch import FOLLOW_STDIN, Command, Recipe, parse_command
+from stepsplit.collectors.profiler import profile_run
+from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
+
+# The demo training: a small GPT under TP, PP and DP, recorded. One process a rank:
+#
+# torchrun --nproc-per-node 4 -m stepsplit.collectors.demo_job --out runs/demo --parallel
+# tp=2,pp=2
+
+BLOCKS, BLOCK_BYTES = 16, 16 << 20
+
+WARMUP = 1
+"""Steps for the profiler to settle in; it records the last ones, for the first are not steady."""
+
+
+class Trainer:
+    """One rank's share of the training."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, device: Any) -> None:
+        self.recipe, self.mesh, self.device = recipe, mesh, device
+        self.rank = distributed.get_rank()
+        self.device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.axes)
+        stage, stages = mesh.coordinate(self.rank, "pp"), mesh.size("pp")
+        self.first, self.last = stage == 0, stage == stages - 1
+        # The same start on every rank that shares the stage.
+        torch.manual_seed(stage)
+        module = Stage(recipe, stage, stages).to(device)
+        make_late(module, recipe, self.rank)
+        self.module = spread(module, mesh, self.device_mesh)
+        self.parameters = list(self.module.parameters())
+        self.optimizer = optimizer(self.parameters)
+        self.schedule: Any = None
+        if stages > 1:
+            self.schedule = pipeline(self.module, recipe, mesh, self.device_mesh, device)
+        self.text = characters()
+
+    def step(self, number: int) -> float | None:
+        """One optimizer step. The loss where this rank holds the last stage."""
+        replicas = self.mesh.size("dp_replicate") * self.mesh.size("dp_shard")
+        replica = _replica(self.mesh, self.rank)
+        sequences = self.recipe.microbatches * self.recipe.micro_batch
+        data = batch(self.text, sequences, self.recipe.seq_len, number * replicas + replica)
+        tokens, targets = data.tokens.to(self.device), data.targets.to(self.device)
+        run = self._accumulated if self.schedule is None else self._pipelined
+        losses = run(tokens, targets)
+        sync_gradients(self.parameters, self.mesh, self.device_mesh)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(torch.stack(losses).mean()) if losses else None
+
+    def _pipelined(self, tokens: Any, targets: Any) -> list[Any]:
+        losses: list[Any] = []
+        inputs = (tokens,) if self.first else ()
+        wanted = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*inputs, return_outputs=False, **wanted)
+        return [loss.detach() for loss in losses]
+
+    def _accumulated(self, tokens: Any, targets: Any) -> list[Any]:
+        """Without a pipeline the microbatches run one after the other; the last one syncs."""
+        count, losses = self.recipe.microbatches, []
+        for index, (x, y) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
+            with _sync_only_if(index == count - 1, self.module):
+                loss = stage_loss(self.module(x), y) / count
+                loss.backward()
+            losses.append(loss.detach() * count)
+        return losses
+
+
+def main() -> None:
+    """Trains as the command line and the environment of the rank say."""
+    if os.environ.get(FOLLOW_STDIN):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    command = parse_command()
+    device = _join_job()
+    try:
+        losses = train(command, device)
+    finally:
+        distributed.destroy_process_group()
+    if losses and _speaks(command.mesh, int(os.environ.get("RANK", "0"))):
+        sys.stdout.write(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} over {len(losses)} steps\n")
+
+
+def train(command: Command, device: Any) -> list[float]:
+    """The losses of the steps; empty on ranks that do not hold the last stage."""
+    recipe, mesh = command.recipe, command.mesh
+    if device.type == "cpu":
+        _touch_memory()
+    trainer = Trainer(recipe, mesh, device)
+    losses: list[float] = []
+    with profile_run(
+        command.out,
+        mesh=mesh,
+        model=model_spec(recipe),
+        training=training(recipe, mesh),
+        wait=max(1, recipe.steps - recipe.active - WARMUP),
+        warmup=WARMUP,
+        active=recipe.active,
+    ) as run:
+        for number in range(recipe.steps):
+            loss = trainer.step(number)
+            run.step()
+            losses += [] if loss is None else [loss]
+    return losses
+
+
+def _touch_memory() -> None:
+    """Takes memory once and leaves it to the allocator: page faults make microbatches uneven."""
+    blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
+    del blocks
+
+
+def training(recipe: Recipe, mesh: Mesh) -> Training:
+    """How a step of this recipe is made."""
+    replicas = mesh.size("dp_replicate") * mesh.size("dp_shard")
+    return Training(
+        seq_len=recipe.seq_len,
+        micro_batch=recipe.micro_batch,
+        global_batch=recipe.micro_batch * recipe.microbatches * replicas,
+        microbatches=recipe.microbatches,
+        dtype="fp32",
+        optimizer="adamw",
+        schedule=recipe.schedule if mesh.size("pp") > 1 else None,
+        framework="fsdp2" if mesh.size("dp_shard") > 1 else "torch",
+        split_vocab=False if mesh.size("tp") > 1 else None,
+        root_unit=True if mesh.size("dp_shard") > 1 else None,
+        bucket_bytes=BUCKET_MIB << 20 if mesh.size("dp_replicate") > 1 else None,
+    )
+
+
+def make_late(module: Any, recipe: Recipe, rank: int) -> None:
+    """Makes every forward of the slow rank take its share of slow_ms longer."""
+    if rank != recipe.slow_rank or recipe.slow_ms <= 0:
+        return
+    share_s = recipe.slow_ms / 1e3 / recipe.microbatches
+
+    def delay(_: Any, inputs: tuple[Any, ...]) -> None:
+        if recipe.slow_kind == "sleep":
+            time.sleep(share_s)
+        else:
+            _compute_for(share_s, inputs[0].device)
+
+    module.register_forward_pre_hook(delay)
+
+
+def _compute_for(seconds: float, device: Any) -> None:
+    end = time.perf_counter() + seconds
+    square = torch.ones(2 * (384 if device.type == "cpu" else 4096,), device=device)
+    while time.perf_counter() < end:
+        # Reading a value back keeps host and device together: the time passes in the product.
+        float(torch.mm(square, square)[0, 0])
+
+
+def _join_job() -> Any:
+    """Joins the process group of the environment: NCCL where each rank has a GPU, else gloo."""
+    torch.set_num_threads(1)
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        distributed.init_process_group("nccl", device_id=device)
+        return device
+    distributed.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def _sync_only_if(last: bool, module: Any) -> Any:
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    elif isinstance(module, nn.parallel.DistributedDataParallel) and not last:
+        return module.no_sync()
+    return nullcontext()
+
+
+def _replica(mesh: Mesh, rank: int) -> int:
+    """Which of the data-parallel replicas the rank belongs to: they read different text."""
+    shard = mesh.coordinate(rank, "dp_shard")
+    return mesh.coordinate(rank, "dp_replicate") * mesh.size("dp_shard") + shard
+
+
+def _speaks(mesh: Mesh, rank: int) -> bool:
+    return rank == mesh.line(0, "pp")[-1]
+
+
+def _end_with_parent() -> None:
+    """Ends this process when whoever started it is gone, however it went."""
+    # Not sys.stdin: its lock would trouble the interpreter's own end.
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+# How the demo model is spread over the ranks: DTensor TP, DDP or FSDP2, and the pipeline.
+
+_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+BUCKET_MIB = 4
+
+
+def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
+    """The stage as this rank holds it: cut by tp, then sharded or replicated over dp."""
+    if mesh.size("tp") > 1:
+        _tensor_parallel(stage, device_mesh["tp"])
+    if mesh.size("dp_shard") > 1:
+        return _fully_sharded(stage, mesh, device_mesh)
+    if "dp_replicate" in mesh.axes and mesh.size("tp") == 1:
+        group = device_mesh["dp_replicate"].get_group()
+        return nn.parallel.DistributedDataParallel(
+            stage, process_group=group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+        )
+    return stage
+
+
+def pipeline(module: Any, recipe: Recipe, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
+    """The schedule that runs this rank's stage."""
+    group = device_mesh["pp"].get_group()
+    stage = PipelineStage(module, group.rank(), mesh.size("pp"), device, group=group)
+    return _SCHEDULES[recipe.schedule](stage, recipe.microbatches, loss_fn=stage_loss)
+
+
+def optimizer(parameters: Iterable[Any]) -> Any:
+    """AdamW in one op for each kind of parameter: a fused op takes no mix of DTensor and Tensor."""
+    kinds: defaultdict[object, list[Any]] = defaultdict(list)
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds[mesh].append(parameter)
+    groups = [{"params": kind} for kind in kinds.values()]
+    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.0, fused=True)
+
+
+def sync_gradients(parameters: Iterable[Any], mesh: Mesh, device_mesh: Any) -> None:
+    """Means the gradients over dp where neither DDP nor FSDP does: DDP knows no DTensor."""
+    if mesh.size("tp") == 1 or mesh.size("dp_replicate") == 1 or mesh.size("dp_shard") > 1:
+        return
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    flat = _flatten_dense_tensors(gradients)
+    distributed.all_reduce(flat, group=device_mesh["dp_replicate"].get_group())
+    flat /= mesh.size("dp_replicate")
+    torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+
+
+def _tensor_parallel(stage: Any, tp_mesh: Any) -> None:
+    for block in stage.blocks:
+        plan = {
+            "qkv": ColwiseParallel(),
+            "proj": RowwiseParallel(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(block, tp_mesh, plan)
+
+
+def _fully_sharded(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
+    axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if mesh.size(axis) > 1)
+    dp_mesh = device_mesh[axes]
+    for block in stage.blocks:
+        fully_shard(block, mesh=dp_mesh)
+    return fully_shard(stage, mesh=dp_mesh)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# The model of the demo: a small GPT, cut into pipeline stages, with as few ops as one can.
+
+_FFN = 4  # the feed-forward layer is this many times as wide as the model
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """One transformer layer. (sequences * seq_len, hidden) in and out: linear layers on two dims
+    take half the ops that they take on three."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        hidden = recipe.hidden
+        self.seq_len = recipe.seq_len
+        self.head_dim = hidden // recipe.heads
+        self.norm1 = nn.LayerNorm(hidden, bias=False)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.norm2 = nn.LayerNorm(hidden, bias=False)
+        self.up = nn.Linear(hidden, _FFN * hidden, bias=False)
+        self.down = nn.Linear(_FFN * hidden, hidden, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.proj(self._attended(self.qkv(self.norm1(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+    def _attended(self, qkv: Any) -> Any:
+        # Columns are ordered by head, so that a shard of them holds whole heads.
+        by_head = qkv.view(-1, self.seq_len, qkv.shape[1] // 3 // self.head_dim, 3 * self.head_dim)
+        q, k, v = by_head.transpose(1, 2).chunk(3, dim=-1)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+
+class Stage(nn.Module):  # type: ignore[misc]
+    """The share of the model that one pipeline stage holds; of one stage, all of it."""
+
+    def __init__(self, recipe: Recipe, stage: int, stages: int) -> None:
+        super().__init__()
+        hidden, first, last = recipe.hidden, stage == 0, stage == stages - 1
+        layers = recipe.layers // stages
+        self.embed = nn.Embedding(VOCAB, hidden) if first else None
+        self.position = nn.Embedding(recipe.seq_len, hidden) if first else None
+        self.blocks = nn.ModuleList(Block(recipe) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden, bias=False) if last else None
+        self.head = nn.Linear(hidden, VOCAB, bias=False) if last else None
+
+    def forward(self, x: Any) -> Any:
+        if self.embed is not None and self.position is not None:
+            x = (self.embed(x) + self.position.weight).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def stage_loss(scores: Any, targets: Any) -> Any:
+    """The mean cross entropy of a microbatch, in nats a character."""
+    return functional.cross_entropy(scores, targets.flatten())
+
+
+def model_spec(recipe: Recipe) -> ModelSpec:
+    """The shape of the whole model, all stages together."""
+    with torch.device("meta"):
+        whole = Stage(recipe, 0, 1)
+    return ModelSpec(
+        layers=recipe.layers,
+        hidden=recipe.hidden,
+        heads=recipe.heads,
+        kv_heads=recipe.heads,
+        ffn=_FFN * recipe.hidden,
+        gated=False,
+        vocab=VOCAB,
+        tied=False,
+        learned_positions=recipe.seq_len,
+        norm="rms",
+        biases=False,
+        parameters=sum(parameter.numel() for parameter in whole.parameters()),
+    )
+
+
+# What the demo model reads: sentences of a small grammar, as characters.
+
+_WHO = ("the first stage", "the last stage", "a slow rank", "every rank", "the next stage")
+
+_DOES = ("waits for", "sends a message to", "shares the gradients of", "runs ahead of")
+
+_WHEN = ("before the step ends", "in the backward pass", "once a step", "while others compute")
+
+ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
+
+VOCAB = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's characters: tokens and targets (sequences, seq_len), targets one further on."""
+
+    tokens: Any
+    targets: Any
+
+
+def characters(sentences: int = 500, seed: int = 7) -> Any:
+    """The whole text as indices into the alphabet; the same on every rank."""
+    pick = random.Random(seed).choice
+    text = " ".join(
+        f"{pick(_WHO)} {pick(_DOES)} {pick(_WHO)} {pick(_WHEN)}." for _ in range(sentences)
+    )
+    return torch.tensor([ALPHABET.index(letter) for letter in text])
+
+
+def batch(text: Any, sequences: int, seq_len: int, seed: int) -> Batch:
+    """Random windows of the text: the same seed draws the same windows."""
+    draw = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - seq_len - 1, (sequences, 1), generator=draw)
+    window = text[starts + torch.arange(seq_len + 1)]
+    return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+
+
+if __name__ == "__main__":
+    main()

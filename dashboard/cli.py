@@ -13,26 +13,27 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 
-VERBS = (
-    "analyze",
-    "attach",
-    "baseline",
-    "calibrate",
-    "check",
-    "compare",
-    "dashboard",
-    "demo",
-    "export",
-    "gather",
-    "model",
-    "plan",
-    "record",
-    "token",
-    "upload",
-    "validate",
-    "what-if",
-    "worker",
-)
+VERBS = {
+    "analyze": "analyze",
+    "attach": "record",
+    "baseline": "check",
+    "calibrate": "model",
+    "check": "check",
+    "compare": "check",
+    "dashboard": "server",
+    "demo": "record",
+    "export": "analyze",
+    "gather": "record",
+    "model": "model",
+    "plan": "model",
+    "record": "record",
+    "token": "server",
+    "upload": "server",
+    "validate": "model",
+    "what-if": "model",
+    "worker": "server",
+}
+"""The module of commands/ that each verb is in."""
 BAD_INPUT, INTERNAL = 2, 4
 
 
@@ -45,10 +46,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(
-            f"stepsplit.dashboard.commands.{cmd_name.replace('-', '_')}"
-        )
-        command: click.Command = module.command
+        module = importlib.import_module(f"stepsplit.dashboard.commands.{VERBS[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
 

@@ -21,14 +21,14 @@ folder = Path(sys.argv[1])
 store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
 """
 _SERVER = """
-from stepsplit.dashboard.web.access import Access
-from stepsplit.dashboard.web.serve import Serving, free_port, serve
+from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.server import Serving, free_port, serve
 ready = lambda url: print(url, flush=True)
 serve(store, port=free_port(), ready=ready, how=Serving(Access(), workers=0))
 """
 _WORKER = """
 from store_builders import known_analysis
-from stepsplit.dashboard.store.worker import Terms, work
+from stepsplit.dashboard.store.ingest import Terms, work
 work(store, Terms("known", poll_s=0.1), known_analysis)
 """
 

@@ -16,8 +16,9 @@ from stepsplit.analyzer import UsageError, examine
 from stepsplit.analyzer.regression.budgets import budgets_of
 from stepsplit.analyzer.regression.judge import judge as check
 from stepsplit.analyzer.regression.metrics import facts_of
-from stepsplit.dashboard.reporters.verdict_words import headline
-from stepsplit.dashboard.store.store import Store, Tag
+from stepsplit.dashboard.reporters.verdict import headline
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")

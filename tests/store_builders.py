@@ -9,9 +9,9 @@ from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.dashboard.store.files import FileRow
-from stepsplit.dashboard.store.jobs import Job
-from stepsplit.dashboard.store.store import RunRow, Store
+from stepsplit.dashboard.store.queue import Job
+from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.store import FileRow, Store
 
 
 def known_analysis(folder: Path, progress: Progress) -> Analysis:

@@ -15,7 +15,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
 from stepsplit.analyzer.report.report import Report, step_median_ns
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.gap import gap_section
+from stepsplit.dashboard.reporters.terminal import gap_section
 
 PAGE = Path(__file__).parent.parent / "docs" / "gap.md"
 SAMPLES = Path(__file__).parent.parent / "sample_traces"

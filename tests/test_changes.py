@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from cases import for_each
 
-from stepsplit.dashboard.pages.changes import LOOKED_AT, Change, changes
+from stepsplit.dashboard.pages.compare import LOOKED_AT, LevelChange, changes
 
 QUIET = (100.0, 101, 99, 100, 102, 98, 100, 101)
 SEED, SDS = 20, (0.02, 0.05, 0.10)
@@ -25,8 +25,8 @@ def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
     high = tuple(value + 20 for value in QUIET)
 
     assert changes(QUIET + high + QUIET) == (
-        Change(8, 100.125, 120.125),
-        Change(16, 120.125, 100.125),
+        LevelChange(8, 100.125, 120.125),
+        LevelChange(16, 120.125, 100.125),
     )
 
 
@@ -40,26 +40,26 @@ def test_one_run_that_stands_out_is_no_change(odd: float, at: int) -> None:
 
 def test_two_runs_are_no_level_and_three_are() -> None:
     assert changes((*QUIET, 130.0, 131.0)) == ()
-    assert changes((*QUIET, 130.0, 131.0, 129.0)) == (Change(8, 100.125, 130.0),)
+    assert changes((*QUIET, 130.0, 131.0, 129.0)) == (LevelChange(8, 100.125, 130.0),)
 
 
 def test_what_never_varies_changes_at_once_but_by_one_percent_at_least() -> None:
-    assert changes([8.0] * 6 + [10.0] * 6) == (Change(6, 8.0, 10.0),)
+    assert changes([8.0] * 6 + [10.0] * 6) == (LevelChange(6, 8.0, 10.0),)
     assert changes([8.0] * 6 + [8.07] * 6) == ()
-    assert changes([0.0] * 6 + [2.0] * 6) == (Change(6, 0.0, 2.0),)
+    assert changes([0.0] * 6 + [2.0] * 6) == (LevelChange(6, 0.0, 2.0),)
     assert changes([5.0] * 40) == changes([0.0] * 40) == changes([0.1] * 5) == ()
 
 
 def test_a_change_is_told_by_what_the_level_was() -> None:
-    assert (Change(3, 8.0, 10.0).ratio, Change(3, 8.0, 6.0).ratio) == (0.25, -0.25)
-    assert Change(3, 0.0, 1.0).ratio is None
+    assert (LevelChange(3, 8.0, 10.0).ratio, LevelChange(3, 8.0, 6.0).ratio) == (0.25, -0.25)
+    assert LevelChange(3, 0.0, 1.0).ratio is None
 
 
 def test_of_a_long_history_the_newest_runs_are_looked_at() -> None:
     old = [50.0] * 30
     newest = [100.0] * (LOOKED_AT - 10) + [110.0] * 10
 
-    assert changes(old + newest) == (Change(30 + LOOKED_AT - 10, 100.0, 110.0),)
+    assert changes(old + newest) == (LevelChange(30 + LOOKED_AT - 10, 100.0, 110.0),)
 
 
 @for_each(("runs", "count"), [(10, 100), (30, 60), (100, 20)])

@@ -16,8 +16,9 @@ from stepsplit.analyzer.regression.check_result import from_json
 from stepsplit.analyzer.regression.metrics import CallsFact, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.verdict import screen
-from stepsplit.dashboard.store.store import Store, Tag
+from stepsplit.dashboard.reporters.verdict import verdict_screen
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 ONE, OTHER = str(SAMPLES / "tp2_pp2"), str(SAMPLES / "tp2_pp2_dp2")
@@ -209,7 +210,7 @@ def add(store: Store, name: str, report: Report, branch: str) -> str:
 def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as captured:
-        console.print(screen(check_runs([worse], [base])))
+        console.print(verdict_screen(check_runs([worse], [base])))
     lines = captured.get().splitlines()
     assert "✗ exposed_comm  10%,1pt    10.0 %     12.0 %  +2.0 pt  +1.9 to +2.1 pt" in [
         line.rstrip() for line in lines

@@ -19,7 +19,7 @@ from stepsplit.analyzer.regression.compare import RunComparison, from_json, to_j
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.report.io import to_json as report_to_json
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.compare import headline, screen
+from stepsplit.dashboard.reporters.compare import comparison_screen, headline
 
 SAMPLES = Path(__file__).parent.parent / "sample_traces"
 TWO, EIGHT = SAMPLES / "pp2_m2", SAMPLES / "pp2_m8"
@@ -33,7 +33,7 @@ def found() -> RunComparison:
 def lines(found: RunComparison, width: int) -> list[str]:
     console = Console(width=width, highlight=False, no_color=True)
     with console.capture() as capture:
-        console.print(screen(found))
+        console.print(comparison_screen(found))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 

@@ -19,9 +19,7 @@ from dashboard_processes import is_gone, open_store, running_dashboard, store_ur
 from store_builders import queued, settled, state
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.upload.chosen import Chosen
-from stepsplit.dashboard.upload.connection import Connection
-from stepsplit.dashboard.upload.send import Sender
+from stepsplit.dashboard.upload import Chosen, Connection, Sender
 
 pytestmark = pytest.mark.slow
 SAMPLE = Path(__file__).parent.parent / "sample_traces" / "pp2_m2"
@@ -29,9 +27,9 @@ _WORKER = """
 import sys, time
 from pathlib import Path
 from store_builders import known_analysis
-from stepsplit.dashboard.store.log_lines import set_up_logs
+from stepsplit.dashboard.store.ingest import set_up_logs
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.store.worker import Terms, work
+from stepsplit.dashboard.store.ingest import Terms, work
 def slow(folder, progress):
     print("begun", flush=True)
     time.sleep(60)

@@ -16,12 +16,18 @@ from stepsplit.analyzer.gap.comm_gap import modelled_busbw
 from stepsplit.analyzer.regression.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.dashboard.figures.history import usual
-from stepsplit.dashboard.figures.memory import Held, memory
-from stepsplit.dashboard.figures.pipeline import one_pipeline, pipeline, stage_bubbles
-from stepsplit.dashboard.figures.split import by_rank, by_step
-from stepsplit.dashboard.figures.waits import waits_matrix
-from stepsplit.dashboard.figures.waterfall import difference, waterfall
+from stepsplit.dashboard.figures.communication import usual, waits_matrix
+from stepsplit.dashboard.figures.run import (
+    Held,
+    by_rank,
+    by_step,
+    difference_figure,
+    memory,
+    one_pipeline,
+    pipeline,
+    stage_bubbles,
+    waterfall,
+)
 
 SAMPLES = Path(__file__).parents[1] / "sample_traces"
 
@@ -114,7 +120,7 @@ def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
 def test_the_difference_of_two_runs_adds_up_too() -> None:
     one, other = (analyze(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
 
-    (fall,) = difference(compare_reports(one, other)).data
+    (fall,) = difference_figure(compare_reports(one, other)).data
 
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
 

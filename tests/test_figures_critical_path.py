@@ -8,7 +8,7 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.split.critical_path import PathPart
-from stepsplit.dashboard.figures.critical_path import PathShare, critical_path, path_shares
+from stepsplit.dashboard.figures.run import PathShare, critical_path, path_shares
 
 EVIL = '<a href="javascript:alert(1)">tp</a>'
 

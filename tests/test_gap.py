@@ -52,7 +52,7 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import Mesh, RunSpec
-from stepsplit.dashboard.reporters.gap import gap_section
+from stepsplit.dashboard.reporters.terminal import gap_section
 
 TWICE = ((60, 70), (70, 80))
 SUMS = ("all_reduce", "tp", 2, 20, 20)

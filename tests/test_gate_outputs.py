@@ -18,11 +18,17 @@ from stepsplit.analyzer.regression.budgets import parse_budget
 from stepsplit.analyzer.regression.check_result import Judged, Verdict, from_json, to_json
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
-from stepsplit.dashboard.reporters.benchmarks import bencher, benchmark_action
-from stepsplit.dashboard.reporters.github import SUMMARY_BYTES, summary, workflow_commands
-from stepsplit.dashboard.reporters.gitlab import code_quality, open_metrics
-from stepsplit.dashboard.reporters.junit import junit
-from stepsplit.dashboard.reporters.markdown import COMMENT_BYTES, markdown
+from stepsplit.dashboard.reporters.ci import (
+    SUMMARY_BYTES,
+    bencher,
+    benchmark_action,
+    code_quality,
+    junit,
+    open_metrics,
+    summary,
+    workflow_commands,
+)
+from stepsplit.dashboard.reporters.verdict import COMMENT_BYTES, markdown
 
 XSD = Path(sys.prefix) / "junit-10.xsd"
 """Of Jenkins' xunit plugin; .ci/run takes it out of pytest's source release."""

@@ -26,7 +26,7 @@ from stepsplit.analyzer.diagnose.hang_progress import (
 )
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.hang import screen
+from stepsplit.dashboard.reporters.hang import hang_screen
 
 T0 = 1_790_000_000_000_000_000
 WORLD = StuckGroup("0", "default_pg", (0, 1, 2))
@@ -303,7 +303,7 @@ def test_the_ranks_with_injected_faults_are_the_culprits(
 def shown(hang: Hang, width: int) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(screen(hang))
+        console.print(hang_screen(hang))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 

@@ -9,7 +9,7 @@ from report_builders import analysis
 from stepsplit.analyzer.diagnose.what_if import ideal_grid
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.report.tables import Boxes
-from stepsplit.dashboard.figures.pipeline import one_pipeline
+from stepsplit.dashboard.figures.run import one_pipeline
 
 
 def grid(stages: int, microbatches: int, forward: int, backward: int, ranks: int = 0) -> Boxes:

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from prediction_builders import prediction
 
 from stepsplit.analyzer.model.prediction import prediction_from_json, prediction_to_json
-from stepsplit.dashboard.commands.model import command
+from stepsplit.dashboard.commands.model import model_command
 
 RUN = """\
 [model]
@@ -49,7 +49,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+    return CliRunner().invoke(model_command, [str(argument) for argument in arguments])
 
 
 def test_the_screen_is_printed(run_file: Path) -> None:
@@ -95,7 +95,7 @@ import stepsplit.dashboard.commands.model
 import stepsplit.analyzer.model.explain
 import stepsplit.analyzer.model.config_file
 import stepsplit.analyzer.model.prediction
-import stepsplit.dashboard.reporters.explained
+import stepsplit.dashboard.reporters.prediction
 import stepsplit.dashboard.reporters.prediction
 sys.exit(", ".join(name for name in {HEAVY!r} if name in sys.modules))
 """
@@ -111,6 +111,6 @@ def test_listing_the_commands_does_not_load_rich() -> None:
 
 
 def test_help_names_the_options() -> None:
-    with click.Context(command) as context:
-        text = command.get_help(context)
+    with click.Context(model_command) as context:
+        text = model_command.get_help(context)
     assert [name for name in ("--json", "--explain", "RUN.toml") if name not in text] == []

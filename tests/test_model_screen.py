@@ -16,8 +16,7 @@ from stepsplit.analyzer.model.config import Layout, Recipe
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import Explained, Folk, Formula, RuleOfThumb, Symbol
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
-from stepsplit.dashboard.reporters.explained import listing
-from stepsplit.dashboard.reporters.prediction import screen
+from stepsplit.dashboard.reporters.prediction import listing, prediction_screen
 
 SCREEN = """\
 model gpt-1.3b   1.31B parameters   8 x h100-sxm (1 node)   tp 2 pp 2 dp_replicate 2
@@ -85,12 +84,12 @@ def shown(what: RenderableType, width: int = 100) -> str:
 
 
 def test_the_screen_answers_how_long_where_it_goes_and_what_fits() -> None:
-    assert shown(screen(job(), prediction())) == SCREEN
+    assert shown(prediction_screen(job(), prediction())) == SCREEN
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
-    lines = shown(screen(job(), many_stages()), width).splitlines()
+    lines = shown(prediction_screen(job(), many_stages()), width).splitlines()
     lines += shown(listing(explain(job(), prediction())), width).splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
@@ -114,7 +113,7 @@ def many_stages() -> Prediction:
 
 
 def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown() -> None:
-    lines = shown(screen(job(), many_stages())).splitlines()
+    lines = shown(prediction_screen(job(), many_stages())).splitlines()
     assert [line.split() for line in lines if line.startswith("stage")] == [
         ["stage", "0", "1", "2", "3", "8", "15"]
     ]
@@ -125,12 +124,12 @@ def test_what_does_not_fit_is_said_loudly() -> None:
     full = replace(prediction(), fits=False, memory=(
         replace(prediction().memory[0], activations_bytes=81 * GIB), prediction().memory[1],
     ))  # fmt: skip
-    text = shown(screen(job(), full))
+    text = shown(prediction_screen(job(), full))
     assert " of 80.0 GiB (111.9 %): DOES NOT FIT\n" in text
 
 
 def test_an_unknown_peak_leaves_the_mfu_out() -> None:
-    text = shown(screen(job(), replace(prediction(), mfu=None, hfu=None)))
+    text = shown(prediction_screen(job(), replace(prediction(), mfu=None, hfu=None)))
     assert "8,904 tokens/s/GPU   MFU unknown: no peak at this dtype\n" in text
 
 
@@ -141,7 +140,7 @@ def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
         prediction(), splits=prediction().splits[1:], memory=prediction().memory[1:],
         communication=(), notes=(), confidence="low",
     )  # fmt: skip
-    text = shown(screen(job(replace(GPT, name=""), alone, recipe), one))
+    text = shown(prediction_screen(job(replace(GPT, name=""), alone, recipe), one))
     assert text.startswith(
         "model of 24 layers, hidden size 2,048   1.31B parameters   1 x h100-sxm (1 node)"
         "   one rank\n"
@@ -157,7 +156,7 @@ def test_states_that_are_spread_and_stages_that_share_a_rank_are_named() -> None
     layout = Layout(
         tp=2, pp=2, dp_shard=2, zero=3, sequence_parallel=True, schedule="interleaved", chunks=2
     )
-    text = shown(screen(job(layout=layout), prediction()), 120)
+    text = shown(prediction_screen(job(layout=layout), prediction()), 120)
     assert "tp 2 pp 2 dp_shard 2, sequence parallel, ZeRO-3\n" in text
     assert "pipeline interleaved, 2 stages a rank, 8 microbatches:" in text
 
@@ -201,7 +200,9 @@ def test_words_of_a_narrow_table_break_between_words() -> None:
     """An op and its phase share a column, which alone may take a second line."""
     message = Message("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
     row = Communication(message, Band(9e9, 8e9, 9e9), 9_000 * MS)
-    lines = shown(screen(job(), replace(prediction(), communication=(row,))), 80).splitlines()
+    lines = shown(
+        prediction_screen(job(), replace(prediction(), communication=(row,))), 80
+    ).splitlines()
     (first,) = [i for i, line in enumerate(lines) if line.startswith("expert_dp")]
     assert lines[first].split()[1:3] == ["reduce_scatter", "1,000"]
     assert lines[first + 1].split() == ["grad_sync"]

@@ -14,23 +14,22 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
-from stepsplit.dashboard.pages.address import Address, Chosen, address_of, page_url, search_of
-from stepsplit.dashboard.pages.collectives import collectives_page
-from stepsplit.dashboard.pages.compare import compare_page
-from stepsplit.dashboard.pages.history import history_page
-from stepsplit.dashboard.pages.memory import memory_page
+from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
+from stepsplit.dashboard.pages.compare import compare_page, history_page
+from stepsplit.dashboard.pages.components import (
+    Address,
+    Chosen,
+    View,
+    address_of,
+    page_url,
+    search_of,
+)
+from stepsplit.dashboard.pages.compute import memory_page
 from stepsplit.dashboard.pages.model import model_page
 from stepsplit.dashboard.pages.overview import overview
-from stepsplit.dashboard.pages.pipeline import pipeline_page
-from stepsplit.dashboard.pages.run import run_page, waiting_page
-from stepsplit.dashboard.pages.runs import runs_page
-from stepsplit.dashboard.pages.runs_order import in_order, matching
-from stepsplit.dashboard.pages.view import View
-from stepsplit.dashboard.store.headline import headline
-from stepsplit.dashboard.store.numbers import Point
-from stepsplit.dashboard.store.rows import State
-from stepsplit.dashboard.store.store import RunRow, Tag
-from stepsplit.dashboard.store.verdicts import VerdictRow
+from stepsplit.dashboard.pages.runs import in_order, matching, run_page, runs_page, waiting_page
+from stepsplit.dashboard.store.metrics import Point, VerdictRow, headline
+from stepsplit.dashboard.store.runs import RunRow, State, Tag
 
 SAMPLES = Path(__file__).parents[1] / "sample_traces"
 RUN = "abcdef012345"

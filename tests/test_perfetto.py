@@ -238,7 +238,7 @@ def test_what_analyze_has_kept_is_not_analyzed_again(
     def forbidden(*_: object) -> Analysis:
         raise AssertionError("analyzed again")
 
-    monkeypatch.setattr("stepsplit.dashboard.commands.export.examine", forbidden)
+    monkeypatch.setattr("stepsplit.analyzer.analysis.examine", forbidden)
     assert cli.run(["export", str(saved), "--perfetto", str(kept)]) == 0
     assert gzip.decompress(kept.read_bytes()) == fresh.read_bytes()
 
@@ -278,7 +278,7 @@ def test_a_trace_broken_off_leaves_no_file(
         yield b"the first part"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stepsplit.dashboard.commands.export.perfetto_trace", broken)
+    monkeypatch.setattr("stepsplit.dashboard.reporters.perfetto.perfetto_trace", broken)
     before = sorted(tmp_path.iterdir())
     assert cli.run(["export", str(saved), "--perfetto", str(tmp_path / "x.pftrace")]) == 130
     assert sorted(tmp_path.iterdir()) == before

@@ -16,7 +16,7 @@ from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.plan import from_json, plan, to_json
 from stepsplit.analyzer.model.plan_space import Plan
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.plan import screen
+from stepsplit.dashboard.reporters.plan import plan_screen
 
 RUN = """\
 [model]
@@ -53,7 +53,7 @@ def run_file(tmp_path: Path) -> Path:
 def printed(job: Job, found: Plan, width: int) -> list[str]:
     console = Console(width=width, highlight=False, no_color=True)
     with console.capture() as capture:
-        console.print(screen(job, found))
+        console.print(plan_screen(job, found))
     return capture.get().splitlines()
 
 
@@ -157,7 +157,7 @@ def test_nothing_heavy_is_loaded_on_the_way_to_the_screen() -> None:
     script = f"""
 import sys
 import stepsplit.dashboard.cli
-import stepsplit.dashboard.commands.plan
+import stepsplit.dashboard.commands.model
 import stepsplit.analyzer.model.plan
 import stepsplit.analyzer.model.plan
 import stepsplit.dashboard.reporters.plan

@@ -13,8 +13,8 @@ from report_builders import analysis
 from stepsplit.analyzer.report.report import Host, Report
 from stepsplit.analyzer.units import milliseconds
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.pages.view import View
-from stepsplit.dashboard.web.still import still_page
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.web.html_export import still_page
 
 SAMPLES = Path(__file__).parents[1] / "sample_traces"
 EVIL = "</script><script>alert(1)</script><a href='javascript:alert(1)'>x</a>"

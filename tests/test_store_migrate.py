@@ -15,9 +15,9 @@ from sqlalchemy.engine import Engine, make_url
 from store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.store import migrate
+from stepsplit.dashboard.store import database
+from stepsplit.dashboard.store.database import METADATA, VERSION
 from stepsplit.dashboard.store.ingest import ingest
-from stepsplit.dashboard.store.schema import METADATA, VERSION
 from stepsplit.dashboard.store.store import Store
 
 _ADD = """
@@ -45,7 +45,7 @@ def test_the_migrations_make_exactly_todays_tables(database_url: str, tmp_path: 
 
 
 def test_the_newest_migration_is_the_one_that_is_opened() -> None:
-    scripts = ScriptDirectory(str(Path(migrate.__file__).parent / "migrations"))
+    scripts = ScriptDirectory(str(Path(database.__file__).parent / "migrations"))
 
     assert scripts.get_heads() == [VERSION]
 

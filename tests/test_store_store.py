@@ -14,11 +14,10 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.report.report import MemoryRow
 from stepsplit.dashboard.store import runs
-from stepsplit.dashboard.store.files import FileRow, Held
-from stepsplit.dashboard.store.numbers import METRIC_NAMES, RankRow
-from stepsplit.dashboard.store.schema import VERDICTS
-from stepsplit.dashboard.store.store import Store, Tag
-from stepsplit.dashboard.store.verdicts import VerdictRow
+from stepsplit.dashboard.store.database import VERDICTS
+from stepsplit.dashboard.store.metrics import METRIC_NAMES, RankRow, VerdictRow
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import FileRow, Held, Store
 
 MS = 1_000_000
 

@@ -13,10 +13,16 @@ from report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Slices, Waits
-from stepsplit.dashboard.timeline.rank_tracks import band_of, lanes_of
-from stepsplit.dashboard.timeline.scene import Scene
-from stepsplit.dashboard.timeline.track import Drawn, Track
-from stepsplit.dashboard.timeline.wire import index_json, still_json, window_json
+from stepsplit.dashboard.pages.timeline import (
+    Drawn,
+    Scene,
+    Track,
+    band_of,
+    index_json,
+    lanes_of,
+    still_json,
+    window_json,
+)
 
 COMPUTE, COLLECTIVE, SKEW = (BUCKETS.index(name) for name in ("compute", "collective", "skew"))
 

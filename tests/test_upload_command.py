@@ -13,15 +13,14 @@ from flask import Flask
 from store_builders import claimed, known_analysis, settled, state
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard import cli
+from stepsplit.dashboard import cli, upload
 from stepsplit.dashboard.store.ingest import ingest
-from stepsplit.dashboard.store.store import Store, Tag
-from stepsplit.dashboard.upload import send
-from stepsplit.dashboard.upload.chosen import Chosen
-from stepsplit.dashboard.upload.connection import Connection
-from stepsplit.dashboard.web.access import Access
-from stepsplit.dashboard.web.limits import Limits
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.upload import Chosen, Connection
+from stepsplit.dashboard.web.auth import Access
 from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
 
 App = Callable[..., Any]
 
@@ -35,9 +34,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send, "PART_BYTES", 1000)
-    monkeypatch.setattr(send, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("stepsplit.dashboard.commands.upload.ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(upload, "PART_BYTES", 1000)
+    monkeypatch.setattr(upload, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("stepsplit.dashboard.commands.server.ASK_EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: P
         return inner(environ, start)
 
     with _Serving(_without_noise(flaky)) as url:
-        sender = send.Sender(Connection(url, None), sleep=lambda _: None)
+        sender = upload.Sender(Connection(url, None), sleep=lambda _: None)
         run_id = sender.create("run", {})
         size = (recording / "rank0.json").stat().st_size
         sender.send(run_id, Chosen(recording / "rank0.json", "rank0.json", size))
@@ -204,7 +203,7 @@ def test_what_cannot_be_is_told(
 
 def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -> None:
     with _Serving(_server(store)) as url:
-        sender = send.Sender(Connection(url, None))
+        sender = upload.Sender(Connection(url, None))
         run_id = sender.create("run", {})
         path = recording / "rank0.json"
         part = {"Upload-Offset": "0"}

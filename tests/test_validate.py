@@ -38,8 +38,8 @@ from stepsplit.analyzer.validation.tables import (
     marked,
     parameters,
 )
-from stepsplit.dashboard.commands.validate import command
-from stepsplit.dashboard.reporters.validation import screen
+from stepsplit.dashboard.commands.model import validate_command
+from stepsplit.dashboard.reporters.plan import validation_screen
 
 STATES = "ZeRO table 1, model states"
 
@@ -66,7 +66,7 @@ def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
 def shown(checks: tuple[Check, ...], every_row: bool = False, width: int = 120) -> list[str]:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(screen(checks, every_row))
+        console.print(validation_screen(checks, every_row))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -282,10 +282,10 @@ def test_the_command_ends_with_one_where_a_check_is_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(tmp_path, "zero_table1_model_states")
-    assert not command.main([str(folder)], standalone_mode=False)
+    assert not validate_command.main([str(folder)], standalone_mode=False)
     assert "1 of 1 checks met" in capsys.readouterr().out
     copied(tmp_path, "zero_table1_model_states", (",zero1,35.6,", ",zero1,36.6,"))
-    assert command.main([str(folder), "--json", "-"], standalone_mode=False) == 1
+    assert validate_command.main([str(folder), "--json", "-"], standalone_mode=False) == 1
     written = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in written["checks"] if one["met"] is False] == [STATES]
 
@@ -293,7 +293,7 @@ def test_the_command_ends_with_one_where_a_check_is_missed(
 def test_json_holds_every_row(tmp_path: Path) -> None:
     copied(tmp_path, "zero_table2_max_model")
     file = tmp_path / "checks.json"
-    command.main([str(tmp_path), "--json", str(file)], standalone_mode=False)
+    validate_command.main([str(tmp_path), "--json", str(file)], standalone_mode=False)
     written = json.loads(file.read_text())
     (one,) = [each for each in written["checks"] if each["rows"]]
     assert (one["name"], one["met"], len(one["rows"])) == ("ZeRO table 2, largest model", True, 12)

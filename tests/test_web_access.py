@@ -12,11 +12,16 @@ from flask.testing import FlaskClient
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.access import Access, access_to, trusted_proxy
-from stepsplit.dashboard.web.gate import Gate
-from stepsplit.dashboard.web.serve import free_port, serve
-from stepsplit.dashboard.web.server import create_server
-from stepsplit.dashboard.web.throttle import MOST_FAILURES, WINDOW_S, Throttle
+from stepsplit.dashboard.web.auth import (
+    MOST_FAILURES,
+    WINDOW_S,
+    Access,
+    Gate,
+    Throttle,
+    access_to,
+    trusted_proxy,
+)
+from stepsplit.dashboard.web.server import create_server, free_port, serve
 
 HOST = {"Host": "traces.example"}
 PASSWORD = "correct horse"

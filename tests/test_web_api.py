@@ -12,12 +12,12 @@ from report_builders import analysis
 from store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.report.io import from_json, read_report
-from stepsplit.dashboard.store.analysis_of import analysis_of
-from stepsplit.dashboard.store.ingest import ingest
-from stepsplit.dashboard.store.store import Store, Tag
-from stepsplit.dashboard.web.limits import Limits
-from stepsplit.dashboard.web.security import content_policy
+from stepsplit.dashboard.store.ingest import analysis_of, ingest
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.auth import content_policy
 from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parent.parent / "sample_traces" / "pp2_m2"

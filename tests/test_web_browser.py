@@ -18,9 +18,9 @@ from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.io import from_json
 from stepsplit.analyzer.report.report import step_median_ns
 from stepsplit.analyzer.units import milliseconds, percent
-from stepsplit.dashboard.pages.view import View
+from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.still import still_page
+from stepsplit.dashboard.web.html_export import still_page
 
 pytestmark = pytest.mark.slow
 BARS = ".bars .point"

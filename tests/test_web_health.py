@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import OperationalError
 from store_builders import queued
 
-from stepsplit.dashboard.store.log_lines import JsonLines
+from stepsplit.dashboard.store.ingest import JsonLines
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 

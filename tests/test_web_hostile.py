@@ -16,11 +16,10 @@ from flask.testing import FlaskClient
 from store_builders import claimed, state
 
 from stepsplit.analyzer.readers import compression
-from stepsplit.dashboard.store.analysis_of import analysis_of
-from stepsplit.dashboard.store.ingest import ingest
+from stepsplit.dashboard.store.ingest import analysis_of, ingest
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.limits import Limits
 from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parent.parent / "sample_traces" / "pp2_m2"

@@ -14,8 +14,8 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.limits import Limits
 from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
 
 
 @pytest.fixture

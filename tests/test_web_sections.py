@@ -17,12 +17,10 @@ from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepTimes
-from stepsplit.dashboard.pages.compute import compute
-from stepsplit.dashboard.pages.coverage import holds
-from stepsplit.dashboard.pages.idle import idle
-from stepsplit.dashboard.pages.path import path
-from stepsplit.dashboard.pages.stragglers import overlap, stragglers
-from stepsplit.dashboard.pages.view import View
+from stepsplit.dashboard.pages.communication import overlap, stragglers
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.compute import compute, idle
+from stepsplit.dashboard.pages.overview import holds, path
 
 
 def with_rows(**rows: Any) -> Report:

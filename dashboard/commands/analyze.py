@@ -1,25 +1,22 @@
-"""stepsplit analyze: a recording -> the screen, report.json, tables/."""
+"""stepsplit analyze and stepsplit export."""
 
 from __future__ import annotations
 
+import gzip
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
-from stepsplit.analyzer import Analysis, examine
-from stepsplit.analyzer.diagnose.hang import only_dumps, read_calls
-from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
-from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
-from stepsplit.analyzer.errors import DataError, write
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
-from stepsplit.analyzer.report.io import save, to_json
-from stepsplit.dashboard.commands.cores import cores
-from stepsplit.dashboard.commands.extras import need
-from stepsplit.dashboard.commands.json_out import put_json
-from stepsplit.dashboard.reporters.hang import screen as hang_screen
-from stepsplit.dashboard.reporters.progress import reading_bar
-from stepsplit.dashboard.reporters.terminal import screen
+from stepsplit.analyzer.errors import DataError, unwritable, write
+from stepsplit.dashboard.commands.common import cores, need, put_json
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.analysis import Analysis
+
+
+# stepsplit analyze: a recording -> the screen, report.json, tables/.
 
 
 @click.command()
@@ -38,7 +35,7 @@ from stepsplit.dashboard.reporters.terminal import screen
                    "recording does not tell; auto for none.")  # fmt: skip
 @click.option("--rules", "rules_file", metavar="FILE", type=click.Path(path_type=Path),
               help="Take kernels for what the rules in this TOML file say.")  # fmt: skip
-def command(
+def analyze_command(
     places: tuple[str, ...],
     json_file: str | None,
     out: Path | None,
@@ -53,6 +50,14 @@ def command(
     Nsight Systems exported to SQLite; several together are one recording. Of Flight Recorder
     dumps alone it says where their job hangs.
     """
+    from rich.console import Console
+
+    from stepsplit.analyzer.analysis import examine
+    from stepsplit.analyzer.diagnose.hang import only_dumps
+    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
+    from stepsplit.analyzer.report.io import save, to_json
+    from stepsplit.dashboard.reporters.terminal import reading_bar, report_screen
+
     if html_file is not None:
         need("dash", "dashboard")
     rules = BUILT_IN if rules_file is None else read_rules(rules_file)
@@ -69,12 +74,12 @@ def command(
     if html_file is not None:
         _write_page(html_file, analysis)
     if not put_json(analysis.report, to_json, json_file):
-        Console(highlight=False).print(screen(analysis.report))
+        Console(highlight=False).print(report_screen(analysis.report))
 
 
 def _write_page(file: Path, analysis: Analysis) -> None:
-    from stepsplit.dashboard.pages.view import View
-    from stepsplit.dashboard.web.still import still_page
+    from stepsplit.dashboard.pages.components import View
+    from stepsplit.dashboard.web.html_export import still_page
 
     view = View(analysis.report.run.name, analysis.report, analysis.tables)
     write(file, still_page(view).encode())
@@ -82,8 +87,80 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 
 def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None) -> None:
     """The same for a place of Flight Recorder dumps alone: where their job hangs."""
+    from rich.console import Console
+
+    from stepsplit.analyzer.diagnose.hang import read_calls
+    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
+    from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
+    from stepsplit.dashboard.reporters.hang import hang_screen
+
     hang = read_calls(places)
     if out is not None:
         write(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):
         Console(highlight=False).print(hang_screen(hang))
+
+
+# stepsplit export: a recording, or what analyze kept of it -> a file for another tool.
+
+
+@click.command()
+@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@click.option("--perfetto", "file", required=True, metavar="FILE",
+              type=click.Path(path_type=Path, dir_okay=False),
+              help="Write a trace for ui.perfetto.dev; gzipped if this ends in .gz.")  # fmt: skip
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
+              help="Read with up to N processes; one a core by default.")  # fmt: skip
+def export_command(places: tuple[str, ...], file: Path, workers: int | None) -> None:
+    """Write all ranks of a recording, on one clock, for the page ui.perfetto.dev.
+
+    PATH is what analyze takes, or a folder that analyze --out wrote: then nothing is read again.
+    A process is a rank, with its steps, buckets, waits and pipeline stages; arrows lead from the
+    rank that came last to those that waited for it.
+    """
+    from stepsplit.dashboard.reporters.perfetto import perfetto_trace
+
+    analysis = _saved(places) or _examined(places, workers)
+    _write(file, perfetto_trace(analysis.report, analysis.tables))
+    click.echo(f"{file}: open it at https://ui.perfetto.dev")
+
+
+def _saved(places: Sequence[str]) -> Analysis | None:
+    """What analyze --out left in the folder, None where the places are no such folder."""
+    from stepsplit.analyzer.analysis import Analysis
+    from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, read_report
+    from stepsplit.analyzer.report.tables import read_tables
+
+    folder = Path(places[0])
+    tables = folder / TABLES_NAME
+    if len(places) > 1 or not (folder / REPORT_NAME).is_file() or not tables.is_dir():
+        return None
+    report = read_report(folder)
+    try:
+        return Analysis(report, read_tables(tables))
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"a table cannot be read ({error})"
+        raise DataError(tables, problem, "analyze the run again") from None
+
+
+def _examined(places: Sequence[str], workers: int | None) -> Analysis:
+    from stepsplit.analyzer.analysis import examine
+    from stepsplit.dashboard.reporters.terminal import reading_bar
+
+    with reading_bar() as progress:
+        return examine(places, workers or cores(), progress)
+
+
+def _write(file: Path, chunks: Iterable[bytes]) -> None:
+    """Writes the chunks, whole or not at all. Raises UsageError where that cannot be done."""
+    from stepsplit.collectors.run_spec import whole_file
+
+    try:
+        with whole_file(file) as draft:
+            if file.suffix != ".gz":
+                draft.writelines(chunks)
+                return
+            with gzip.GzipFile("", "wb", 6, draft, mtime=0) as packed:
+                packed.writelines(chunks)
+    except OSError as error:
+        raise unwritable(file, error) from None

@@ -1,7 +1,15 @@
-"""Compare: two runs, what differs between them by bucket, by axis, by call and by kernel."""
+"""Pages: comparison of two runs, history of a metric."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from statistics import NormalDist, fmean, median, variance
+
+import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
@@ -13,6 +21,7 @@ from stepsplit.analyzer.regression.compare import (
     RunComparison,
     compare_reports,
 )
+from stepsplit.analyzer.regression.statistics import difference
 from stepsplit.analyzer.units import (
     gigabytes_per_second,
     memory_size,
@@ -22,23 +31,31 @@ from stepsplit.analyzer.units import (
     signed_percent,
     size,
 )
-from stepsplit.dashboard.figures.model import NamedSplit, splits
-from stepsplit.dashboard.figures.waterfall import difference
-from stepsplit.dashboard.pages.address import page_url
-from stepsplit.dashboard.pages.parts import (
+from stepsplit.dashboard.figures.communication import FEWEST as FEWEST_USUAL
+from stepsplit.dashboard.figures.communication import Level, Measured, history, usual
+from stepsplit.dashboard.figures.run import NamedSplit, difference_figure, splits
+from stepsplit.dashboard.pages.components import (
     Cell,
+    Chosen,
+    View,
     card,
+    choice,
+    entry,
     graph,
     led,
     left_out,
     nothing,
+    page_url,
     section,
     table,
     time_cell,
 )
-from stepsplit.dashboard.pages.view import View
+from stepsplit.dashboard.store.metrics import Point
 
-ROWS = 20
+# Compare: two runs, what differs between them by bucket, by axis, by call and by kernel.
+
+COMPARE_ROWS = 20
+
 _NOISE = {
     True: "within the noise of the steps",
     False: "beyond the noise of the steps",
@@ -65,7 +82,7 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
                 section("The mean step", "over ranks and full steps",
                         graph("splits", splits(bars))),
                 section("What changed", "bucket by bucket, of the mean step",
-                        graph("difference", difference(found))),
+                        graph("difference", difference_figure(found))),
             ],
             className="columns",
         ),
@@ -117,12 +134,13 @@ def _settings(found: RunComparison) -> list[html.Section]:
 
 def _exposed(found: RunComparison) -> list[html.Section]:
     rows = [
-        [Cell(row.axis or "other"), Cell(row.bucket), *_change(row)] for row in found.exposed[:ROWS]
+        [Cell(row.axis or "other"), Cell(row.bucket), *_change(row)]
+        for row in found.exposed[:COMPARE_ROWS]
     ]
     if not rows:
         return []
     heads = ("axis", "bucket", "baseline", "candidate", "difference")
-    note = "of the mean step" + left_out(found.exposed, ROWS)
+    note = "of the mean step" + left_out(found.exposed, COMPARE_ROWS)
     return [section("Communication by axis", note, table(heads, rows))]
 
 
@@ -132,10 +150,10 @@ def _kernels(found: RunComparison) -> list[html.Section]:
         return []
     rows = [
         [Cell(row.family), _count(row.baseline_count), _count(row.candidate_count), *_change(row)]
-        for row in changed[:ROWS]
+        for row in changed[:COMPARE_ROWS]
     ]
     heads = ("family", "runs before", "runs after", "baseline", "candidate", "difference")
-    note = "a step of a rank" + left_out(changed, ROWS)
+    note = "a step of a rank" + left_out(changed, COMPARE_ROWS)
     return [section("Kernel families", note, table(heads, rows))]
 
 
@@ -144,8 +162,8 @@ def _calls(found: RunComparison) -> list[html.Section]:
     if not changed:
         return []
     heads = ("axis", "op", "size", "run", "a step", "transfer", "wait", "busbw")
-    rows = [cells for row in changed[:ROWS] for cells in _call(row)]
-    note = "medians of one call; the most changed first" + left_out(changed, ROWS)
+    rows = [cells for row in changed[:COMPARE_ROWS] for cells in _call(row)]
+    note = "medians of one call; the most changed first" + left_out(changed, COMPARE_ROWS)
     return [section("Collectives and messages", note, table(heads, rows))]
 
 
@@ -179,3 +197,247 @@ def _change(row: Change) -> list[Cell]:
 
 def _count(number: float) -> Cell:
     return Cell(f"{number:,.1f}".removesuffix(".0"), number=True)
+
+
+# History: a metric over all runs, with what is usual, where it changed, and a budget.
+
+HISTORY_ROWS = 50
+
+FEWEST_POINTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """How a stored metric is shown: its words, its unit, and what one unit is of the stored."""
+
+    words: str
+    unit: str
+    one: float
+
+
+METRICS: Mapping[str, Metric] = {
+    "step_ns": Metric("median step", "ms", 1e6),
+    "exposed_comm": Metric("exposed communication", "% of the time", 0.01),
+    "skew": Metric("skew", "% of the time", 0.01),
+    "bubble": Metric("bubble", "% of the time", 0.01),
+    "idle": Metric("idle", "% of the time", 0.01),
+    "bubble_fraction": Metric("bubble fraction of the schedule", "%", 0.01),
+    "mfu": Metric("MFU", "%", 0.01),
+    "peak_memory_bytes": Metric("peak memory of the fullest rank", "GiB", float(2**30)),
+}
+
+
+def metric_of(chosen: Chosen) -> str:
+    """The metric that the address names, else the step's time."""
+    name = chosen.text("metric")
+    return name if name is not None and name in METRICS else "step_ns"
+
+
+def history_page(points: Sequence[Point], tags: Sequence[str], chosen: Chosen) -> list[Component]:
+    """points of the chosen metric, oldest first, of the runs with the chosen tag; tags are all
+    that there are, as key=value."""
+    name = metric_of(chosen)
+    metric = METRICS[name]
+    shown = [Measured(p.name, p.created_unix_ns, p.value / metric.one) for p in points]
+    if len(shown) < FEWEST_POINTS:
+        told = "A history needs two runs at least: upload more, or choose another metric or tag."
+        return [_controls(name, tags, chosen), nothing("Too few runs", told)]
+    title = f"{metric.words}, {metric.unit}"
+    changed = changes([one.value for one in shown])
+    levels = _levels(changed, len(shown))
+    figure = graph("history", history(shown, title, _number(chosen.text("budget")), levels))
+    note = "diamonds lie outside of what the runs around them would have"
+    if len(shown) < FEWEST_USUAL:
+        note = f"what is usual is told from {FEWEST_USUAL} runs on"
+    return [
+        _controls(name, tags, chosen),
+        section(metric.words.capitalize(), note, figure),
+        _changes_section(points, changed, metric),
+        _table(points, shown, metric, _number(chosen.text("budget"))),
+    ]
+
+
+def _controls(name: str, tags: Sequence[str], chosen: Chosen) -> html.Section:
+    tag = chosen.text("tag")
+    every = {"": "all runs", **{one: one for one in tags}}
+    menus = [
+        choice("metric", {key: one.words for key, one in METRICS.items()}, name, "step_ns"),
+        choice("tag", every, tag if tag in every else "", ""),
+        entry("budget", chosen.text("budget") or "", "budget", "none"),
+    ]
+    note = "of all runs that are done; a tag keeps to those that can be compared"
+    return section("Which", note, html.Div(menus, className="choices"))
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def _levels(changed: Sequence[LevelChange], count: int) -> list[Level]:
+    if not changed:
+        return []
+    first = Level(max(0, count - LOOKED_AT), changed[0].before)
+    return [first, *(Level(one.at, one.after, _moved(one)) for one in changed)]
+
+
+def _moved(change: LevelChange) -> str:
+    return "from zero" if change.ratio is None else signed_percent(change.ratio)
+
+
+def _changes_section(
+    points: Sequence[Point], changed: Sequence[LevelChange], metric: Metric
+) -> html.Section:
+    note = "levels of three runs or more that differ beyond chance; to look at, never for a gate"
+    if not changed:
+        none = f"No lasting change in {min(len(points), LOOKED_AT):,} runs."
+        return section("Changes", note, html.P(none, className="told"))
+    heads = ("first run of the new level", "before", "after", "change")
+    rows = [_change_row(points[one.at], one, metric) for one in reversed(changed)]
+    return section("Changes", note, table(heads, rows))
+
+
+def _change_row(point: Point, change: LevelChange, metric: Metric) -> list[Cell]:
+    return [
+        Cell(led(point.name, page_url(point.run_id))),
+        Cell(_with_unit(change.before, metric), number=True),
+        Cell(_with_unit(change.after, metric), number=True),
+        Cell(_moved(change), number=True),
+    ]
+
+
+def _with_unit(value: float, metric: Metric) -> str:
+    return f"{value:,.4g} {metric.unit.split()[0]}"
+
+
+def _table(
+    points: Sequence[Point], shown: Sequence[Measured], metric: Metric, budget: float | None
+) -> html.Section:
+    values = [one.value for one in shown]
+    rows = [_row(points[i], values, i, metric, budget) for i in reversed(range(len(values)))]
+    heads = ("run", metric.words, "usual", "difference", "remark")
+    return section("Runs", "newest first", table(heads, rows[:HISTORY_ROWS]))
+
+
+def _row(
+    point: Point, values: Sequence[float], at: int, metric: Metric, budget: float | None
+) -> list[Cell]:
+    near, value = usual(values, at), values[at]
+    change = signed_percent(value / near.middle - 1) if near and near.middle else ""
+    told = ["unusual"] if near and not near.holds(value) else []
+    told += ["over budget"] if budget is not None and value > budget else []
+    return [
+        Cell(led(point.name, page_url(point.run_id))),
+        Cell(_with_unit(value, metric), number=True),
+        Cell(f"{near.middle:,.4g}" if near else "", number=True),
+        Cell(change, number=True),
+        Cell(html.Span(", ".join(told), className="pill failed") if told else ""),
+    ]
+
+
+# Where the level of a metric over runs changed for good; for the page alone, never for the gate.
+#
+# Places are proposed by the partition into levels that is cheapest with a penalty a level (PELT:
+# R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc. 107, 2012), and kept where the runs
+# of the two levels beside a place differ by more than chance makes of all places that were looked
+# at.
+
+FEWEST_OF_LEVEL = 3
+"""A level is of so many runs at least: one or two may be outliers."""
+
+LEAST = 0.01
+"""A smaller change, as a ratio of the level before it, is none."""
+
+LOOKED_AT = 200
+"""So many of the newest runs: among more places no permutation tells what is beyond chance."""
+
+ALPHA = 0.05
+"""So often at most, over all places together, a level may seem to change that did not."""
+
+_PENALTY = 3.0
+"""A level must explain so much more, in variances times the logarithm of the runs."""
+
+_MAD_TO_SD = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChange:
+    """A lasting change: at is the index of the first run of the new level, before and after are
+    the means of the two levels, in the unit of the values."""
+
+    at: int
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float | None:
+        """How far the level moved, by what it was; None where it was zero."""
+        return (self.after - self.before) / abs(self.before) if self.before else None
+
+
+def changes(values: Sequence[float]) -> tuple[LevelChange, ...]:
+    """The lasting changes among the newest LOOKED_AT values, oldest first."""
+    older = max(0, len(values) - LOOKED_AT)
+    newest = _level_changes(tuple(values[older:]))
+    return tuple(LevelChange(older + one.at, one.before, one.after) for one in newest)
+
+
+@lru_cache(maxsize=64)
+def _level_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
+    if len(values) < 2 * FEWEST_OF_LEVEL:
+        return ()
+    level = ALPHA / (len(values) - 2 * FEWEST_OF_LEVEL + 1)
+    edges = [0, *_proposed(values), len(values)]
+    while len(edges) > 2:
+        chances = [_chance(before, after, level) for before, after in _sides(values, edges)]
+        if max(chances) <= level:
+            break
+        del edges[1 + chances.index(max(chances))]
+    sides = _sides(values, edges)
+    return tuple(
+        LevelChange(at, fmean(before), fmean(after))
+        for at, (before, after) in zip(edges[1:-1], sides, strict=True)
+    )
+
+
+def _sides(
+    values: Sequence[float], edges: Sequence[int]
+) -> list[tuple[Sequence[float], Sequence[float]]]:
+    """The runs of the level before each edge, and of the one after it."""
+    levels = [values[low:high] for low, high in pairwise(edges)]
+    return list(pairwise(levels))
+
+
+def _proposed(values: Sequence[float]) -> list[int]:
+    """Where levels may begin, the first left out."""
+    from ruptures import KernelCPD  # takes seconds to load
+
+    penalty = _PENALTY * _noise(values) ** 2 * math.log(len(values))
+    signal = np.array(values, dtype=np.float64)[:, None]
+    found = KernelCPD("linear", min_size=FEWEST_OF_LEVEL).fit(signal).predict(pen=penalty)
+    return [int(edge) for edge in found[:-1]]
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The sd of a run, from runs that follow one another: levels do not add to it. Never zero."""
+    apart = median(abs(other - one) for one, other in pairwise(values))
+    least = 0.1 * LEAST * max(map(abs, values))
+    return max(_MAD_TO_SD * apart / math.sqrt(2), least, 1e-12)
+
+
+def _chance(before: Sequence[float], after: Sequence[float], level: float) -> float:
+    """How often runs of one level differ so; 1 for what is too little, or surely over the level."""
+    moved = fmean(after) - fmean(before)
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    # No t is surer than a normal one, and a permutation takes long.
+    surely = NormalDist().inv_cdf(1 - level) * error
+    if abs(moved) <= max(surely, LEAST * abs(fmean(before)), 1e-12):
+        return 1.0
+    return _rise(before, after) if moved > 0 else _rise(after, before)
+
+
+def _rise(low: Sequence[float], high: Sequence[float]) -> float:
+    found = difference(low, high)
+    return 1.0 if found is None else max(found.p, found.dealt)

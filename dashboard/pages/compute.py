@@ -1,4 +1,4 @@
-"""What ranks compute, which do so slower than their peers, and what communication costs it."""
+"""Pages: compute, idle time, memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,35 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from dash import html
+from dash.development.base_component import Component
 
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.analyzer.model.prediction import Prediction, StageMemory
+from stepsplit.analyzer.report.build import IDLE_MEANING
+from stepsplit.analyzer.report.io import job_of_report, prediction_of
+from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import SlowKernel
-from stepsplit.dashboard.pages.averages import summed_steps
-from stepsplit.dashboard.pages.parts import (
+from stepsplit.analyzer.units import memory_size
+from stepsplit.dashboard.figures.run import CATEGORIES, Held, memory
+from stepsplit.dashboard.pages.components import (
     Cell,
+    View,
     count_cell,
+    graph,
     left_out,
     name_cell,
+    nothing,
+    on_demand,
     section,
     share_cell,
+    summed_steps,
     table,
     time_cell,
     worst_cell,
 )
+
+# What ranks compute, which do so slower than their peers, and what communication costs it.
 
 FAMILIES, SLOW, CONTENDED = 12, 12, 8
 
@@ -42,7 +55,7 @@ def _families(report: Report) -> list[html.Section]:
     total = sum(row.total_ns for own in by_family.values() for row in own)
     if not total:
         return []
-    largest = sorted(by_family.items(), key=lambda item: -_sum(item[1]))
+    largest = sorted(by_family.items(), key=lambda item: -_kernel_ns(item[1]))
     rows = [_family(name, own, steps, total) for name, own in largest[:FAMILIES]]
     note = "by family, mean over ranks and full steps" + left_out(largest, FAMILIES)
     heads = ("family", "most on", "of compute", "a step")
@@ -54,12 +67,12 @@ def _family(name: str, rows: Sequence[KernelFamily], steps: Counter[int], total:
     return [
         Cell(name),
         worst_cell(most.rank, most.total_ns / steps[most.rank]),
-        share_cell(_sum(rows) / total),
-        time_cell(_sum(rows) / steps.total()),
+        share_cell(_kernel_ns(rows) / total),
+        time_cell(_kernel_ns(rows) / steps.total()),
     ]
 
 
-def _sum(rows: Sequence[KernelFamily]) -> int:
+def _kernel_ns(rows: Sequence[KernelFamily]) -> int:
     return sum(row.total_ns for row in rows)
 
 
@@ -106,3 +119,199 @@ def _slow_kernel(row: SlowKernel) -> list[Cell]:
 
 def _times(ratio: float) -> Cell:
     return Cell(f"{ratio:.2f} x", number=True)
+
+
+# Why ranks idle: by cause, by the op that has most of it, by rank.
+
+IDLE_RANKS, OPS = 64, 20
+
+
+def idle(report: Report) -> list[html.Section]:
+    """A row a cause, the longest first; the ops and the ranks on demand."""
+    steps = summed_steps(report)
+    rows = [row for row in report.idle if steps[row.rank] and row.idle_ns]
+    if not rows:
+        return []
+    parts = [_by_cause(rows, steps), _by_op(rows, steps)]
+    if len({row.rank for row in rows}) > 1:
+        parts.append(_idle_by_rank(rows, steps))
+    return [section("Why ranks idle", "mean over ranks and full steps", *parts)]
+
+
+def _by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
+    total = sum(row.idle_ns for row in rows)
+    by_cause: dict[str, list[IdleRow]] = defaultdict(list)
+    for row in rows:
+        by_cause[row.cause].append(row)
+    largest = sorted(by_cause.items(), key=lambda item: -_idle_ns(item[1]))
+    body = [_cause(cause, own, steps, total) for cause, own in largest]
+    heads = ("cause", "most in", "its part", "worst rank", "of idle", "a step")
+    return table(heads, body)
+
+
+def _cause(cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int) -> list[Cell]:
+    told = html.Span(IDLE_MEANING.get(cause, ""), className="note")
+    op, part = _most_op(rows)
+    return [
+        Cell(html.Div([_words(cause), " ", told])),
+        name_cell(op),
+        share_cell(part) if op else Cell(number=True),
+        _worst_rank(rows, steps),
+        share_cell(_idle_ns(rows) / total),
+        time_cell(_idle_ns(rows) / steps.total()),
+    ]
+
+
+def _most_op(rows: Sequence[IdleRow]) -> tuple[str, float]:
+    """The op with most of the rows' idle, and its part of it; ("", 0) where none is named."""
+    ops = Counter[str]()
+    for row in rows:
+        if row.op:
+            ops[row.op] += row.idle_ns
+    op, ns = max(ops.items(), key=lambda item: item[1], default=("", 0))
+    return op, ns / _idle_ns(rows)
+
+
+def _worst_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> Cell:
+    ranks = Counter[int]()
+    for row in rows:
+        ranks[row.rank] += row.idle_ns
+    worst = max(ranks, key=lambda rank: ranks[rank] / steps[rank])
+    return worst_cell(worst, ranks[worst] / steps[worst])
+
+
+def _by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
+    """What the report names, all ranks together."""
+    sums, gaps = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for row in rows:
+        key = (row.cause, "smaller ones" if row.op is None else row.op or "nothing named")
+        sums[key] += row.idle_ns
+        gaps[key] += row.count
+    body = [
+        [Cell(_words(cause)), name_cell(op), count_cell(gaps[cause, op]), time_cell(ns)]
+        for (cause, op), ns in ((key, ns / steps.total()) for key, ns in sums.most_common(OPS))
+    ]
+    heads = ("cause", "op, call or function", "gaps", "a step")
+    return on_demand(f"by op{left_out(sums, OPS)}", table(heads, body))
+
+
+def _idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
+    """A row a rank, a column a cause."""
+    sums: dict[int, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        sums[row.rank][row.cause] += row.idle_ns
+    causes = [c for c in IDLE_MEANING if any(own[c] for own in sums.values())]
+    most = sorted(sums, key=lambda rank: -sums[rank].total() / steps[rank])[:IDLE_RANKS]
+    body = [
+        [Cell(f"rank {rank}"), time_cell(sums[rank].total() / steps[rank])]
+        + [time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
+        for rank in most
+    ]
+    heads = ("rank", "idle a step", *map(_words, causes))
+    return on_demand(f"by rank, most idle first{left_out(sums, IDLE_RANKS)}", table(heads, body))
+
+
+def _idle_ns(rows: Sequence[IdleRow]) -> int:
+    return sum(row.idle_ns for row in rows)
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")
+
+
+# Memory: what each rank held at its peak, by category, beside the model and the limit.
+
+MEMORY_RANKS = 64
+
+
+def memory_page(view: View) -> list[Component]:
+    """Measured and modelled bars; a sentence where there is neither."""
+    report = view.report
+    predicted, limit = _modelled(report)
+    bars = [*_memory_by_rank(report), *predicted]
+    if not bars:
+        told = (
+            "Record with profile_run or stepsplit record, which note what each rank's memory held, "
+            "or hold the run against the model with a run.toml."
+        )
+        return [nothing("No memory was recorded", told)]
+    note = "of each rank at its peak" + (
+        ", then what the model says of each stage" if predicted else ""
+    )
+    note += "" if limit is None else f"; the device holds {memory_size(limit)}"
+    figure = graph("memory", memory(bars, limit))
+    note += left_out(report.memory or (), MEMORY_RANKS)
+    return [section("Memory", note, figure), *_stages(report), *_reserved(report)]
+
+
+def _modelled(report: Report) -> tuple[list[Held], int | None]:
+    """The predicted bars by stage and the device's limit in bytes, none without a prediction."""
+    try:
+        found, job = prediction_of(report), job_of_report(report)
+    except StepsplitError:
+        return [], None
+    limit = None if job is None else job.hardware.memory_bytes
+    return ([] if found is None else predicted_bars(found)), limit
+
+
+def predicted_bars(found: Prediction, words: str = "model") -> list[Held]:
+    """A bar a stage, by category."""
+    return [Held(f"{words}, stage {one.stage}", _parts(one)) for one in found.memory]
+
+
+def _memory_by_rank(report: Report) -> list[Held]:
+    rows = [row for row in report.memory or () if row.peak_allocated_bytes]
+    return [_measured(row) for row in rows[:MEMORY_RANKS]]
+
+
+def _measured(row: MemoryRow) -> Held:
+    parts = _parts(row)
+    rest = (row.peak_allocated_bytes or 0) - sum(held for _, held in parts)
+    return Held(f"rank {row.rank}", parts, max(rest, 0))
+
+
+def _parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
+    held = ((category, getattr(row, f"{category}_bytes")) for category in CATEGORIES)
+    return tuple((category, count) for category, count in held if count)
+
+
+def _stages(report: Report) -> list[html.Section]:
+    """The fullest rank of each stage beside the model, by category."""
+    if report.gap is None or not report.gap.memory:
+        return []
+    rows = [
+        [
+            Cell(f"stage {one.stage}"), Cell(f"rank {one.rank}"), Cell(one.category),
+            Cell(memory_size(one.measured_bytes), number=True),
+            Cell(memory_size(one.predicted_bytes), number=True),
+            Cell(_ratio(one.measured_bytes, one.predicted_bytes), number=True),
+        ]
+        for one in report.gap.memory
+    ]  # fmt: skip
+    heads = ("stage", "fullest rank", "of", "measured", "predicted", "measured / predicted")
+    return [section("Measured against the model", "", table(heads, rows))]
+
+
+def _ratio(measured: int, predicted: int) -> str:
+    return f"{measured / predicted:.2f} x" if predicted else "unknown"
+
+
+def _reserved(report: Report) -> list[html.Section]:
+    """What the allocator took from the device beyond what tensors held."""
+    own = [
+        (row.rank, row.peak_allocated_bytes, row.peak_reserved_bytes)
+        for row in report.memory or ()
+        if row.peak_reserved_bytes and row.peak_allocated_bytes
+    ]
+    if not own:
+        return []
+    rows = [
+        [
+            Cell(f"rank {rank}"),
+            *(Cell(memory_size(n), number=True) for n in (held, had, had - held)),
+        ]
+        for rank, held, had in own[:MEMORY_RANKS]
+    ]
+    heads = ("rank", "allocated at the peak", "reserved at the peak", "reserved beyond it")
+    note = "what it holds without use may be fragmented"
+    return [section("The allocator", note, table(heads, rows))]

@@ -1,6 +1,10 @@
-"""Model: change layout, batch or hardware on paper, and see step, memory and bubble move."""
+"""Page: the prediction of a job, with its knobs."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from dash import html
 from dash.development.base_component import Component
@@ -8,19 +12,34 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import SCHEDULES, Job
-from stepsplit.analyzer.model.config_file import hardware_names
+from stepsplit.analyzer.model.config_file import hardware_names, job_in
+from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.plan import plan
+from stepsplit.analyzer.model.plan_space import Candidate
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.io import job_of_report
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
-from stepsplit.dashboard.figures.memory import memory
-from stepsplit.dashboard.figures.model import NamedSplit, splits
-from stepsplit.dashboard.pages.address import Chosen
-from stepsplit.dashboard.pages.changed_job import AS_IT_IS, SIZES, Changed, changed_job
-from stepsplit.dashboard.pages.memory import predicted_bars
+from stepsplit.dashboard.figures.run import NamedSplit, memory, splits
+from stepsplit.dashboard.pages.components import (
+    Cell,
+    Chosen,
+    View,
+    card,
+    choice,
+    graph,
+    led,
+    nothing,
+    page_url,
+    section,
+    share_cell,
+    table,
+    time_cell,
+)
+from stepsplit.dashboard.pages.compute import predicted_bars
 from stepsplit.dashboard.pages.overview import against_the_model
-from stepsplit.dashboard.pages.parts import card, choice, graph, nothing, section
-from stepsplit.dashboard.pages.plan_table import plan_of
-from stepsplit.dashboard.pages.view import View
+
+# Model: change layout, batch or hardware on paper, and see step, memory and bubble move.
 
 _DOUBLINGS = 4
 
@@ -105,3 +124,98 @@ def _cards(found: Prediction, job: Job, before: Split) -> html.Div:
         card("tokens", f"{found.tokens_per_s_per_gpu:,.0f}", "a second and GPU"),
     ]
     return html.Div(shown, className="cards")
+
+
+# A recorded job with what an address changes of it.
+
+SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_batch")
+
+AS_IT_IS = "as recorded"
+
+_TABLE = {"micro_batch": "training", "global_batch": "training", "recompute": "training"}
+
+_INSTEAD = {
+    "dp_replicate": ("dp", "world_size", "gpus"),
+    "dp_shard": ("dp", "world_size", "gpus"),
+    "global_batch": ("microbatches",),
+}
+"""Keys of a RUN.toml that say the same in other words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The job as changed and its prediction, or why there can be no such job."""
+
+    job: Job | None
+    prediction: Prediction | None
+    fault: str
+
+
+def changed_job(values: Mapping[str, Any], chosen: Chosen) -> Changed:
+    """The job of those tables of a RUN.toml with what the address changes."""
+    tables = {name: dict(own) for name, own in values.items()}
+    for key, value in _asked(chosen).items():
+        own = tables.setdefault(_TABLE.get(key, "parallel"), {})
+        own[key] = value
+        for other in _INSTEAD.get(key, ()):
+            own.pop(other, None)
+    if (preset := chosen.text("hardware")) not in (None, AS_IT_IS):
+        tables["hardware"] = {"preset": preset}
+    try:
+        job = job_in(Table("this page", "", tables))
+        return Changed(job, predict(job), "")
+    except StepsplitError as error:
+        return Changed(None, None, str(error))
+
+
+def _asked(chosen: Chosen) -> dict[str, object]:
+    """What the address changes, by the keys of a RUN.toml."""
+    asked: dict[str, object] = {
+        key: number for key in SIZES if (number := chosen.whole(key)) is not None
+    }
+    for key in ("schedule", "recompute"):
+        if (word := chosen.text(key)) not in (None, AS_IT_IS):
+            asked[key] = word
+    return asked
+
+
+# The ranking of layouts for as many GPUs as a job has.
+
+MOST_GPUS = 1_024
+
+
+def plan_of(view: View, job: Job | None, chosen: Chosen) -> list[Component]:
+    """The ranking of layouts of as many GPUs, when it is asked for: the search takes seconds."""
+    if job is None or job.layout.world_size > MOST_GPUS:
+        return []
+    if chosen.text("plan") != "1":
+        where = page_url(view.run_id, "model", **{**chosen.values, "plan": 1})
+        asked = led(f"Rank the layouts of {job.layout.world_size:,} GPUs", where)
+        return [section("Plan", "what fits and is fastest, by the model", html.P(asked))]
+    try:
+        found = plan(job, job.layout.world_size)
+    except StepsplitError as error:
+        return [nothing("No plan", str(error))]
+    best = found.best
+    rows = [_candidate(best, best), *(_candidate(one.candidate, best) for one in found.runners_up)]
+    heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
+             "step", "behind", "peak", "MFU")  # fmt: skip
+    note = f"the best of each split of {job.layout.world_size:,} GPUs; stepsplit plan says why"
+    return [section("Plan", note, table(heads, rows))]
+
+
+def _candidate(one: Candidate, best: Candidate) -> list[Cell]:
+    layout = one.choice
+    dp = layout.dp_replicate * layout.dp_shard
+    counts = (layout.tp, layout.pp, layout.cp, dp, layout.zero)
+    behind = one.step_ns / best.step_ns - 1
+    return [
+        *(Cell(str(n), number=True) for n in counts),
+        Cell(layout.schedule),
+        Cell(str(layout.micro_batch), number=True),
+        Cell(layout.recompute),
+        time_cell(one.step_ns),
+        Cell("best" if one is best else signed_percent(behind), number=True),
+        Cell(memory_size(one.peak_bytes), number=True),
+        Cell() if one.mfu is None else share_cell(one.mfu),
+    ]

@@ -1,8 +1,9 @@
-"""The list of runs, searched and sorted by its address, and the place to drop a new one."""
+"""Pages: the list of runs, and the frame around the pages of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,31 +11,45 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import milliseconds, percent
-from stepsplit.dashboard.pages.address import Chosen, page_url, search_of
-from stepsplit.dashboard.pages.numbers import BUBBLE, COLLECTIVE, COMPUTE
-from stepsplit.dashboard.pages.parts import (
+from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
+from stepsplit.dashboard.pages.components import (
+    BUBBLE,
+    COLLECTIVE,
+    COMPUTE,
+    RUN_PAGES,
+    Address,
     Cell,
+    Chosen,
     Content,
+    View,
     aria,
     entry,
     led,
     legend,
+    nothing,
+    page_url,
     progress_bar,
+    search_of,
     share_bar,
     state_pill,
     table,
     verdict_pill,
 )
-from stepsplit.dashboard.pages.runs_order import COLUMNS, NEWEST, in_order, matching
-from stepsplit.dashboard.store.store import RunRow
+from stepsplit.dashboard.pages.compute import compute, idle, memory_page
+from stepsplit.dashboard.pages.model import model_page
+from stepsplit.dashboard.pages.overview import overview
+from stepsplit.dashboard.pages.timeline import timeline_page
+from stepsplit.dashboard.store.runs import RunRow
+
+# The list of runs, searched and sorted by its address, and the place to drop a new one.
 
 LISTED = 100
-
 
 _ORDER = (
     "name", "added", "verdict",
     "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
 )  # fmt: skip
+
 _OF_ALL = 3
 """Columns that a run without numbers has as well."""
 
@@ -152,3 +167,139 @@ def _standing(run: RunRow) -> html.Div:
 def _when(run: RunRow) -> str:
     moment = datetime.fromtimestamp(run.created_unix_ns // 10**9, UTC)
     return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+# Which runs a list shows, and in which order.
+
+Key = Callable[[RunRow], float | str | None]
+
+NEWEST = "-added"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the list: its head, and what it is sorted by; None sorts last."""
+
+    head: str
+    key: Key
+
+
+def _middle(run: RunRow, *buckets: str) -> float | None:
+    middle = run.headline.middle if run.headline else None
+    return None if middle is None else middle.share(*buckets)
+
+
+def _step_ns(run: RunRow) -> float | None:
+    middle = run.headline.middle if run.headline else None
+    return None if middle is None else middle.step_ns
+
+
+COLUMNS = {
+    "name": Column("run", lambda run: run.name.lower()),
+    "added": Column("added", lambda run: run.created_unix_ns),
+    "verdict": Column("verdict", lambda run: run.verdict.answer if run.verdict else None),
+    "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
+    "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
+    "step": Column("step", _step_ns),
+    "compute": Column("compute", lambda run: _middle(run, *COMPUTE)),
+    "collective": Column("collective", lambda run: _middle(run, *COLLECTIVE)),
+    "bubble": Column("bubble", lambda run: _middle(run, *BUBBLE)),
+    "mfu": Column("MFU", lambda run: run.headline.mfu if run.headline else None),
+}
+
+
+def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
+    """The runs with all words of the question in what is told of them: name, tags, verdict, ..."""
+    words = (asked or "").lower().split()
+    return [run for run in runs if all(word in _text(run) for word in words)]
+
+
+def _text(run: RunRow) -> str:
+    numbers = run.headline
+    known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
+    known += [run.verdict.answer] if run.verdict else []
+    tags = [f"{tag.key}={tag.value}" for tag in run.tags]
+    return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
+
+
+def in_order(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
+    """The runs by a column, downwards with a minus before it; those without a value last."""
+    column = COLUMNS.get(sort.removeprefix("-"), COLUMNS["added"])
+    keyed = [(column.key(run), run) for run in runs]
+    known = sorted(
+        ((key, run) for key, run in keyed if key is not None),
+        key=lambda pair: (pair[0], pair[1].id),
+        reverse=sort.startswith("-"),
+    )
+    return [run for _, run in known] + [run for key, run in keyed if key is None]
+
+
+# One run: its name, the way to its pages, and the page that is asked for.
+
+_WAITING = {
+    "uploading": "Its files are still on the way.",
+    "queued": "Waiting for the analysis before it to end.",
+    "running": "The analysis is under way; this page shows it when it is done.",
+}
+
+
+def run_page(view: View, address: Address) -> html.Div:
+    """The page of a finished run that the address names."""
+    report = f"/api/v1/runs/{view.run_id}/report.json"
+    more = [html.A("report.json", href=report), html.A("one page to keep", href=_still(view))]
+    links = html.Span(more, className="heading-links")
+    head = html.Div([html.H1(view.name), links], className="heading")
+    return html.Div([head, _tabs(view.run_id, address.page), *_content(view, address)])
+
+
+def _still(view: View) -> str:
+    return f"/api/v1/runs/{view.run_id}/report.html"
+
+
+def _tabs(run_id: str, page: str) -> html.Nav:
+    links = [
+        dcc.Link(
+            name.capitalize(), href=page_url(run_id, name), className="on" if name == page else ""
+        )
+        for name in RUN_PAGES
+    ]
+    return html.Nav(links, className="tabs", **aria("pages of this run"))
+
+
+def _content(view: View, address: Address) -> list[Component]:
+    match address.page:
+        case "timeline":
+            return timeline_page(view)
+        case "pipeline":
+            return pipeline_page(view, address.chosen)
+        case "collectives":
+            return collectives_page(view)
+        case "compute":
+            return compute_page(view)
+        case "memory":
+            return memory_page(view)
+        case "model":
+            return model_page(view, address.chosen)
+    return overview(view)
+
+
+def compute_page(view: View) -> list[Component]:
+    """What ranks compute, which do so slower than their peers, and why they idle."""
+    shown: list[Component] = [*compute(view.report), *idle(view.report)]
+    return shown or [nothing("No compute", "The recording holds no kernel and no op.")]
+
+
+def waiting_page(run: RunRow) -> html.Div:
+    """A run that has no report: still to come, or failed, and why."""
+    head = html.Div([html.H1(run.name), state_pill(run)], className="heading")
+    told = run.error if run.state == "failed" else _WAITING.get(run.state, "")
+    parts: list[str | Component] = [told or ""]
+    if run.state == "running" and run.progress is not None:
+        parts += [html.Br(), progress_bar(run.progress), f" {run.progress_note or ''}"]
+    return html.Div([head, html.P(parts, className=f"card status {run.state}")])
+
+
+def missing_page(told: str = "There is no such page or run") -> html.Div:
+    """What is said of an address that nothing has."""
+    back = dcc.Link("the list of runs", href="/")
+    return html.Div([html.H1(told), html.P(["It may be in ", back, "."])])

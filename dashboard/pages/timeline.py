@@ -1,14 +1,26 @@
-"""Timeline: what each rank and lane did, from the whole run to one kernel."""
+"""Page: the timeline, from the whole run to one kernel."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.dashboard.pages.parts import legend, nothing, section
-from stepsplit.dashboard.pages.view import View
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
+from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.dashboard.figures.theme import LOOKS
+from stepsplit.dashboard.pages.components import View, legend, nothing, section
+
+# Timeline: what each rank and lane did, from the whole run to one kernel.
 
 PERFETTO = "https://ui.perfetto.dev"
 
@@ -21,3 +33,351 @@ def timeline_page(view: View) -> list[Component]:
     place = html.Div(id="timeline-view", className="timeline", **own)
     note = "hatched: a rank waits; click a wait to see for whom"
     return [section("Timeline", note, legend(), place)]
+
+
+# The timeline as its script reads it.
+
+RANKS, FEW_RANKS = 64, 8
+
+SHAPES, MOST_SLOTS = 40_000, 2_500
+"""How much of a step a page without a server holds."""
+
+
+def index_json(scene: Scene) -> dict[str, Any]:
+    """The run's steps and ranks, and how buckets look."""
+    return {
+        "buckets": [
+            {"name": look.bucket, "color": look.color, "dark": look.dark, "hatched": look.hatched}
+            for look in LOOKS
+        ],
+        "steps": [
+            {"step": one.step, "kind": one.kind, "from": one.start_ns, "to": one.end_ns}
+            for one in scene.steps
+        ],
+        "ranks": [{"rank": one.rank, "host": one.host, "stage": one.stage} for one in scene.ranks],
+    }
+
+
+def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
+    """The lines as the page draws them: names are places in one list, -1 for many slices."""
+    places: dict[str, int] = {}
+    rows = [
+        {
+            "rank": one.rank,
+            "lane": one.lane,
+            "depth": one.depth,
+            "start": one.drawn.start_ns,
+            "dur": one.drawn.dur_ns,
+            "bucket": one.drawn.bucket,
+            "cover": one.drawn.cover,
+            "name": _places(places, one),
+            "owner": one.owner,
+        }
+        for one in lines
+    ]
+    return {"rows": rows, "names": list(places)}
+
+
+def _places(places: dict[str, int], one: Shown) -> Int64:
+    """The names of the shapes as places in the list of all names."""
+    used, code = np.unique(one.name, return_inverse=True)
+    here = [places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()]
+    return np.array(here, dtype=np.int64)[code]
+
+
+def still_json(report: Report, tables: Tables) -> dict[str, Any]:
+    """What a page without a server holds: the bands of the middle full step of up to RANKS ranks,
+    and the lanes too where there are few."""
+    scene = Scene(report, tables)
+    full = [one for one in scene.steps if one.kind == "full"] or list(scene.steps)
+    step = full[len(full) // 2]
+    index = index_json(scene)
+    index["steps"] = [one for one in index["steps"] if one["step"] == step.step]
+    index["ranks"] = index["ranks"][:RANKS]
+    ranks = [one["rank"] for one in index["ranks"]]
+    slots = min(MOST_SLOTS, SHAPES // len(ranks))
+    opened = ranks if len(ranks) <= FEW_RANKS else []
+    lines = scene.window(step.start_ns, step.end_ns, slots, ranks, opened)
+    return {"index": index, "window": window_json(lines)}
+
+
+# The timeline of a run: which ranks and steps there are, and any window of it.
+
+_RANKS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """When a step begins on the first rank and ends on the last, in the report's ns."""
+
+    step: int
+    kind: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLabel:
+    """A rank with its host and pipeline stage, where they are known."""
+
+    rank: int
+    host: str | None
+    stage: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A line of one rank within a window. name and owner have an entry a shape: name indexes names,
+    -1 where the shape stands for many slices; owner is -1 for nobody."""
+
+    rank: int
+    lane: str
+    depth: int
+    drawn: Drawn
+    name: Int64
+    owner: Int64
+    names: tuple[str, ...]
+
+
+class Scene:
+    """The timeline of one run."""
+
+    def __init__(self, report: Report, tables: Tables) -> None:
+        self._tables = tables
+        self.steps = steps_of(report)
+        self.ranks = labels_of(report, tables)
+        self._band = lru_cache(_RANKS_KEPT * 4)(
+            lambda rank: band_of(rank, tables.segments, tables.waits)
+        )
+        self._lanes = lru_cache(_RANKS_KEPT)(self._read_lanes)
+
+    def window(
+        self, from_ns: int, to_ns: int, slots: int, ranks: Sequence[int], opened: Sequence[int]
+    ) -> tuple[Shown, ...]:
+        """The bands of the ranks, and below them the lanes of those that are opened."""
+        lines = [
+            (rank, line)
+            for rank in ranks
+            for line in (self._band(rank), *(self._lanes(rank) if rank in opened else ()))
+        ]
+        return tuple(_shown(rank, line, from_ns, to_ns, slots) for rank, line in lines)
+
+    def _read_lanes(self, rank: int) -> tuple[Line, ...]:
+        slices = self._tables.slices
+        return lanes_of(slices[rank]) if rank in slices else ()
+
+
+def steps_of(report: Report) -> tuple[StepSpan, ...]:
+    """The steps of all ranks together, in order."""
+    spans: dict[int, list[StepSpan]] = {}
+    for row in report.steps:
+        own = StepSpan(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
+        spans.setdefault(row.step, []).append(own)
+    return tuple(_together(own) for _, own in sorted(spans.items()))
+
+
+def _together(spans: Sequence[StepSpan]) -> StepSpan:
+    kind = next((one.kind for one in spans if one.kind != "full"), "full")
+    start, end = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
+    return StepSpan(spans[0].step, kind, start, end)
+
+
+def labels_of(report: Report, tables: Tables) -> tuple[RankLabel, ...]:
+    """The ranks of the recording with where they ran."""
+    hosts = {rank: one.host for one in report.run.hosts for rank in one.ranks}
+    boxes = tables.boxes
+    stages: dict[int, list[int]] = defaultdict(list)
+    for rank, stage in np.unique(np.column_stack((boxes.rank, boxes.stage)), axis=0).tolist():
+        stages[rank].append(stage)
+    return tuple(
+        RankLabel(rank, _known(hosts.get(rank)), _only(stages.get(rank, [])))
+        for rank in report.run.ranks
+    )
+
+
+def _known(host: str | None) -> str | None:
+    return None if host in (None, "unknown") else host
+
+
+def _only(stages: Sequence[int]) -> int | None:
+    return stages[0] if len(stages) == 1 else None
+
+
+def _shown(rank: int, line: Line, from_ns: int, to_ns: int, slots: int) -> Shown:
+    drawn = line.track.drawn(from_ns, to_ns, slots)
+    name, owner = (_of_rows(column, drawn.row) for column in (line.name, line.owner))
+    return Shown(rank, line.lane, line.depth, drawn, name, owner, line.names)
+
+
+def _of_rows(column: Int32, rows: Int64) -> Int64:
+    """The column's values in these rows, -1 for row -1."""
+    values = np.full(len(rows), -1, dtype=np.int64)
+    known = rows >= 0
+    values[known] = column[rows[known]]
+    return values
+
+
+# The tracks of one rank: its band of buckets, and a line for each lane and depth below it.
+
+BAND = "buckets"
+
+_COMPUTE = BUCKETS.index("compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A track with what its slices are called; name indexes names, owner is -1 for nobody."""
+
+    lane: str
+    depth: int
+    track: Track
+    name: Int32
+    owner: Int32
+    names: tuple[str, ...]
+
+
+def band_of(rank: int, segments: Segments, waits: Waits) -> Line:
+    """The buckets of the rank; waits are named by what was waited in."""
+    low, high = np.searchsorted(segments.rank, (rank, rank + 1)).tolist()
+    start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
+    lasting = segments.dur_ns[low:high] > 0
+    track = Track(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
+    name, owner, names = _waited(rank, track.start_ns, waits)
+    return Line(BAND, 0, track, name, owner, names)
+
+
+def lanes_of(slices: Slices) -> tuple[Line, ...]:
+    """A line for each depth of each lane, the lane with the most compute first."""
+    place = slices.lane.astype(np.int64) * 256 + slices.depth
+    first = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
+    edges = zip(first, [*first[1:], len(place)], strict=True)
+    lines = [_line(slices, slice(low, high)) for low, high in edges]
+    busy: dict[str, int] = defaultdict(int)
+    for line in lines:
+        busy[line.lane] += int(line.track.dur_ns[line.track.bucket == _COMPUTE].sum())
+    return tuple(sorted(lines, key=lambda line: (-busy[line.lane], line.lane, line.depth)))
+
+
+def _line(slices: Slices, rows: slice) -> Line:
+    return Line(
+        lane=slices.lanes[int(slices.lane[rows.start])],
+        depth=int(slices.depth[rows.start]),
+        track=Track(slices.start_ns[rows], slices.dur_ns[rows], slices.bucket[rows]),
+        name=slices.name[rows],
+        owner=slices.owner[rows],
+        names=slices.names,
+    )
+
+
+def _waited(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
+    """For each segment of a rank the wait in which it begins: its name and whom it is for."""
+    low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
+    own = slice(low, high)
+    places: dict[str, int] = {"": 0}
+    pairs = zip(waits.axis[own].tolist(), waits.op[own].tolist(), strict=True)
+    words = (f"{op} on {axis}" if axis else op for axis, op in pairs)
+    code = np.array([0, *(places.setdefault(word, len(places)) for word in words)], dtype=np.int32)
+    at = np.searchsorted(waits.start_ns[own], start_ns, side="right") - 1
+    end = waits.start_ns[own] + waits.dur_ns[own]
+    inside = (at >= 0) & (start_ns < np.append(end, 0)[at])
+    owner = np.append(waits.owner[own], -1)
+    name = np.where(inside, code[at + 1], 0).astype(np.int32)
+    return name, np.where(inside, owner[at], -1).astype(np.int32), tuple(places)
+
+
+# One line of a timeline at any scale: its slices as they are, or what fills most of each slot.
+
+Float64 = npt.NDArray[np.float64]
+
+_FULL = 255
+
+_NOISE = 1e-6
+"""What rounding may leave of a slot that is drawn whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What to draw of a track; columns of one length. Those that stand for many slices come first.
+
+    bucket indexes buckets.BUCKETS; cover is how much of it is filled, of 255. row indexes the
+    track, -1 where one shape stands for many slices.
+    """
+
+    start_ns: Int64
+    dur_ns: Int64
+    bucket: UInt8
+    cover: UInt8
+    row: Int64
+
+
+@dataclass(frozen=True)
+class Track:
+    """Slices that do not overlap, by start; columns of one length, bucket indexes BUCKETS."""
+
+    start_ns: Int64
+    dur_ns: Int64
+    bucket: UInt8
+
+    def drawn(self, from_ns: int, to_ns: int, slots: int) -> Drawn:
+        """The slices within the window. Where they are more than slots, those that are shorter
+        than a slot are drawn together."""
+        low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
+        high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
+        if high - low <= slots:
+            return self._exactly(np.arange(low, high))
+        edges = np.linspace(from_ns, to_ns, slots + 1).astype(np.int64)
+        long = self.dur_ns[low:high] * slots >= to_ns - from_ns
+        exact = self._exactly(low + np.flatnonzero(long))
+        return _joined(self._together(edges, exact), exact)
+
+    def _exactly(self, rows: Int64) -> Drawn:
+        whole = np.full(len(rows), _FULL, dtype=np.uint8)
+        columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
+        return Drawn(*columns, whole, rows)
+
+    def _together(self, edges: Int64, drawn: Drawn) -> Drawn:
+        """For each slot the bucket with most time of the slices that are not drawn yet; neighbours
+        of one bucket and cover are one shape."""
+        apart = Track(drawn.start_ns, drawn.dur_ns, drawn.bucket)
+        busy = self._busy(edges) - apart._busy(edges)
+        cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
+        winner = busy.argmax(axis=0).astype(np.uint8)
+        key = np.where(cover > 0, winner + cover, -1)
+        first = np.flatnonzero(np.diff(key, prepend=-2.0))
+        last = np.append(first[1:], len(key))
+        shown = key[first] >= 0
+        first, last = first[shown], last[shown]
+        return Drawn(
+            start_ns=edges[first],
+            dur_ns=edges[last] - edges[first],
+            bucket=winner[first],
+            cover=(cover[first] * _FULL).astype(np.uint8),
+            row=np.full(len(first), -1, dtype=np.int64),
+        )
+
+    def _busy(self, edges: Int64) -> Float64:
+        """ns of each bucket (a row each) in each slot between the edges."""
+        busy = np.zeros((len(BUCKETS), len(edges) - 1))
+        for bucket, (times, so_far) in self._sums:
+            busy[bucket] = np.diff(np.interp(edges, times, so_far))
+        return busy
+
+    @cached_property
+    def _end_ns(self) -> Int64:
+        return self.start_ns + self.dur_ns
+
+    @cached_property
+    def _sums(self) -> list[tuple[int, tuple[Float64, Float64]]]:
+        """For each bucket of the track its time so far, as a line through points in time."""
+        return [(int(bucket), self._sum(bucket)) for bucket in np.unique(self.bucket)]
+
+    def _sum(self, bucket: int) -> tuple[Float64, Float64]:
+        own = np.flatnonzero(self.bucket == bucket)
+        so_far = np.concatenate(([0.0], np.cumsum(self.dur_ns[own], dtype=np.float64)))
+        times = np.column_stack((self.start_ns[own], self._end_ns[own])).astype(np.float64)
+        return times.ravel(), np.column_stack((so_far[:-1], so_far[1:])).ravel()
+
+
+def _joined(one: Drawn, other: Drawn) -> Drawn:
+    both = ((getattr(one, each.name), getattr(other, each.name)) for each in fields(Drawn))
+    return Drawn(*(np.concatenate(pair) for pair in both))

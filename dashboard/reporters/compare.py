@@ -1,4 +1,4 @@
-"""The terminal's answer to: what differs between these two runs?"""
+"""Terminal screens of compare and what-if."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.regression.compare import BucketChange, RunComparison, Side
-from stepsplit.dashboard.reporters.bare_table import bare_table
-from stepsplit.dashboard.reporters.compare_tables import (
-    bucket_table,
-    calls_section,
-    exposed_section,
-    kernels_section,
+from stepsplit.analyzer.diagnose.what_if import Change, WhatIf, WhatIfs
+from stepsplit.analyzer.regression.compare import (
+    BucketChange,
+    Calls,
+    CallsChange,
+    RunComparison,
+    Side,
 )
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
+
+# The terminal's answer to: what differs between these two runs?
 
 LEAST = 0.005
 """Of the baseline's step: a bucket that changed less is not named in the headline."""
+
 _MOST_NAMED = 3
+
 _NOTES = (
     ("mesh", "another layout: a rank does another part of the work, which moves its buckets too"),
     ("microbatches", "other microbatches: a step may hold more or less work"),
 )
+
 _UNSURE = " (of one step alone, which does not tell its noise)"
 
 
-def screen(found: RunComparison) -> RenderableType:
+def comparison_screen(found: RunComparison) -> RenderableType:
     """The whole screen of one comparison, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [headline(found), Text(), _runs(found)]
     if found.same:
@@ -118,3 +124,154 @@ def _beside(first: str) -> Table:
     for side in ("baseline", "candidate"):
         table.add_column(side, overflow="fold")
     return table
+
+
+# The terminal's tables of two runs: buckets, axes, calls and kernels that changed most.
+
+MOST = 4
+"""Rows of a table that are shown; the rest is counted."""
+
+_DIM = "bright_black"
+
+_MEAN = "mean of a rank's step"
+
+
+def bucket_table(found: RunComparison) -> Table:
+    """The seven buckets, whose differences add up to that of the mean step."""
+    table = bare_table(_MEAN, "baseline", "candidate", "difference", "of the step")
+    whole_ns = found.baseline.mean.step_ns
+    for row in found.buckets:
+        numbers = _numbers(row.baseline_ns, row.candidate_ns)
+        table.add_row(
+            Text(row.bucket, style=BUCKET_STYLE[row.bucket]), *numbers,
+            _share(row.difference_ns, whole_ns),
+        )  # fmt: skip
+    after_ns = found.candidate.mean.step_ns
+    share = _share(after_ns - whole_ns, whole_ns)
+    table.add_row("the step", *_numbers(whole_ns, after_ns), share, style="bold")
+    return table
+
+
+def exposed_section(found: RunComparison) -> list[RenderableType]:
+    """The buckets of communication by axis; nothing where a single axis has all of them."""
+    if len({row.axis for row in found.exposed}) < 2:
+        return []
+    table = bare_table("of which on", "baseline", "candidate", "difference")
+    for row in found.exposed[:MOST]:
+        name = Text(f"{_axis(row.axis or 'other')} ").append(row.bucket, BUCKET_STYLE[row.bucket])
+        table.add_row(name, *_numbers(row.baseline_ns, row.candidate_ns))
+    return [Text(), table, *_more(len(found.exposed), "axis and bucket", "axes and buckets")]
+
+
+def calls_section(found: RunComparison) -> list[RenderableType]:
+    """The kinds of calls that changed most, a line a side."""
+    rows = [row for row in found.collectives if row.baseline != row.candidate]
+    if not rows:
+        return []
+    table = bare_table("calls of a rank", "run", "a step", "transfer", "wait", "busbw")
+    for row in rows[:MOST]:
+        table.add_row(f"{_axis(row.axis)} {row.op}", "baseline", *_calls_cells(row.baseline))
+        table.add_row(_size(row), "candidate", *_calls_cells(row.candidate))
+    note = Text("counts are means over ranks; transfer and wait are those of the median call", _DIM)
+    return [Text(), table, *_more(len(rows), "kind of call", "kinds of calls"), note]
+
+
+def kernels_section(found: RunComparison) -> list[RenderableType]:
+    """The families of kernels whose time changed most."""
+    rows = [row for row in found.kernels if row.baseline_ns != row.candidate_ns]
+    if not rows:
+        return []
+    table = bare_table("kernels of a rank", "baseline", "candidate", "difference", "a step")
+    for row in rows[:MOST]:
+        number = f"{_count(row.baseline_count)} -> {_count(row.candidate_count)}"
+        table.add_row(row.family, *_numbers(row.baseline_ns, row.candidate_ns), number)
+    return [Text(), table, *_more(len(rows), "family", "families")]
+
+
+def _numbers(baseline_ns: int, candidate_ns: int) -> tuple[str, str, str]:
+    change_ns = candidate_ns - baseline_ns
+    return (
+        units.milliseconds(baseline_ns),
+        units.milliseconds(candidate_ns),
+        units.signed_milliseconds(change_ns) if change_ns else "",
+    )
+
+
+def _share(part_ns: int, whole_ns: int) -> str:
+    return units.signed_percent(part_ns / whole_ns) if part_ns and whole_ns else ""
+
+
+def _axis(name: str) -> str:
+    return AXIS_SHORT.get(name, name)
+
+
+def _size(row: CallsChange) -> str:
+    size = "size unknown" if row.message_bytes is None else units.size(row.message_bytes)
+    return f"  {size} {row.dtype or ''}".rstrip()
+
+
+def _calls_cells(calls: Calls | None) -> tuple[str, ...]:
+    if calls is None:
+        return ("none",)
+    rate = calls.busbw_bytes_per_s
+    return (
+        _count(calls.count),
+        units.milliseconds(calls.transfer_ns),
+        units.milliseconds(calls.wait_ns),
+        units.UNKNOWN if rate is None else units.gigabytes_per_second(rate),
+    )
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+
+
+def _more(rows: int, one: str, several: str) -> list[Text]:
+    left = rows - MOST
+    return [Text(f"and {left} {one if left == 1 else several} more", _DIM)] if left > 0 else []
+
+
+# The terminal's answer to: how long were a step, if?
+
+_WORDS = {
+    "even": "all ranks and stages compute alike, no call is slower than its kind",
+    "even-ranks": "the ranks of each stage compute alike",
+    "even-stages": "all ranks and stages compute alike",
+    "no-slow-ranks": "no rank is slower than its peers at the same kernels",
+    "no-idle": "no rank ever runs nothing",
+    "overlap": "gradients are summed during the backward",
+}
+
+
+def what_if_screen(found: WhatIfs) -> RenderableType:
+    """The step as it was, and each change with what it makes of it."""
+    heading = f"step {units.milliseconds(found.step_ns)} on average; with one change each"
+    table = bare_table("change", "step", "difference")
+    table.add_column("", overflow="fold")
+    for row in found.changes:
+        table.add_row(*_change_cells(row, found.step_ns))
+    slowdown = f"stragglers of any kind make a step {found.slowdown:.3f} times as long"
+    return Group(Text(heading, style="bold"), table, Text(slowdown))
+
+
+def _change_cells(row: WhatIf, step_ns: int) -> tuple[str, ...]:
+    return (
+        str(row.change),
+        units.milliseconds(row.step_ns),
+        units.signed_percent(-row.gain_ns / step_ns if step_ns else 0.0),
+        _meaning(row.change),
+    )
+
+
+def _meaning(change: Change) -> str:
+    match change.kind:
+        case "link":
+            of = "every link" if change.axis == "all" else f"the links of {change.axis}"
+            return f"data moves {change.times:g} times as fast on {of}"
+        case "microbatches":
+            return f"the same work in {change.count} microbatches a step, of the same size"
+        case "schedule":
+            return f"the pipeline runs {change.name}"
+        case "replicas":
+            return f"{change.count} times the data-parallel ranks, on links as fast"
+    return _WORDS[change.kind]

@@ -22,9 +22,9 @@ _WHOLE = ("group", "call", "size")
 _STYLE = {"missing": "red"}
 
 
-def screen(hang: Hang) -> RenderableType:
+def hang_screen(hang: Hang) -> RenderableType:
     """The whole screen for one hang, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_verdict(hang), _heading(hang)]
+    parts: list[RenderableType] = [_verdict(hang), _hang_heading(hang)]
     parts += [_warning(one.message, one.rank) for one in hang.warnings]
     if hang.stuck:
         parts += [Text(), _calls(hang), *_left_out(hang)]
@@ -37,7 +37,7 @@ def _verdict(hang: Hang) -> Group:
     return Group(*(Text(line, style="bold") for line in lines))
 
 
-def _heading(hang: Hang) -> Text:
+def _hang_heading(hang: Hang) -> Text:
     known = [_count(len(hang.ranks), "dump", "dumps")]
     if hang.no_dump:
         known.append(f"no dump of {_ranks(hang.no_dump)}")

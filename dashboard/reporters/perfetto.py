@@ -1,30 +1,26 @@
-"""All ranks on one clock as a trace for ui.perfetto.dev: a process a rank, an arrow a wait."""
+"""Perfetto export: all ranks on one clock, an arrow for each wait."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.report.report import Report, Run, StepRow
 from stepsplit.analyzer.report.tables import Boxes, Segments, Tables, Waits
-from stepsplit.analyzer.trace import Int64
-from stepsplit.dashboard.reporters.perfetto_packets import Origins, Slices, events, head
-from stepsplit.dashboard.reporters.perfetto_tracks import (
-    BAND,
-    STEPS,
-    WAITS,
-    Lanes,
-    lanes_of,
-    tracks_of,
-)
+from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.collectors.run_spec import Mesh
+
+# All ranks on one clock as a trace for ui.perfetto.dev: a process a rank, an arrow a wait.
 
 _LETTERS = "FBW"
 """The phases of report.tables.PHASES, as schedules are drawn."""
+
 _Table = TypeVar("_Table", Segments, Boxes, Waits)
+
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -136,3 +132,258 @@ def _together(parts: tuple[_Part, ...], reached: Int64) -> Slices:
     flow = np.zeros(len(track), dtype=np.int64)
     flow[reached] = np.arange(len(reached)) + 1
     return Slices(track, np.concatenate(name), start - zero, end - zero, flow)
+
+
+# The rows of a Perfetto page: the steps, buckets and waits of each rank, and its stages.
+
+PROCESS, STEPS, BAND, WAITS, STAGES = range(5)
+"""Places of the tracks of a rank; from STAGES on there is one for each stage."""
+
+PID = 1_000_000
+"""Rank r is process PID + r: for Perfetto process 0 is the idle one."""
+
+_NAMES = {STEPS: "steps", BAND: "buckets", WAITS: "waits"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Which tracks there are: each rank has count of them, not all in use.
+
+    of_boxes has the track of each box, stage_of the stage of each such track.
+    """
+
+    count: int
+    of_boxes: Int64
+    stage_of: dict[int, int]
+
+    def tracks(self, rank: Int32, place: int) -> Int64:
+        """The ranks' tracks at that place."""
+        return (rank.astype(np.int64) + 1) * self.count + place
+
+
+def lanes_of(boxes: Boxes) -> Lanes:
+    """A lane for each stage of a rank, and more for boxes of a stage that overlap."""
+    lane = _lane_of_boxes(boxes)
+    stages = np.unique(np.column_stack((boxes.stage, lane)), axis=0)
+    place = STAGES + _row_of(stages, boxes.stage, lane)
+    count = STAGES + len(stages)
+    track = (boxes.rank.astype(np.int64) + 1) * count + place
+    return Lanes(count, track, dict(zip(track.tolist(), boxes.stage.tolist(), strict=True)))
+
+
+def tracks_of(run: Run, lanes: Lanes) -> list[Track]:
+    """The tracks of all ranks: a process each, named by where it runs, and what it holds."""
+    tracks = []
+    stages: dict[int, set[int]] = {rank: set() for rank in run.ranks}
+    for track, stage in lanes.stage_of.items():
+        stages.setdefault(track // lanes.count - 1, set()).add(stage)
+    for rank, own in stages.items():
+        base = (rank + 1) * lanes.count
+        tracks.append(Track(base, _process_name(run, rank, sorted(own)), pid=PID + rank))
+        tracks += [Track(base + place, name, base, place) for place, name in _NAMES.items()]
+    for track, stage in sorted(lanes.stage_of.items()):
+        base = track // lanes.count * lanes.count
+        tracks.append(Track(track, f"stage {stage}", base, track - base))
+    return tracks
+
+
+def _lane_of_boxes(boxes: Boxes) -> Int64:
+    """The first lane of its stage that is free when a box begins."""
+    lane = np.zeros(len(boxes.rank), dtype=np.int64)
+    free_at: dict[tuple[int, int], list[int]] = {}
+    order = np.lexsort((boxes.start_ns, boxes.rank)).tolist()
+    columns = (boxes.rank, boxes.stage, boxes.start_ns, boxes.dur_ns)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    for row in order:
+        rank, stage, start, dur = rows[row]
+        ends = free_at.setdefault((rank, stage), [])
+        free = next((i for i, end in enumerate(ends) if end <= start), len(ends))
+        ends[free : free + 1] = [start + dur]
+        lane[row] = free
+    return lane
+
+
+def _row_of(stages: Int64, stage: Int32, lane: Int64) -> Int64:
+    """The row of each (stage, lane) in the sorted table of them."""
+    keys = {pair: row for row, pair in enumerate(map(tuple, stages.tolist()))}
+    pairs = zip(stage.tolist(), lane.tolist(), strict=True)
+    return np.array([keys[pair] for pair in pairs], dtype=np.int64)
+
+
+def _process_name(run: Run, rank: int, stages: list[int]) -> str:
+    """Such as "rank 3 (host0, stage 1)", as far as that is known."""
+    hosts = [host.host for host in run.hosts if rank in host.ranks and host.host != "unknown"]
+    seen = stages or _stage_by_mesh(run, rank)
+    which = [f"stage {seen[0]}" if len(seen) == 1 else f"stages {', '.join(map(str, seen))}"]
+    where = ", ".join(hosts + (which if seen else []))
+    return f"rank {rank} ({where})" if where else f"rank {rank}"
+
+
+def _stage_by_mesh(run: Run, rank: int) -> list[int]:
+    if run.mesh is None:
+        return []
+    mesh = Mesh(tuple(axis.axis for axis in run.mesh), tuple(axis.size for axis in run.mesh))
+    return [mesh.coordinate(rank, "pp")] if mesh.size("pp") > 1 else []
+
+
+# Perfetto's protobuf: tracks, the slices on them and the flows between, as bytes.
+#
+# The numbers of the fields are those of trace_packet.proto, track_descriptor.proto,
+# track_event.proto and interned_data.proto in
+# github.com/google/perfetto/tree/main/protos/perfetto/trace. Numbers that differ from slice to
+# slice have a fixed width (protobuf allows a varint more bytes than it needs), so that many
+# packets are one matrix of bytes.
+
+_PACKET, _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _SEQUENCE_FLAGS, _DESCRIPTOR = (
+    1, 8, 10, 11, 12, 13, 60,
+)  # fmt: skip
+
+_BEGIN, _END = 1, 2
+
+_CLEARED, _NEEDED = 1, 2
+
+_EXPLICIT = 3
+
+_ONE_SEQUENCE = 1
+
+_TIME_WIDTH, _ID_WIDTH = 8, 4
+
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A row of the page; a process holds the tracks that name it as their parent."""
+
+    id: int
+    name: str
+    parent: int = 0
+    place: int = 0
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Intervals on tracks, columns of one length: at no instant two on one track, none empty.
+
+    track is a Track's id, name a place in the list of names, flow the id of the one flow that ends
+    at the slice, 0 for none. Times are not negative.
+    """
+
+    track: Int64
+    name: Int64
+    start_ns: Int64
+    end_ns: Int64
+    flow: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where flows begin, columns of one length: the flow's id, and a row of the slices.
+
+    The slice begins before that ends at which the flow ends.
+    """
+
+    flow: Int64
+    row: Int64
+
+
+def head(tracks: Sequence[Track], names: Sequence[str]) -> bytes:
+    """The packets that say which tracks there are and what the slices' names mean."""
+    texts = [(2, _message((1, i + 1), (2, name))) for i, name in enumerate(names)]
+    interned = _packet((_INTERNED, _message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
+    return b"".join([interned, *(_packet((_DESCRIPTOR, _described(t))) for t in tracks)])
+
+
+def events(slices: Slices, origins: Origins) -> Iterator[bytes]:
+    """The packets of all slices.
+
+    Readers sort packets by time and keep the order of those at one time: ends come first, so that
+    a slice is over when the next one begins at its end.
+    """
+    for block in _blocks(np.flatnonzero(slices.flow == 0)):
+        yield _rows(_END, slices.end_ns[block], [_varint_field(11, slices.track[block])])
+    for block in _blocks(np.flatnonzero(slices.flow)):
+        ending = _fixed_field(48, slices.flow[block])
+        yield _rows(_END, slices.end_ns[block], [_varint_field(11, slices.track[block]), ending])
+    yield from _begins(slices, origins)
+
+
+def _begins(slices: Slices, origins: Origins) -> Iterator[bytes]:
+    """The beginnings, together those of as many flows."""
+    count = np.bincount(origins.row, minlength=len(slices.track))
+    first = np.cumsum(count) - count
+    flow = origins.flow[np.argsort(origins.row, kind="stable")]
+    for many in np.unique(count).tolist():
+        for block in _blocks(np.flatnonzero(count == many)):
+            flows = [_fixed_field(47, flow[first[block] + i]) for i in range(many)]
+            named = [_varint_field(10, slices.name[block] + 1)]
+            on = [_varint_field(11, slices.track[block])]
+            yield _rows(_BEGIN, slices.start_ns[block], named + on + flows)
+
+
+def _blocks(rows: Int64) -> Iterator[Int64]:
+    return (rows[at : at + _BLOCK] for at in range(0, len(rows), _BLOCK))
+
+
+def _rows(kind: int, at_ns: Int64, columns: Sequence[UInt8]) -> bytes:
+    """A packet a row: an event of that kind at those times, made of the columns."""
+    event = [_alike(_message((9, kind)), len(at_ns)), *columns]
+    size = sum(column.shape[1] for column in event)
+    before = _tag(_SEQUENCE, 0) + _varint(_ONE_SEQUENCE) + _tag(_EVENT, 2) + _varint(size)
+    after = _message((_SEQUENCE_FLAGS, _NEEDED))
+    body = [
+        _varint_field(_TIMESTAMP, at_ns, _TIME_WIDTH), _alike(before, len(at_ns)),
+        *event, _alike(after, len(at_ns)),
+    ]  # fmt: skip
+    size = sum(column.shape[1] for column in body)
+    opening = _alike(_tag(_PACKET, 2) + _varint(size), len(at_ns))
+    return np.hstack([opening, *body]).tobytes()
+
+
+def _alike(content: bytes, count: int) -> UInt8:
+    return np.broadcast_to(np.frombuffer(content, dtype=np.uint8), (count, len(content)))
+
+
+def _varint_field(number: int, values: Int64, width: int = _ID_WIDTH) -> UInt8:
+    digits = (values[:, None] >> (7 * np.arange(width)) & 0x7F).astype(np.uint8)
+    digits[:, :-1] |= 0x80
+    return np.hstack([_alike(_tag(number, 0), len(values)), digits])
+
+
+def _fixed_field(number: int, values: Int64) -> UInt8:
+    eight = np.ascontiguousarray(values, dtype="<u8").view(np.uint8).reshape(-1, 8)
+    return np.hstack([_alike(_tag(number, 1), len(values)), eight])
+
+
+def _described(track: Track) -> bytes:
+    """The track's descriptor; a process orders its tracks by their place."""
+    if track.pid is None:
+        return _message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))
+    process = _message((1, track.pid), (6, track.name))
+    return _message((1, track.id), (3, process), (11, _EXPLICIT))
+
+
+def _packet(*content: tuple[int, int | str | bytes]) -> bytes:
+    return _message((_PACKET, _message((_SEQUENCE, _ONE_SEQUENCE), *content)))
+
+
+def _message(*content: tuple[int, int | str | bytes]) -> bytes:
+    """The fields (number, value) of a message."""
+    return b"".join(_field(number, value) for number, value in content)
+
+
+def _field(number: int, value: int | str | bytes) -> bytes:
+    if isinstance(value, int):
+        return _tag(number, 0) + _varint(value)
+    content = value.encode() if isinstance(value, str) else value
+    return _tag(number, 2) + _varint(len(content)) + content
+
+
+def _tag(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])

@@ -1,35 +1,54 @@
-"""The terminal's answer to a plan: the best layouts, why the others lose, and the way there."""
+"""Terminal screens of plan, calibrate and validate."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.config import Job
-from stepsplit.analyzer.model.plan_space import Candidate, Place, Plan, Searched, Trial, toml_lines
-from stepsplit.dashboard.reporters.bare_table import bare_table
-from stepsplit.dashboard.reporters.plan_words import (
-    axes_words,
-    lost_words,
-    settings_words,
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.model.comm_measured import TransferSweep
+from stepsplit.analyzer.model.config import Hardware, Job
+from stepsplit.analyzer.model.plan_space import (
+    Candidate,
+    Choice,
+    Place,
+    Plan,
+    Reason,
+    RunnerUp,
+    Searched,
+    Trial,
+    toml_lines,
 )
+from stepsplit.analyzer.validation.tables import Check, Row
+from stepsplit.dashboard.reporters.tables import bare_table
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.gap.calibrate import Calibration, Explained
+
+
+# The terminal's answer to a plan: the best layouts, why the others lose, and the way there.
 
 _DIM = "bright_black"
+
 MOST_REFUSED = 3
 
 
-def screen(job: Job, plan: Plan) -> RenderableType:
+def plan_screen(job: Job, plan: Plan) -> RenderableType:
     """The whole screen of one plan, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_heading(job, plan), _searched(plan.searched), Text()]
+    parts: list[RenderableType] = [_plan_heading(job, plan), _searched(plan.searched), Text()]
     parts += [_ranking(job, plan), Text(), _details(plan), Text(), *_tree(job, plan)]
     lines = toml_lines(plan.best.choice, job.model.experts is not None)
     parts += [Text(), Text("to RUN.toml", style="bold"), *map(Text, lines)]
     return Group(*parts)
 
 
-def _heading(job: Job, plan: Plan) -> Text:
+def _plan_heading(job: Job, plan: Plan) -> Text:
     recipe, name = job.recipe, job.model.name or f"of {job.model.layers} layers"
     text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
     text.append(
@@ -86,7 +105,7 @@ def _settings(one: Candidate) -> Text:
 def _tree(job: Job, plan: Plan) -> list[RenderableType]:
     """The questions that people ask by hand, and on which links the best layout lies."""
     table = bare_table("as people decide", "a GPU needs", "")
-    for trial in _told(plan.tree):
+    for trial in _shown_trials(plan.tree):
         needs = units.gibibytes(trial.peak_bytes)
         answer = Text("fits", style="green") if trial.fits else Text("does not fit", style=_DIM)
         table.add_row(_question(trial), needs, answer)
@@ -105,7 +124,7 @@ def _by_hand(plan: Plan) -> Text:
     return Text(f"by hand: {by_hand}; fastest of all: {best}")
 
 
-def _told(tree: tuple[Trial, ...]) -> list[Trial]:
+def _shown_trials(tree: tuple[Trial, ...]) -> list[Trial]:
     """Of each question the answer, and of a pipeline the last that does not fit too."""
     last = {trial.question: trial for trial in tree}
     before = [trial for trial in tree[-2:-1] if trial.pp > 1]
@@ -121,3 +140,377 @@ def _question(trial: Trial) -> str:
 def _place(place: Place) -> str:
     where = "in a node" if place.nodes == 1 else f"over {place.nodes:,} nodes"
     return f"{place.axis} {place.ranks:,} {where} ({place.link})"
+
+
+# A plan in words: how a layout is called, and why a runner-up lost.
+
+LEAST = 0.0005
+"""Of the best's step: what changes less is not worth a word."""
+
+MOST_REASONS = 3
+
+_PLAIN = {
+    "skew": "waiting for the slowest node", "copy": "offloading", "idle": "waiting for the host",
+    "bubble": "bubble", "collective": "collectives", "p2p": "messages",
+}  # fmt: skip
+
+
+def axes_words(choice: Choice) -> str:
+    """The axes of more than one rank: "tp 8 pp 16 dp 64"."""
+    sizes = zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True)
+    return " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one GPU"
+
+
+def settings_words(one: Candidate) -> str:
+    """What goes with the axes: schedule, ZeRO, what is recomputed, microbatches."""
+    choice = one.choice
+    chunks = f" of {choice.chunks} stages a rank" if choice.chunks > 1 else ""
+    known = (
+        f"{choice.schedule}{chunks}" if choice.pp > 1 else "",
+        f"{_microbatches(one.microbatches)} of {choice.micro_batch:,}",
+        f"ZeRO-{choice.zero}" if choice.zero else "",
+        f"in groups of {choice.dp_shard}" if choice.zero == 3 and choice.dp_replicate > 1 else "",
+        f"expert tp {choice.expert_tp}" if choice.expert_tp > 1 else "",
+        "sequence parallel" if choice.sequence_parallel else "",
+        "" if choice.recompute == "none" else f"recompute {choice.recompute}",
+        "uneven stages" if choice.layers_per_stage else "",
+    )
+    return ", ".join(part for part in known if part)
+
+
+def lost_words(best: Candidate, one: RunnerUp) -> str:
+    """What costs it most, in shares of the best's step, and what it gains against that."""
+    step_ns = best.step_ns
+    told = [reason for reason in one.reasons if abs(reason.delta_ns) > LEAST * step_ns]
+    more = [reason for reason in told if reason.delta_ns > 0][:MOST_REASONS]
+    less = [reason for reason in told if reason.delta_ns < 0][-1:]
+    if not more:
+        return f"as fast, with {_memory(one.more_bytes)}"
+    words = ", ".join(_reason(best, one.candidate, reason) for reason in more)
+    return words + "".join(f"; gains {_reason(best, one.candidate, reason)}" for reason in less)
+
+
+def _microbatches(count: int) -> str:
+    return f"{count:,} microbatch{'es' if count > 1 else ''}"
+
+
+def _memory(more_bytes: int) -> str:
+    if not more_bytes:
+        return "as much memory"
+    return f"{units.gibibytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} memory"
+
+
+def _reason(best: Candidate, other: Candidate, reason: Reason) -> str:
+    share = units.signed_percent(reason.delta_ns / best.step_ns)
+    return f"{_what(best, other, reason)} {share}{_why(other, reason)}"
+
+
+def _what(best: Candidate, other: Candidate, reason: Reason) -> str:
+    if reason.bucket == "compute":
+        return _compute(best.choice, other.choice) if reason.delta_ns > 0 else "compute"
+    if reason.bucket == "p2p" and reason.axis == "pp":
+        return "messages between stages"
+    return f"exposed {reason.axis}" if reason.axis else _PLAIN[reason.bucket]
+
+
+def _compute(best: Choice, other: Choice) -> str:
+    """What makes the same model take more computing."""
+    if other.recompute != best.recompute and other.recompute != "none":
+        return f"recomputation ({other.recompute})"
+    if other.tp > best.tp:
+        return "narrower products"
+    if other.micro_batch < best.micro_batch or other.cp > best.cp:
+        return "shorter products"
+    return "compute of the slowest stage"
+
+
+def _why(other: Candidate, reason: Reason) -> str:
+    choice = other.choice
+    if reason.bucket == "bubble" and choice.pp > 1:
+        chunks = f" x {choice.chunks}" if choice.chunks > 1 else ""
+        return f" ({_microbatches(other.microbatches)} for {choice.pp} stages{chunks})"
+    sizes = dict(zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True))
+    size = sizes.get(reason.axis, 0)
+    return f" ({reason.axis} {size})" if size and reason.axis != "pp" else ""
+
+
+# The terminal's answer to a calibration: the constants, and how well they explain the runs.
+
+MOST_TRANSFERS = 8
+
+_UNSEEN = "guess"
+
+
+def calibration_screen(found: Calibration, out: Path | None) -> RenderableType:
+    """The whole screen of one calibration; out is the file that was written."""
+    parts: list[RenderableType] = [_calibration_heading(found), Text(), _constants(found), Text()]
+    if found.transfers:
+        parts += [_transfers(found.transfers), Text()]
+    parts += [_stages(found.stages), *_mend(found, out)]
+    return Group(*parts)
+
+
+def _calibration_heading(found: Calibration) -> Text:
+    runs = list(dict.fromkeys(one.run for one in found.stages))
+    words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    text = Text(f"{found.hardware.name} as told by {words}: {', '.join(runs)}", style="bold")
+    off = units.percent(found.hardware.efficiency.error)
+    text.append(f"\nother layouts may be off by {off}", style="not bold")
+    return text
+
+
+def _constants(found: Calibration) -> Table:
+    table = bare_table("constant", "before", "now")
+    before, now = _constant_lines(found.known), _constant_lines(found.hardware)
+    for (name, old), (_, new) in zip(before, now, strict=True):
+        if new:
+            table.add_row(name, old or _UNSEEN, new)
+    return table
+
+
+def _constant_lines(hardware: Hardware) -> Iterable[tuple[str, str]]:
+    """(what it is, its value as people read it), in the same order for any hardware."""
+    known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
+    peak = hardware.peaks_flops_per_s[0][1]
+    bytes_per_s = known.memory * hardware.memory_bytes_per_s
+    return (
+        ("products", f"{units.flops(known.gemm * peak)}/s"),
+        ("attention", f"{units.flops(known.attention * peak)}/s"),
+        ("memory", units.gigabytes_per_second(bytes_per_s)),
+        ("launch of a kernel", units.microseconds(known.launch_ns)),
+        ("host, a layer's forward", units.milliseconds(known.host_ns) if known.host_ns else ""),
+        (f"{intra.name}, busbw", units.gigabytes_per_second(intra.bytes_per_s * intra.ring)),
+        (f"{intra.name}, a step", units.microseconds(intra.latency_ns)),
+        (f"{inter.name}, busbw", units.gigabytes_per_second(inter.bytes_per_s * inter.ring)),
+        (f"{inter.name}, a step", units.microseconds(inter.latency_ns)),
+        ("activations, of the predicted", units.percent(hardware.learned.activations)),
+    )
+
+
+def _transfers(transfers: tuple[TransferSweep, ...]) -> Group:
+    table = bare_table("measured", "ranks", "size", "time")
+    rows = [
+        (one.op, str(one.ranks), units.size(size), units.milliseconds(ns))
+        for one in transfers
+        for size, ns in zip(one.sizes_bytes, one.times_ns, strict=True)
+    ]
+    for row in rows[:MOST_TRANSFERS]:
+        table.add_row(*row)
+    more = len(rows) - MOST_TRANSFERS
+    left_out = Text(f"and {more} more, which --json has", style=_DIM)
+    return Group(table, left_out) if more > 0 else Group(table)
+
+
+def _stages(stages: tuple[Explained, ...]) -> Table:
+    """Measured and predicted step of each stage, and the bucket that is farthest off."""
+    table = bare_table("run", "stage", "measured", "predicted", "off", "most in")
+    for one in stages:
+        off = units.signed_percent(one.predicted.step_ns / one.step_ns - 1)
+        table.add_row(
+            one.run,
+            str(one.stage),
+            units.milliseconds(one.step_ns),
+            units.milliseconds(one.predicted.step_ns),
+            off,
+            _farthest(one),
+        )
+    return table
+
+
+def _farthest(one: Explained) -> str:
+    missed = (one.predicted - one.measured).buckets_ns
+    bucket, ns = max(zip(BUCKETS, missed, strict=True), key=lambda pair: abs(pair[1]))
+    return f"{bucket} {units.signed_percent(ns / one.step_ns)}"
+
+
+def _mend(found: Calibration, out: Path | None) -> list[RenderableType]:
+    """What to do with it."""
+    if out is None:
+        return [Text(), Text("--out FILE keeps these constants", style=_DIM)]
+    lines = ("to RUN.toml", "[hardware]", f'file = "{out}"')
+    return [Text(), Text(lines[0], style="bold"), *map(Text, lines[1:])]
+
+
+# The terminal's table of checks: what the model is held to, how far off it is, and where most.
+
+EQUALITIES = "equalities"
+
+_TOPICS = {"step time": ("step time",), "memory": ("memory", "activations")}
+
+_COLLECTIVES = "collectives"
+
+_GROUPS = (EQUALITIES, "memory", "step time", _COLLECTIVES)
+
+_NAMES = {
+    "mean/max": ("mean", "max"), "mean/p90": ("mean", "p90"), "mean": ("mean",),
+    "median": ("median",),
+}  # fmt: skip
+
+
+def validation_screen(checks: Sequence[Check], every_row: bool = False) -> RenderableType:
+    """One line a check, by group, then its worst rows, or every row with those fitted on."""
+    parts: list[RenderableType] = []
+    for group in _GROUPS:
+        parts += _group([check for check in checks if _group_of(check) == group], group)
+    for check in checks:
+        rows = check.rows if every_row else far_off(check)
+        if rows:
+            parts += [
+                Text(_validation_heading(check, every_row), style="bold"),
+                row_table(rows),
+                Text(),
+            ]
+    return Group(*parts, _total(checks))
+
+
+def _group_of(check: Check) -> str:
+    """An equality, or what the check's name speaks of."""
+    if check.measure == "equality":
+        return EQUALITIES
+    topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
+    return next(topics, _COLLECTIVES)
+
+
+def _group(checks: Sequence[Check], name: str) -> list[RenderableType]:
+    if not checks:
+        return []
+    table = _equalities(checks) if name == EQUALITIES else _within_bars(checks, name)
+    return [table, *_baselines(checks), *_notes(checks), Text()]
+
+
+def _equalities(checks: Sequence[Check]) -> Table:
+    table = _table(EQUALITIES, "rows", "equal", "verdict")
+    for check in checks:
+        rows = check.reported
+        equal = sum(row.equal for row in rows)
+        table.add_row(check.name, str(len(rows)), str(equal), _verdict(check))
+    return table
+
+
+def _within_bars(checks: Sequence[Check], name: str) -> Table:
+    table = _table(name, "rows", "result", "bar", "verdict")
+    for check in checks:
+        bar = _numbers(check.bar) if check.bar else "none"
+        table.add_row(_short(check), str(len(check.reported)), _result(check, check.result), bar,
+                      _verdict(check))  # fmt: skip
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    """Numbers are never cut; a long name goes on in the next line."""
+    table = bare_table(first, *others)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    return table
+
+
+def _short(check: Check) -> str:
+    """The check's name without what the group's heading says already."""
+    return check.name.replace(", step time", "").replace(", peak memory", "")
+
+
+def _result(check: Check, values: tuple[float, ...]) -> str:
+    """(0.039, 0.063) -> "mean 3.9 %, p90 6.3 %"."""
+    names = _NAMES[check.measure]
+    return ", ".join(f"{n} {units.percent(v)}" for n, v in zip(names, values, strict=False))
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    """(0.02, 0.035) -> "2.0 / 3.5 %"."""
+    return " / ".join(f"{100 * value:.1f}" for value in values) + " %"
+
+
+def _verdict(check: Check) -> Text:
+    """Met, or missed by how much."""
+    if check.skipped:
+        return Text("skipped", style="bright_black")
+    if not check.bar:
+        return Text("shown only", style="bright_black")
+    if check.met:
+        return Text("met", style="green")
+    return Text(f"missed by {_missed_by(check)}", style="red")
+
+
+def _missed_by(check: Check) -> str:
+    if check.measure == "equality":
+        count = sum(not row.equal for row in check.reported)
+        return f"{count} row{'s' if count > 1 else ''}"
+    over = max(result - bar for result, bar in zip(check.result, check.bar, strict=True))
+    return f"{100 * over:.1f} pt"
+
+
+def _baselines(checks: Sequence[Check]) -> list[RenderableType]:
+    """What the simplest model reaches on the same rows, and where it is the better one."""
+    compared = [check for check in checks if check.baseline and not check.skipped]
+    if not compared:
+        return []
+    table = _table("", "", "")
+    table.show_header = table.expand = False
+    for check in compared:
+        better = check.baseline is not None and check.baseline[0] < check.result[0]
+        said = (
+            Text("better than the model", "yellow")
+            if better
+            else Text("worse than the model", "bright_black")
+        )
+        table.add_row(_short(check), _result(check, check.baseline or ()), said)
+    return [Text("beside it, one constant utilization for each GPU and dtype, same rows:"), table]
+
+
+def _notes(checks: Sequence[Check]) -> list[Text]:
+    """What is to be known of a check, and the first row that it left out."""
+    lines = [f"{check.name}: {check.note}" for check in checks if check.note]
+    for check in checks:
+        if check.left_out:
+            more = f" (and {len(check.left_out) - 1} more)" if len(check.left_out) > 1 else ""
+            lines.append(f"{check.name}: left out {check.left_out[0]}{more}")
+    return [Text(line, style="bright_black") for line in lines]
+
+
+def _total(checks: Sequence[Check]) -> Text:
+    held = [check for check in checks if check.bar and not check.skipped]
+    met = sum(check.met for check in held)
+    fitted = len({row.case for check in checks for row in check.rows if row.fitted})
+    words = f"{met} of {len(held)} checks met; rows fitted on, which do not count: {fitted}"
+    return Text(words, style="bold" if met == len(held) else "bold red")
+
+
+def _validation_heading(check: Check, every_row: bool) -> str:
+    if every_row:
+        return f"{check.name}: all rows"
+    return f"{check.name}: {'not equal' if check.measure == 'equality' else 'farthest off'}"
+
+
+# The terminal's table of single published numbers beside the model's.
+
+_SHOWN, _NOTABLE = 3, 0.01
+
+
+def far_off(check: Check) -> Sequence[Row]:
+    """What is worth a line: rows that are not equal, or off by more than a percent."""
+    rows = check.worst
+    if check.measure != "equality":
+        rows = tuple(row for row in rows if abs(row.error) >= _NOTABLE)
+    return rows[:_SHOWN]
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """One line a row; an id that is too long for the terminal goes on in the next line."""
+    several = len({row.what for row in rows}) > 1
+    marks = ["fitted on"] if any(row.fitted for row in rows) else []
+    table = bare_table("row", "published", "predicted", "error", *marks)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    for row in rows:
+        table.add_row(
+            f"{row.case}, {row.what}" if several else row.case,
+            _value(row.published, row.unit), _value(row.predicted, row.unit),
+            f"{'+' if row.error >= 0 else ''}{units.percent(row.error)}",
+            *[Text("yes" if row.fitted else "", style="bright_black") for _ in marks],
+        )  # fmt: skip
+    return table
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "ns":
+        return units.milliseconds(value) if value >= 1e6 else units.microseconds(value)
+    shown = f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+    return f"{shown} {unit}"

@@ -1,28 +1,36 @@
-"""The terminal's answer to a RUN.toml: how long a step should take, where it goes, what fits."""
+"""Terminal screens of model, and of a run against its model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from rich.bar import Bar
 from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import Job, Layout
+from stepsplit.analyzer.model.formulas import Explained, Folk, RuleOfThumb, Symbol, Unit, Verdict
 from stepsplit.analyzer.model.memory import allocated_band
-from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.dashboard.reporters.prediction_tables import (
-    communication_table,
-    split_table,
-    stages_table,
-)
+from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
+
+# The terminal's answer to a RUN.toml: how long a step should take, where it goes, what fits.
 
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
+
 _CONFIDENCE = {"calibrated": "bold", "high": "bold", "low": "bold yellow"}
 
 
-def screen(job: Job, prediction: Prediction) -> RenderableType:
+def prediction_screen(job: Job, prediction: Prediction) -> RenderableType:
     """The whole screen for one prediction, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_heading(job, prediction), _training(job)]
-    parts += [_step(prediction), _memory(job, prediction)]
+    parts: list[RenderableType] = [_prediction_heading(job, prediction), _training(job)]
+    parts += [_step(prediction), _peak_memory(job, prediction)]
     parts += [Text(), split_table(prediction), _memo(prediction)]
     parts += [Text(), _pipeline(job, prediction), stages_table(prediction)]
     if prediction.communication:
@@ -32,7 +40,7 @@ def screen(job: Job, prediction: Prediction) -> RenderableType:
     return Group(*parts)
 
 
-def _heading(job: Job, prediction: Prediction) -> Text:
+def _prediction_heading(job: Job, prediction: Prediction) -> Text:
     hardware, ranks = job.hardware, job.layout.world_size
     nodes = -(-ranks // hardware.gpus_per_node)
     known = (
@@ -87,7 +95,7 @@ def _use_of_peak(prediction: Prediction) -> str:
     return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
 
-def _memory(job: Job, prediction: Prediction) -> Text:
+def _peak_memory(job: Job, prediction: Prediction) -> Text:
     """Whether the fullest stage fits, and by how much."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     there = job.hardware.memory_bytes
@@ -122,3 +130,199 @@ def _pipeline(job: Job, prediction: Prediction) -> Text:
         f"bubble fraction {units.percent(prediction.bubble_fraction)}, "
         f"bubble overhead {units.percent(prediction.bubble_overhead)}"
     )
+
+
+# The terminal's tables of a prediction: the buckets, the stages, the communication.
+
+MOST_STAGES, MOST_KINDS = 6, 10
+
+_CATEGORIES = ("weights", "gradients", "optimizer", "activations", "transient", "other")
+
+
+def split_table(prediction: Prediction) -> Table:
+    """The seven buckets of the slowest stage: time and share."""
+    table = bare_table("", "predicted", "share", "")
+    split = prediction.split
+    for bucket, ns in zip(BUCKETS, split.buckets_ns, strict=True):
+        share = ns / split.step_ns if split.step_ns else 0.0
+        style = BUCKET_STYLE[bucket]
+        bar = Bar(1.0, 0.0, share, color=style)
+        table.add_row(Text(bucket, style=style), units.milliseconds(ns), units.percent(share), bar)
+    return table
+
+
+def stages_table(prediction: Prediction) -> Group | Table:
+    """Each stage's parameters, compute and bubble, and its memory by what it is for."""
+    shown = _shown_stages(prediction)
+    table = bare_table("stage", *(str(i) for i in shown))
+    splits = [prediction.splits[i] for i in shown]
+    memory = [prediction.memory[i] for i in shown]
+    table.add_row("parameters", *(units.count(prediction.parameters_per_stage[i]) for i in shown))
+    table.add_row("compute", *(units.milliseconds(split.compute_ns) for split in splits))
+    table.add_row("bubble", *(units.milliseconds(split.bubble_ns) for split in splits))
+    for category in _CATEGORIES:
+        _add_memory(table, category, memory, attrgetter(f"{category}_bytes"))
+    _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
+    more = len(prediction.splits) - len(shown)
+    stages = f"{more} stage{'s' if more > 1 else ''}"
+    left_out = Text(f"and {stages} more, which --json has", style="bright_black")
+    return Group(table, left_out) if more else table
+
+
+def _add_memory(
+    table: Table,
+    name: str,
+    memory: Sequence[StageMemory],
+    bytes_of: Callable[[StageMemory], int],
+) -> None:
+    """A line of the table; one in which no stage has anything takes no room."""
+    if any(bytes_of(row) for row in memory):
+        table.add_row(name, *(units.gibibytes(bytes_of(row)) for row in memory))
+
+
+def _shown_stages(prediction: Prediction) -> list[int]:
+    """The ends, the slowest and the fullest stage, then the others from the first on."""
+    count = len(prediction.splits)
+    fullest = max(range(count), key=lambda i: prediction.memory[i].total_bytes)
+    first = dict.fromkeys((0, count - 1, _slowest(prediction), fullest, *range(count)))
+    return sorted(list(first)[:MOST_STAGES])
+
+
+def _slowest(prediction: Prediction) -> int:
+    return prediction.splits.index(prediction.split)
+
+
+def communication_table(prediction: Prediction) -> Group:
+    """What a rank of the slowest stage sends in a step, the most exposed first."""
+    stage = _slowest(prediction)
+    rows = _merged([row for row in prediction.communication if row.message.stage == stage])
+    rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
+    table = bare_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
+    words = table.columns[1]
+    words.justify, words.no_wrap, words.overflow = "left", False, "fold"
+    for row in rows[:MOST_KINDS]:
+        table.add_row(*_cells(row))
+    more = len(rows) - MOST_KINDS
+    kinds = f"{more} kind{'s' if more > 1 else ''}"
+    left_out = [Text(f"and {kinds} more, which --json has", style="bright_black")]
+    of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
+    heading = Text(f"communication of a rank{of_stage} in a step")
+    return Group(heading, table, *(left_out if more > 0 else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Calls that look alike: on one axis, of one op, in one phase, of one size."""
+
+    axis: str
+    op: str
+    phase: str
+    message_bytes: int
+    count: int
+    sent_bytes: int
+    low_ns: float
+    high_ns: float
+    exposed_ns: int
+
+
+def _merged(rows: Sequence[Communication]) -> list[_Kind]:
+    same: dict[tuple[str, str, str, int], list[Communication]] = {}
+    for row in rows:
+        one = row.message
+        same.setdefault((one.axis, one.op, one.phase, one.message_bytes), []).append(row)
+    return [
+        _Kind(
+            *alike,
+            count=sum(row.message.count for row in group),
+            sent_bytes=sum(row.message.count * row.message.wire_bytes for row in group),
+            low_ns=sum(row.time.low_ns for row in group),
+            high_ns=sum(row.time.high_ns for row in group),
+            exposed_ns=sum(row.exposed_ns for row in group),
+        )
+        for alike, group in same.items()
+    ]
+
+
+def _cells(kind: _Kind) -> tuple[str, ...]:
+    return (
+        AXIS_SHORT.get(kind.axis, kind.axis), f"{kind.op} {kind.phase}", f"{kind.count:,}",
+        units.size(kind.message_bytes), units.size(kind.sent_bytes),
+        units.milliseconds_between(kind.low_ns, kind.high_ns), units.milliseconds(kind.exposed_ns),
+    )  # fmt: skip
+
+
+# The terminal's list of formulas: each with the run's numbers, and what rules of thumb say.
+
+_INDENT = (0, 0, 0, 2)
+
+_VERDICTS: dict[Verdict, str] = {
+    "right": "holds",
+    "wrong": "does not hold",
+    "half": "holds only in part",
+    "unit": "holds in another unit",
+}
+
+
+def listing(explained: Sequence[Explained], heard: Sequence[Folk] = ()) -> RenderableType:
+    """One formula after the other, then what else is heard about them, for any width."""
+    heading = Text("WHY: the formulas, with this run's numbers", style="bold")
+    parts: list[RenderableType] = [Text(), heading]
+    for one in explained:
+        parts += [Text(), *_entry(one)]
+    if heard:
+        parts += [Text(), Text("ALSO HEARD ABOUT THESE FORMULAS, and what holds", style="bold")]
+        parts += [_heard(folk) for folk in heard]
+    return Group(*parts)
+
+
+def _entry(one: Explained) -> list[RenderableType]:
+    heading = Text(f"{one.what} = {_shown(one.value, one.unit)}", style="bold")
+    lines: list[RenderableType] = [Text(f"{one.formula.id}: {one.formula.text}")]
+    lines += [Text(one.note)] if one.note else []
+    lines += [_symbols(one.symbols), Text(one.formula.citation, style="bright_black")]
+    lines += [_rule(each, one.unit) for each in one.folk]
+    return [heading, *(Padding(line, _INDENT, expand=False) for line in lines)]
+
+
+def _symbols(symbols: Sequence[Symbol]) -> Table:
+    """Name, value and meaning, one symbol a line."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for symbol in symbols:
+        value = _shown(symbol.value, symbol.unit)
+        table.add_row(Text(f"{symbol.name} = {value}"), Text(symbol.meaning))
+    return table
+
+
+def _rule(rule: RuleOfThumb, unit: Unit) -> Text:
+    value = _shown(rule.value, unit)
+    return Text(f'rule of thumb: "{rule.rule}" would say {value}: {rule.why}', style="yellow")
+
+
+def _heard(folk: Folk) -> Text:
+    text = Text(f'"{folk.rule}" {_VERDICTS[folk.verdict]}: {folk.reference}')
+    return text.append(f" ({folk.citation})", style="bright_black")
+
+
+def _shown(value: float, unit: Unit) -> str:
+    return _IN_UNITS[unit](value)
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}"
+
+
+def _time(ns: float) -> str:
+    return units.milliseconds(ns) if ns >= 1e6 else units.microseconds(ns)
+
+
+_IN_UNITS: dict[Unit, Callable[[float], str]] = {
+    "": _plain,
+    "bytes": units.size,
+    "bytes_per_s": units.gigabytes_per_second,
+    "flops": units.flops,
+    "flops_per_s": lambda rate: f"{units.flops(rate)}/s",
+    "memory_bytes": units.gibibytes,
+    "ns": _time,
+    "parameters": units.count,
+    "ratio": units.percent,
+}

@@ -1,39 +1,61 @@
-"""The terminal's answer: what ran, where the step went, who and what held it up."""
+"""Terminal screen of analyze."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
-from rich.console import Group, RenderableType
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.readers.workers import Progress as OnProgress
 from stepsplit.analyzer.report.report import (
+    BucketMedian,
+    CollectiveRow,
+    ComparedCalls,
     Finding,
+    Gap,
+    Pipeline,
     Report,
     Run,
     WarningRow,
+    bucket_medians,
     full_steps,
     step_median_ns,
 )
-from stepsplit.dashboard.reporters import lines
-from stepsplit.dashboard.reporters.gap import gap_section
-from stepsplit.dashboard.reporters.terminal_tables import (
-    axes_of,
-    collectives_table,
-    split_table,
-    stages_table,
+from stepsplit.dashboard.reporters.tables import (
+    AXIS_SHORT,
+    BUCKET_STYLE,
+    bare_table,
+    clocks,
+    coverage,
+    critical_path,
+    memory,
+    overlap,
+    profiling,
+    slow_steps,
 )
 
+# The terminal's answer: what ran, where the step went, who and what held it up.
 
-def screen(report: Report) -> RenderableType:
+
+def report_screen(report: Report) -> RenderableType:
     """The whole screen for one report, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_heading(report.run), *_strategies(report.run), _used(report)]
+    parts: list[RenderableType] = [
+        _report_heading(report.run),
+        *_strategies(report.run),
+        _used(report),
+    ]
     parts += _memory(report)
     parts += _warnings(report.warnings)
-    parts += [Text(), split_table(report), _memo(report), *lines.coverage(report)]
-    parts += lines.critical_path(report)
+    parts += [Text(), split_table(report), _memo(report), *coverage(report)]
+    parts += critical_path(report)
     if report.pipeline is not None:
         parts += [Text(), stages_table(report.pipeline)]
     if report.collectives:
@@ -42,11 +64,11 @@ def screen(report: Report) -> RenderableType:
         parts += [Text(), *gap_section(report.gap)]
     if report.findings:
         parts += [Text(), *_causes(report.findings)]
-    parts += lines.slow_steps(report)
+    parts += slow_steps(report)
     return Group(*parts)
 
 
-def _heading(run: Run) -> Text:
+def _report_heading(run: Run) -> Text:
     mesh = " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown"
     hosts = f"{len(run.hosts)} host" + ("s" if len(run.hosts) > 1 else "")
     known = [f"run {run.name}", f"{run.world_size} x {run.device} ({hosts})", mesh]
@@ -80,13 +102,13 @@ def _used(report: Report) -> Text:
         )
         spread = f"step {units.milliseconds(step_median_ns(rows))}"
         spread += f" (slowest {units.milliseconds(slowest)})"
-    parts = (steps, ranks, spread, lines.clocks(report), lines.profiling(report.run))
+    parts = (steps, ranks, spread, clocks(report), profiling(report.run))
     return Text("   ".join(part for part in parts if part))
 
 
 def _memory(report: Report) -> list[Text]:
     """One line of the rank that holds most; none where no rank measured."""
-    told = lines.memory(report.memory or ())
+    told = memory(report.memory or ())
     return [Text(told)] if told else []
 
 
@@ -113,7 +135,7 @@ def _memo(report: Report) -> Text:
     estimated = sum(row.estimated for row in rows)
     axes = "medians; by axis, means. " if axes_of(report) else "medians. "
     memo = f"{axes}{units.milliseconds(overlapped)} of the compute hides transfers"
-    memo += lines.overlap(report)
+    memo += overlap(report)
     if covered:
         memo += f", {units.milliseconds(covered)} of communication lies in holes of the schedule"
     if estimated:
@@ -128,3 +150,260 @@ def _causes(findings: Sequence[Finding]) -> list[Text]:
         Text(f"{i} {units.milliseconds(f.gain_ns):>9}  {f.message}")
         for i, f in enumerate(findings, 1)
     ]
+
+
+# The terminal's tables: the buckets by axis, the stages of a pipeline, the kinds of calls.
+
+MOST_COLLECTIVES = 6
+
+_FEW_AXES = 2
+
+_AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard", None)
+
+
+def split_table(report: Report) -> Table:
+    """The seven buckets: median, share, by axis, and the worst rank."""
+    axes = axes_of(report)
+    table = bare_table("", *("median", "share"), *(_axis_name(a) for a in axes), "worst rank", "")
+    for row in bucket_medians(report.steps):
+        of_axes = [_on_axis(report, row.bucket, axis) for axis in axes]
+        worst = _worst(report, row, roomy=len(axes) <= _FEW_AXES)
+        table.add_row(
+            Text(row.bucket, style=BUCKET_STYLE[row.bucket]),
+            units.milliseconds(row.median_ns),
+            units.percent(row.share),
+            *of_axes,
+            worst,
+            Bar(1.0, 0.0, row.share, color=BUCKET_STYLE[row.bucket]),
+        )
+    return table
+
+
+def _worst(report: Report, row: BucketMedian, roomy: bool) -> str:
+    """The rank with most of a bucket; of idle also its cause, where there is room for it."""
+    if not row.worst_ns:
+        return ""
+    causes = [one for one in report.idle if one.rank == row.worst_rank and one.cause != "unknown"]
+    why = (
+        f" ({causes[0].cause.replace('_', ' ')})"
+        if row.bucket == "idle" and causes and roomy
+        else ""
+    )
+    return f"r{row.worst_rank}{why} {units.milliseconds(row.worst_ns)}"
+
+
+def axes_of(report: Report) -> list[str | None]:
+    """The axes on which this run communicates; none where all lie on no single axis."""
+    seen = {row.axis for row in report.exposed}
+    return [axis for axis in _AXES if axis in seen] if seen - {None} else []
+
+
+def _axis_name(axis: str | None) -> str:
+    return AXIS_SHORT.get(axis, axis) if axis else "other"
+
+
+def _on_axis(report: Report, bucket: str, axis: str | None) -> str:
+    """The mean time a step of the average rank in a communication bucket on one axis."""
+    if bucket not in ("collective", "p2p", "skew", "bubble"):
+        return ""
+    full = {(row.rank, row.step) for row in full_steps(report.steps)}
+    parts = (
+        int(getattr(row, f"{bucket}_ns"))
+        for row in report.exposed
+        if row.axis == axis and (row.rank, row.step) in full
+    )
+    total = sum(parts)
+    return units.milliseconds(total / len(full)) if total else ""
+
+
+def stages_table(pipeline: Pipeline) -> Group:
+    """The schedule's bubble beside its ideal, and each stage's."""
+    ideal = pipeline.ideal_bubble_fraction
+    line = f"pipeline {pipeline.schedule}, {pipeline.microbatches} microbatches: bubble fraction "
+    line += units.percent(pipeline.bubble_fraction)
+    line += f", ideal {units.percent(ideal)}" if ideal is not None else ""
+    table = bare_table("stage", *(str(stage.stage) for stage in pipeline.stages))
+    table.add_row("bubble", *(units.milliseconds(stage.bubble_ns) for stage in pipeline.stages))
+    table.add_row(
+        "of its window", *(units.percent(stage.bubble_fraction) for stage in pipeline.stages)
+    )
+    return Group(Text(line), table)
+
+
+def collectives_table(report: Report) -> Table:
+    """The kinds of calls that moved data longest."""
+    axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
+    table = bare_table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
+    rows = _merged(report.collectives, axis)
+    for row in rows[:MOST_COLLECTIVES]:
+        table.add_row(*row)
+    if len(rows) > MOST_COLLECTIVES:
+        table.caption = f"and {len(rows) - MOST_COLLECTIVES} kinds more in report.json"
+    return table
+
+
+def _merged(rows: Sequence[CollectiveRow], axis: dict[int, str]) -> list[tuple[str, ...]]:
+    """One line for groups of one axis that do the same, by the medians of their medians."""
+    same: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}
+    for row in rows:
+        same.setdefault((axis.get(row.group, "unknown"), row.op, row.message_bytes), []).append(row)
+    return [
+        (
+            on, op, units.size(size) if size is not None else units.UNKNOWN,
+            f"{sum(r.count for r in group):,}",
+            units.milliseconds(median(r.transfer_ns_median for r in group)),
+            units.milliseconds(median(r.wait_ns_median for r in group)),
+            _rate([r.busbw_bytes_per_s for r in group if r.busbw_bytes_per_s is not None]),
+        )
+        for (on, op, size), group in same.items()
+    ]  # fmt: skip
+
+
+def _rate(rates: Sequence[float]) -> str:
+    return units.gigabytes_per_second(median(rates)) if rates else units.UNKNOWN
+
+
+# How far a long reading has come, on standard error, where somebody watches.
+
+LONG_BYTES = 200 << 20
+"""Less than this is read before a bar would be of use."""
+
+
+@contextmanager
+def reading_bar() -> Iterator[OnProgress]:
+    """What a reader calls with (bytes done, bytes in all); draws on a terminal alone."""
+    console = Console(stderr=True)
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("reading", visible=False)
+
+        def show(done_bytes: int, all_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=all_bytes, visible=all_bytes >= LONG_BYTES)
+
+        yield show
+
+
+@contextmanager
+def sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
+    """What a sender calls with the bytes of each part that arrived; draws on a terminal alone."""
+    console = Console(stderr=True)
+    columns = (TextColumn("sending"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("sending", total=all_bytes)
+        yield lambda sent_bytes: bar.advance(task, sent_bytes)
+
+
+# The terminal's answer to: what should this step have cost, and why did it not?
+
+_LEAST = 0.005
+"""Parts of the gap below this share of the step are summed up."""
+
+
+def gap_section(gap: Gap) -> list[RenderableType]:
+    """The heading, the buckets of the stage that the model takes for the slowest side by side, the
+    parts of the gap, calls and memory."""
+    parts: list[RenderableType] = [_gap_heading(gap), _buckets(gap), *_explained(gap)]
+    parts += [*_speeds(gap), *_calls(gap), *_memory_gap(gap)]
+    return parts + [Text(f"doubt: {note}", style="yellow") for note in gap.notes]
+
+
+def _gap_heading(gap: Gap) -> Text:
+    shown = gap.shown
+    measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
+    band = units.milliseconds_between(gap.low_ns, gap.high_ns)
+    stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
+    return Text(
+        f"AGAINST THE MODEL{stage}   measured {units.milliseconds(measured)}, "
+        f"{units.signed_percent(measured / predicted - 1)} of {units.milliseconds(predicted)} "
+        f"predicted ({band})   confidence {gap.confidence}",
+        style="bold",
+    )
+
+
+def _buckets(gap: Gap) -> Table:
+    """The buckets that either side has."""
+    table = bare_table("", "predicted", "measured", "difference")
+    shown = gap.shown
+    for bucket, expected, took in zip(
+        BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True
+    ):
+        if expected or took:
+            name = Text(bucket, style=BUCKET_STYLE[bucket])
+            sides = units.milliseconds(expected), units.milliseconds(took)
+            table.add_row(name, *sides, units.signed_milliseconds(took - expected))
+    return table
+
+
+def _explained(gap: Gap) -> list[RenderableType]:
+    """The parts of the gap, largest first; the small ones in one line."""
+    least = _LEAST * gap.shown.measured.step_ns
+    large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
+    small = sum(row.ns for row in gap.rows if abs(row.ns) < least)
+    parts = [(row.ns, row.message) for row in large]
+    if small:
+        parts.append((small, "smaller parts together"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    for ns, message in parts:
+        table.add_row(units.signed_milliseconds(ns), message)
+    return [Text("the difference is", style="bold"), table] if parts else []
+
+
+def _calls(gap: Gap) -> list[Text]:
+    odd = [one for one in gap.calls if not one.equal]
+    if odd:
+        return [Text("calls that differ: " + "; ".join(map(_call, odd)))]
+    return [Text("calls: as many and as large as predicted, to the byte")] if gap.calls else []
+
+
+def _call(one: ComparedCalls) -> str:
+    size = "" if one.bytes is None or one.predicted_bytes is None else (
+        f" ({units.size(one.bytes)} of {units.size(one.predicted_bytes)})"
+    )  # fmt: skip
+    where = f"stage {one.stage} {one.op} on {one.axis}"
+    return f"{where} {one.count} of {one.predicted_count} predicted{size}"
+
+
+def _speeds(gap: Gap) -> list[RenderableType]:
+    """How fast the shown stage's calls moved data, beside the model and the link's peak."""
+    rows = [one for one in gap.calls if one.stage == gap.stage and one.busbw_bytes_per_s]
+    if not rows:
+        return []
+    table = bare_table("axis", "op", "a step", "predicted", "busbw", "predicted", "of the link")
+    for one in rows:
+        table.add_row(
+            one.axis, one.op, units.milliseconds(one.time_ns),
+            units.milliseconds(one.predicted_time_ns), _compared_rate(one.busbw_bytes_per_s),
+            _compared_rate(one.predicted_busbw_bytes_per_s), _share(one),
+        )  # fmt: skip
+    return [table]
+
+
+def _compared_rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else units.gigabytes_per_second(bytes_per_s)
+
+
+def _share(one: ComparedCalls) -> str:
+    if one.busbw_bytes_per_s is None or not one.link_bytes_per_s:
+        return ""
+    return units.percent(one.busbw_bytes_per_s / one.link_bytes_per_s)
+
+
+def _memory_gap(gap: Gap) -> list[Text]:
+    """A line for the peak, and one for each category that some rank measured."""
+    categories = dict.fromkeys(one.category for one in gap.memory)
+    return [Text(_held(gap, category)) for category in categories]
+
+
+def _held(gap: Gap, category: str) -> str:
+    size = units.gibibytes if category == "peak" else units.size
+    parts = [
+        f"stage {one.stage} {size(one.measured_bytes)} of {size(one.predicted_bytes)} predicted"
+        for one in gap.memory
+        if one.category == category
+    ]
+    return f"{'peak memory' if category == 'peak' else category}: {', '.join(parts)}"

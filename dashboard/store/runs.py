@@ -1,21 +1,22 @@
-"""The rows of runs: made, read, renamed, moved from state to state, removed."""
+"""Rows of runs: created, read, renamed, moved between states, removed."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-from sqlalchemy import Select, delete, insert, select, update
+from sqlalchemy import Row, Select, delete, insert, select, update
 from sqlalchemy.engine import Connection
 
+from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.report import Report
-from stepsplit.dashboard.store.headline import headline
-from stepsplit.dashboard.store.numbers import record_numbers
-from stepsplit.dashboard.store.rows import RunRow, State, Tag, columns, run_row
-from stepsplit.dashboard.store.schema import DELETED, JOBS, RUNS, TAGS, VERDICTS
-from stepsplit.dashboard.store.text import plain
+from stepsplit.dashboard.store.database import DELETED, JOBS, RUNS, TAGS, VERDICTS, plain
+from stepsplit.dashboard.store.metrics import Headline, Middle, VerdictRow, headline, record_numbers
+
+# The rows of runs: made, read, renamed, moved from state to state, removed.
 
 NAME_LENGTH, ERROR_LENGTH = 200, 2_000
 
@@ -35,13 +36,13 @@ def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State
 def list_runs(connection: Connection) -> tuple[RunRow, ...]:
     """All runs, newest first."""
     query = _whole().order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
-    return _rows(connection, query, select(TAGS))
+    return _run_rows(connection, query, select(TAGS))
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
     """The run of this id, None where there is none."""
     of_run = _whole().where(RUNS.c.id == run_id)
-    found = _rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
+    found = _run_rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
     return found[0] if found else None
 
 
@@ -101,9 +102,95 @@ def _whole() -> Select[Any]:
     return with_jobs.outerjoin(VERDICTS, VERDICTS.c.run_id == RUNS.c.id)
 
 
-def _rows(connection: Connection, runs: Select[Any], tags: Select[Any]) -> tuple[RunRow, ...]:
+def _run_rows(connection: Connection, runs: Select[Any], tags: Select[Any]) -> tuple[RunRow, ...]:
     by_run: dict[str, list[Tag]] = {}
     for tag in connection.execute(tags):
         by_run.setdefault(tag.run_id, []).append(Tag(tag.key, tag.value))
     rows = connection.execute(runs)
     return tuple(run_row(row, sorted(by_run.get(row.id, ()))) for row in rows)
+
+
+# A run as the list of runs shows it, and how it becomes a row and comes back.
+
+State = Literal["uploading", "queued", "running", "done", "failed"]
+
+_MEDIANS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
+
+_SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tag:
+    """What its uploader calls a run by, such as branch = main."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run as the list shows it. error is told when failed; headline is there when done.
+
+    progress (0..1) and its note, what is being done, are there while it is analyzed, where known.
+    """
+
+    id: str
+    name: str
+    created_unix_ns: int
+    state: State
+    error: str | None
+    headline: Headline | None
+    tags: tuple[Tag, ...] = ()
+    progress: float | None = None
+    progress_note: str | None = None
+    verdict: VerdictRow | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether an analysis of it is still to come or under way."""
+        return self.state in ("queued", "running")
+
+
+def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
+    """The run of a row of runs with its job's progress and its verdict."""
+    state = cast(State, row.state)
+    numbers = _headline(row) if state == "done" else None
+    verdict = None if row.answer is None else VerdictRow(row.answer, row.words)
+    progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
+    return RunRow(
+        row.id, row.name, row.created_unix_ns, state, row.error, numbers, tuple(tags),
+        progress, note, verdict,
+    )  # fmt: skip
+
+
+def columns(numbers: Headline) -> dict[str, Any]:
+    """The columns that a headline fills."""
+    return {
+        "world_size": numbers.world_size,
+        "mesh": None if numbers.mesh is None else plain(numbers.mesh, 200),
+        "backend": None if numbers.backend is None else plain(numbers.backend, 100),
+        "steps": numbers.steps,
+        "warnings": numbers.warnings,
+        "bubble_fraction": numbers.bubble_fraction,
+        "mfu": numbers.mfu,
+        **_middle_columns(numbers.middle),
+    }
+
+
+def _middle_columns(middle: Middle | None) -> dict[str, int | float]:
+    if middle is None:
+        return {}
+    medians = zip(_MEDIANS, middle.medians.buckets_ns, strict=True)
+    shares = zip(_SHARES, middle.shares, strict=True)
+    return {"step_ns": middle.step_ns, **dict(medians), **dict(shares)}
+
+
+def _headline(row: Row[Any]) -> Headline:
+    middle = None
+    if row.step_ns is not None:
+        medians = Split(*(row._mapping[name] for name in _MEDIANS))
+        middle = Middle(row.step_ns, medians, tuple(row._mapping[name] for name in _SHARES))
+    return Headline(
+        row.world_size, row.mesh, row.backend, middle, row.steps, row.warnings,
+        row.bubble_fraction, row.mfu,
+    )  # fmt: skip

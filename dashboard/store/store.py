@@ -1,13 +1,17 @@
-"""Runs in SQL, their files beside: what a dashboard is of."""
+"""The store of runs: SQL rows and the files beside them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, select, update
+from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.errors import UsageError
@@ -16,18 +20,16 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables, read_tables
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
-from stepsplit.dashboard.store.counts import Counts, count
-from stepsplit.dashboard.store.database import Database, open_database
-from stepsplit.dashboard.store.files import Files, all_complete
-from stepsplit.dashboard.store.jobs import Jobs, add_job
-from stepsplit.dashboard.store.numbers import Numbers
-from stepsplit.dashboard.store.rows import RunRow, Tag
+from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
+from stepsplit.dashboard.store.metrics import Numbers, Verdicts
+from stepsplit.dashboard.store.queue import Jobs, add_job
+from stepsplit.dashboard.store.runs import RunRow, Tag, waits_for_files
 from stepsplit.dashboard.store.tokens import Tokens
-from stepsplit.dashboard.store.verdicts import Verdicts
 
-__all__ = ["RunRow", "Store", "Tag"]
+# Runs in SQL, their files beside: what a dashboard is of.
 
 LOCAL = Path(".stepsplit") / "local"
+
 _ID = re.compile(r"[0-9a-f]{8,32}")
 
 
@@ -149,3 +151,122 @@ class Store:
         self.artifacts.remove(run_id)
         with self._database.writing() as connection:
             runs.files_are_gone(connection, run_id)
+
+
+# What is held of each uploaded file: the truth that an upload goes on from.
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file of an upload: so many bytes are on disk for good, and whether that is all of it."""
+
+    path: str
+    received_bytes: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a run's upload holds in all."""
+
+    files: int
+    bytes: int
+
+
+class Files:
+    """The files of uploads."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def of(self, run_id: str) -> tuple[FileRow, ...]:
+        """The files of the run by path."""
+        query = _file_rows(run_id).order_by(FILES.c.path)
+        with self._database.reading() as connection:
+            return tuple(_file(row) for row in connection.execute(query))
+
+    def one(self, run_id: str, path: str) -> FileRow | None:
+        """The file, None where nothing is known of it."""
+        with self._database.reading() as connection:
+            row = connection.execute(_file_rows(run_id).where(FILES.c.path == path)).one_or_none()
+        return None if row is None else _file(row)
+
+    def held(self, run_id: str) -> Held:
+        """How much the run's upload holds."""
+        counted = select(func.count(), func.coalesce(func.sum(FILES.c.received_bytes), 0))
+        with self._database.reading() as connection:
+            files, size = connection.execute(counted.where(FILES.c.run_id == run_id)).one()
+        return Held(int(files), int(size))
+
+    def begin(self, run_id: str, row: FileRow) -> bool:
+        """Records that more of the file is coming. False where the run takes no more files."""
+        with self._database.writing() as connection:
+            if not waits_for_files(connection, run_id):
+                return False
+            _write(connection, run_id, row)
+        return True
+
+    def write(self, run_id: str, row: FileRow) -> None:
+        """Records how much of the file is on disk."""
+        with self._database.writing() as connection:
+            _write(connection, run_id, row)
+
+    def forget(self, run_id: str, path: str) -> None:
+        """Nothing of the file is held any more."""
+        of_file = (FILES.c.run_id == run_id, FILES.c.path == path)
+        with self._database.writing() as connection:
+            connection.execute(delete(FILES).where(*of_file))
+
+
+def all_complete(connection: Connection, run_id: str) -> bool:
+    """Whether the run has files, and none of them is still to be sent."""
+    of_run = select(FILES.c.complete).where(FILES.c.run_id == run_id).distinct()
+    return list(connection.execute(of_run).scalars()) == [True]
+
+
+def _write(connection: Connection, run_id: str, row: FileRow) -> None:
+    values = {"received_bytes": row.received_bytes, "complete": row.complete}
+    of_file = update(FILES).where(FILES.c.run_id == run_id, FILES.c.path == row.path)
+    if not connection.execute(of_file.values(values)).rowcount:
+        connection.execute(insert(FILES).values(run_id=run_id, path=row.path, **values))
+
+
+def _file(row: Row[tuple[str, int, bool]]) -> FileRow:
+    return FileRow(row.path, row.received_bytes, row.complete)
+
+
+def _file_rows(run_id: str) -> Select[tuple[str, int, bool]]:
+    columns = (FILES.c.path, FILES.c.received_bytes, FILES.c.complete)
+    return select(*columns).where(FILES.c.run_id == run_id)
+
+
+# How much of everything a store holds, for those who watch over it.
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Runs and jobs by state, how long the oldest queued job has waited (0 without one), and the
+    size of all uploads that are held."""
+
+    runs: Mapping[str, int]
+    jobs: Mapping[str, int]
+    oldest_queued_s: float
+    upload_bytes: int
+
+
+def count(connection: Connection) -> Counts:
+    """What the store holds at this moment."""
+    oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
+    queued = connection.execute(oldest).scalar()
+    size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
+    return Counts(
+        _by_state(connection, RUNS, RUNS.c.state),
+        _by_state(connection, JOBS, JOBS.c.state),
+        0.0 if queued is None else max(0, time.time_ns() - queued) / 1e9,
+        int(connection.execute(size).scalar_one()),
+    )
+
+
+def _by_state(connection: Connection, table: Table, state: ColumnElement[str]) -> dict[str, int]:
+    query = select(state, func.count()).select_from(table).group_by(state)
+    return {name: int(number) for name, number in connection.execute(query)}

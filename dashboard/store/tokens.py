@@ -12,9 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, insert, select, update
 from sqlalchemy.engine import Connection
 
-from stepsplit.dashboard.store.database import Database
-from stepsplit.dashboard.store.schema import TOKENS
-from stepsplit.dashboard.store.text import plain
+from stepsplit.dashboard.store.database import TOKENS, Database, plain
 
 PREFIX = "sst_"
 _USED_EVERY_NS = 60 * 10**9

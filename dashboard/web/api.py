@@ -1,21 +1,35 @@
-"""The upload API: name a run, put its files or their parts, finish; then ask how it goes."""
+"""The HTTP API: uploads, runs, health and metrics."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from flask import Blueprint, Response, jsonify, request, send_file
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from stepsplit.analyzer.report.io import REPORT_NAME
-from stepsplit.dashboard.store.files import FileRow
-from stepsplit.dashboard.store.rows import RunRow
-from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.limits import JSON_BYTES, Limits
-from stepsplit.dashboard.web.new_run import new_run
-from stepsplit.dashboard.web.part import Part, next_part, whole_file
-from stepsplit.dashboard.web.receive import forget, offset_headers, receive, relative
-from stepsplit.dashboard.web.refused import Refused
+from stepsplit.dashboard.store.runs import RunRow, Tag
+from stepsplit.dashboard.store.store import Counts, FileRow, Store
+from stepsplit.dashboard.web.uploads import (
+    JSON_BYTES,
+    Limits,
+    Part,
+    Refused,
+    forget,
+    next_part,
+    offset_headers,
+    receive,
+    relative,
+    whole_file,
+)
+
+# The upload API: name a run, put its files or their parts, finish; then ask how it goes.
 
 RUNS = "/api/v1/runs"
 
@@ -134,3 +148,145 @@ def blueprint(api: Api) -> Blueprint:
     routes.add_url_rule(run, "status", api.status)
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
     return routes
+
+
+# What a new run is asked to be called.
+
+_KEY_LENGTH, _VALUE_LENGTH, _MOST_TAGS = 64, 200, 32
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """A name and tags that can be kept."""
+
+    name: str
+    tags: tuple[Tag, ...]
+
+
+def new_run(body: object) -> NewRun:
+    """The run that the JSON asks for. Raises Refused."""
+    asked = body if isinstance(body, Mapping) else {}
+    name, tags = asked.get("name"), asked.get("tags") or {}
+    if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
+        raise Refused(400, 'send JSON with a name: {"name": "my run"}')
+    if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
+        raise Refused(400, f'tags are at most {_MOST_TAGS} texts by key: {{"branch": "main"}}')
+    return NewRun(name.strip(), tuple(_tag(key, value) for key, value in tags.items()))
+
+
+def _tag(key: object, value: object) -> Tag:
+    if _is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH):
+        return Tag(str(key), str(value))
+    lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
+    raise Refused(400, f"a tag's key and value are texts of at most {lengths} characters")
+
+
+def _is_text(value: object, least: int, most: int) -> bool:
+    return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
+
+
+# Whether the server lives, whether its database does, and its metrics.
+
+
+def health(store: Store) -> Blueprint:
+    """The routes /healthz, /readyz and /metrics."""
+    routes = Blueprint("health", __name__)
+
+    @routes.get("/healthz")
+    def healthz() -> Response:
+        return jsonify(status="ok")
+
+    @routes.get("/readyz")
+    def readyz() -> Response:
+        if not store.ready():
+            raise Refused(503, "the database does not answer")
+        return jsonify(status="ok")
+
+    @routes.get("/metrics")
+    def metrics() -> Response:
+        return Response(exposition(store.counts()), content_type="text/plain; version=0.0.4")
+
+    return routes
+
+
+# What a monitoring system scrapes: requests of all processes, runs and jobs of the store.
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Names the folder in which server processes count together; set before this module is loaded."""
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_OF_PROCESS = CollectorRegistry()
+
+_REQUESTS = Counter(
+    "stepsplit_requests",
+    "Requests by route, method and status.",
+    ("route", "method", "status"),
+    registry=_OF_PROCESS,
+)
+
+_SECONDS = Histogram(
+    "stepsplit_request_seconds",
+    "Time to answer by route.",
+    ("route",),
+    buckets=(0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0),
+    registry=_OF_PROCESS,
+)
+
+_RECEIVED = Counter(
+    "stepsplit_received_bytes",
+    "Bytes of request bodies, by announced length.",
+    registry=_OF_PROCESS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that was answered. route is a template, never an address; None where none fits."""
+
+    route: str | None
+    method: str
+    status: int
+    seconds: float
+    body_bytes: int
+
+
+def count_request(done: Answered) -> None:
+    """Counts one request."""
+    route = done.route or "none"
+    method = done.method if done.method in _METHODS else "other"
+    _REQUESTS.labels(route, method, str(done.status)).inc()
+    _SECONDS.labels(route).observe(done.seconds)
+    _RECEIVED.inc(done.body_bytes)
+
+
+def exposition(counts: Counts) -> bytes:
+    """All metrics in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_OfStore(counts))
+    if FOLDER_VARIABLE in os.environ:
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+    return generate_latest(registry) + generate_latest(_OF_PROCESS)
+
+
+class _OfStore:
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """The store's part, as it is now."""
+        counts = self._counts
+        yield _by_state("stepsplit_runs", "Runs by state.", counts.runs)
+        yield _by_state("stepsplit_jobs", "Analyses by state.", counts.jobs)
+        waited = "How long the oldest queued analysis has waited."
+        yield GaugeMetricFamily("stepsplit_oldest_queued_seconds", waited, counts.oldest_queued_s)
+        held = "Size of all uploads that are held."
+        yield GaugeMetricFamily("stepsplit_upload_bytes", held, counts.upload_bytes)
+
+
+def _by_state(name: str, text: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["state"])
+    for state, number in sorted(values.items()):
+        family.add_metric([state], number)
+    return family

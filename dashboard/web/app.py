@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
+import orjson
 from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import PreventUpdate
-from flask import Flask
+from flask import Blueprint, Flask, Response, request
 from plotly import graph_objects as go
 from plotly.io.json import to_json_plotly
 
+from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report, Run, StepRow
-from stepsplit.dashboard.figures.bandwidth import Point, bandwidth
-from stepsplit.dashboard.figures.split import by_rank
-from stepsplit.dashboard.pages.address import address_of, page_url
-from stepsplit.dashboard.pages.runs import upload_zone
+from stepsplit.dashboard.figures.communication import Point, bandwidth
+from stepsplit.dashboard.figures.run import by_rank
+from stepsplit.dashboard.pages.compare import compare_page, history_page, metric_of
+from stepsplit.dashboard.pages.components import Address, Chosen, address_of, nothing, page_url
+from stepsplit.dashboard.pages.runs import (
+    missing_page,
+    run_page,
+    runs_page,
+    upload_zone,
+    waiting_page,
+)
+from stepsplit.dashboard.pages.timeline import Scene, index_json, window_json
+from stepsplit.dashboard.reporters.perfetto import perfetto_trace
+from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.content import Contents
-from stepsplit.dashboard.web.loaded import Loaded
-from stepsplit.dashboard.web.still_api import still_routes
-from stepsplit.dashboard.web.timeline_api import timeline_routes
+from stepsplit.dashboard.web.html_export import still_routes
+from stepsplit.dashboard.web.report_cache import Kept, Loaded, tables_of
+
+# The Dash application: one layout, and a callback that turns an address into a page.
 
 POLL_MS = 1_000
+
 _BARS = ("by-rank", "by-step")
+
 _INDEX = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -140,3 +158,155 @@ def _lead_to_timeline(app: Dash) -> None:
             raise PreventUpdate
         number = str(clicked["points"][0]["x"]).split()[0]
         return page_url(address.run_id, "timeline", **{which: number})
+
+
+# From an address to what the page shows, kept for those who look at the same.
+
+_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A page's components, as dash takes them. Pending pages are asked for again, and drawn again
+    where their mark is another."""
+
+    children: Any
+    pending: bool = False
+    mark: str = ""
+
+
+class Contents:
+    """The pages of a store. Those of finished runs are kept as the browser gets them."""
+
+    def __init__(self, store: Store, loaded: Loaded) -> None:
+        self._store, self._loaded = store, loaded
+        self._kept: Kept[dict[str, Any]] = Kept(_PAGES)
+
+    def of(self, address: Address | None) -> Content:
+        """What the address shows."""
+        if address is None:
+            return Content(missing_page())
+        match address.page:
+            case "runs":
+                rows = self._store.runs()
+                pending = any(row.pending for row in rows)
+                return Content(runs_page(rows, address.chosen), pending, _mark(rows))
+            case "compare":
+                return Content(self._compared(address.chosen))
+            case "history":
+                return Content(self._history(address.chosen))
+        return self._run(address)
+
+    def _run(self, address: Address) -> Content:
+        run = self._store.run(address.run_id)
+        if run is None:
+            return Content(missing_page())
+        if run.state != "done":
+            return Content(waiting_page(run), run.state != "failed", _mark(run))
+        try:
+            return Content(self._kept.get(_key(address, run), lambda: self._made(run, address)))
+        except DataError as error:
+            return Content(html.Div([html.H1(run.name), nothing("It cannot be read", str(error))]))
+
+    def _made(self, run: RunRow, address: Address) -> dict[str, Any]:
+        """The page as plain values: to send it again costs little."""
+        page = run_page(self._loaded.view(run), address)
+        made: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
+        return made
+
+    def _compared(self, chosen: Chosen) -> html.Div:
+        runs = [self._store.run(chosen.text(side) or "") for side in ("baseline", "candidate")]
+        done = [run for run in runs if run is not None and run.state == "done"]
+        if len(done) < len(runs):
+            told = "Choose two finished runs in the list, by the boxes before their names."
+            return html.Div([html.H1("Compare"), nothing("Which two?", told)])
+        try:
+            baseline, candidate = (self._loaded.view(run) for run in done)
+        except DataError as error:
+            return html.Div([html.H1("Compare"), nothing("A run cannot be read", str(error))])
+        return html.Div([html.H1("Compare"), *compare_page(baseline, candidate)])
+
+    def _history(self, chosen: Chosen) -> html.Div:
+        rows = {row.id: row for row in self._store.runs()}
+        tags = sorted({f"{tag.key}={tag.value}" for row in rows.values() for tag in row.tags})
+        points = self._store.numbers.history(metric_of(chosen))
+        wanted = chosen.text("tag")
+        own = [one for one in points if not wanted or wanted in _tags(rows.get(one.run_id))]
+        return html.Div([html.H1("History"), *history_page(own, tags, chosen)])
+
+
+def _mark(shown: object) -> str:
+    return sha256(repr(shown).encode()).hexdigest()[:16]
+
+
+def _key(address: Address, run: RunRow) -> tuple[object, ...]:
+    return address.page, run.id, run.name, tuple(sorted(address.chosen.values.items()))
+
+
+def _tags(run: RunRow | None) -> set[str]:
+    return set() if run is None else {f"{tag.key}={tag.value}" for tag in run.tags}
+
+
+# What the timeline asks for as it is moved: the run's ranks and steps, and windows of it.
+
+SLOTS, RANKS = 2_000, 256
+
+_RUN = "/api/v1/runs/<run_id>"
+
+
+def timeline_routes(loaded: Loaded) -> Blueprint:
+    """The routes; every run that they name must be finished."""
+    routes = Blueprint("timeline", __name__)
+    routes.add_url_rule(
+        f"{_RUN}/timeline", "index", lambda run_id: _json(index_json(loaded.scene(run_id)))
+    )
+    routes.add_url_rule(
+        f"{_RUN}/timeline/window", "window", lambda run_id: _json(_window(loaded.scene(run_id)))
+    )
+    routes.add_url_rule(f"{_RUN}/perfetto", "perfetto", lambda run_id: _perfetto(loaded, run_id))
+    routes.register_error_handler(DataError, lambda error: (_json({"error": str(error)}), 404))
+    routes.register_error_handler(ValueError, lambda error: (_json({"error": str(error)}), 400))
+    return routes
+
+
+def _json(body: dict[str, Any]) -> Response:
+    packed = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(packed, mimetype="application/json")
+
+
+def _window(scene: Scene) -> dict[str, Any]:
+    """from and to in ns, slots a line, ranks and open as lists of numbers."""
+    from_ns, to_ns = _number("from"), _number("to")
+    if to_ns <= from_ns:
+        raise ValueError("the window is empty: to must be later than from")
+    slots = min(max(_number("slots"), 1), SLOTS)
+    known = {one.rank for one in scene.ranks}
+    ranks = [rank for rank in _numbers("ranks")[:RANKS] if rank in known]
+    return window_json(scene.window(from_ns, to_ns, slots, ranks, _numbers("open")))
+
+
+def _number(name: str) -> int:
+    try:
+        return int(float(request.args.get(name, "")))
+    except (ValueError, OverflowError):
+        raise ValueError(f"{name} must be a number") from None
+
+
+def _numbers(name: str) -> list[int]:
+    parts = request.args.get(name, "").split(",")
+    return [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 9]
+
+
+def _perfetto(loaded: Loaded, run_id: str) -> Response:
+    """All ranks as a trace for ui.perfetto.dev, packed."""
+    view = loaded.finished(run_id)
+    body = _packed(perfetto_trace(view.report, tables_of(view)))
+    name = f"attachment; filename={run_id}.pftrace.gz"
+    return Response(body, mimetype="application/gzip", headers={"Content-Disposition": name})
+
+
+def _packed(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    packer = zlib.compressobj(3, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    for chunk in chunks:
+        yield packer.compress(chunk)
+    yield packer.flush()

@@ -22,9 +22,7 @@ if not __package__:  # run as a file: its folder is no place to import from, the
 
 from dashboard_processes import Dashboard, open_store, running_dashboard
 
-from stepsplit.dashboard.upload.chosen import Chosen
-from stepsplit.dashboard.upload.connection import Connection
-from stepsplit.dashboard.upload.send import Sender
+from stepsplit.dashboard.upload import Chosen, Connection, Sender
 
 TARGET_BYTES = 100_000_000
 _BLOCK = os.urandom(1 << 20)

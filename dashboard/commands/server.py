@@ -1,0 +1,285 @@
+"""stepsplit dashboard, worker, token and upload."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.dashboard.commands.common import (
+    artifacts_option,
+    log_option,
+    need,
+    open_store,
+    store_option,
+)
+
+if TYPE_CHECKING:
+    from stepsplit.dashboard.store.ingest import LogFormat
+    from stepsplit.dashboard.store.tokens import Tokens
+    from stepsplit.dashboard.upload import Chosen, Sender
+
+
+# stepsplit dashboard: the pages over a store of runs.
+
+
+@click.command()
+@store_option
+@artifacts_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=8050,
+    show_default=True,
+    help="Port to listen on; 0 for a free one.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(0, 64),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Processes that analyze uploads; 0 where others do.",
+)
+@click.option(
+    "--password-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Let in who knows the password in this file, or in STEPSPLIT_PASSWORD.",
+)
+@click.option(
+    "--trusted-proxy-header",
+    metavar="NAME",
+    help="Let in whom a proxy names in this header, such as X-Forwarded-User.",
+)
+@click.option(
+    "--trusted-proxy",
+    "proxies",
+    metavar="ADDRESS",
+    multiple=True,
+    help="Where that proxy is: an address or network; may be repeated.",
+)
+@click.option("--open-to-anyone", is_flag=True, help="Let in everybody who can reach the port.")
+@log_option
+def dashboard_command(
+    url: str,
+    artifacts: str,
+    host: str,
+    port: int,
+    workers: int,
+    password_file: Path | None,
+    trusted_proxy_header: str | None,
+    proxies: tuple[str, ...],
+    open_to_anyone: bool,
+    log_format: LogFormat,
+) -> None:
+    """Serve the pages: runs, uploads, and where each step of a run went."""
+    need("dash", "dashboard")
+    from stepsplit.dashboard.web.auth import access_to, trusted_proxy
+    from stepsplit.dashboard.web.server import Serving, free_port, serve
+
+    proxy, password = trusted_proxy(trusted_proxy_header, proxies), _password(password_file)
+    store = open_store(url, artifacts)
+    access = access_to(
+        host, password=password, proxy=proxy, has_tokens=store.tokens.any(),
+        open_to_anyone=open_to_anyone,
+    )  # fmt: skip
+    how = Serving(access, workers=workers, log_format=log_format)
+    serve(store, host, port or free_port(host), how=how,
+          ready=lambda address: click.echo(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
+
+
+def _password(file: Path | None) -> str | None:
+    """The password of the file or the environment, None without either. Raises UsageError."""
+    # Taken out, so that the workers do not inherit it.
+    of_environment = os.environ.pop("STEPSPLIT_PASSWORD", None)
+    if file is None:
+        return of_environment or None
+    try:
+        password = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise UsageError(f"{file}: {reason}; put a password into it") from None
+    if not password:
+        raise UsageError(f"{file} is empty; put a password into it")
+    return password
+
+
+# stepsplit worker: analyzes what was uploaded, on this or another machine than the dashboard.
+
+
+@click.command()
+@store_option
+@artifacts_option
+@click.option("--limit", type=click.FloatRange(min=1), metavar="MINUTES", default=60.0,
+              show_default=True, help="An analysis that takes longer fails.")  # fmt: skip
+@click.option("--name", hidden=True, help="What the queue knows this worker by.")
+@click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
+@log_option
+def worker_command(
+    url: str,
+    artifacts: str,
+    limit: float,
+    name: str | None,
+    parent: int | None,
+    log_format: LogFormat,
+) -> None:
+    """Analyze uploads, one after the other, until Ctrl-C.
+
+    A dashboard starts one by itself; more of them share the work, on any machine that reaches
+    the same store and artifacts.
+    """
+    store = open_store(url, artifacts)
+    from stepsplit.dashboard.store.ingest import Terms, set_up_logs, work
+
+    set_up_logs(log_format)
+    signal.signal(signal.SIGTERM, _leave)
+    own = name or f"{socket.gethostname()}-{os.getpid()}"
+    work(store, Terms(own, limit_s=60 * limit, parent=parent))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """What is under way goes back into the queue."""
+    raise SystemExit(0)
+
+
+# stepsplit token: secrets that let scripts and people into a dashboard.
+
+
+@click.group()
+def token_command() -> None:
+    """Let scripts into a dashboard, and out again."""
+
+
+@token_command.command()
+@click.argument("name")
+@store_option
+def create(name: str, url: str) -> None:
+    """Print a new token; nobody can show it again."""
+    click.echo(_tokens(url).create(name))
+
+
+@token_command.command("list")
+@store_option
+def list_tokens(url: str) -> None:
+    """Print id, name, creation, last use and whether it still lets in."""
+    for token in _tokens(url).all():
+        used = _when(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
+        state = "revoked" if token.revoked else "valid"
+        created = _when(token.created_unix_ns)
+        click.echo(f"{token.id}  {state:7}  created {created}  {used:16}  {token.name}")
+
+
+@token_command.command()
+@click.argument("token_id", metavar="ID")
+@store_option
+def revoke(token_id: str, url: str) -> None:
+    """Let nobody in by this token any more."""
+    if not _tokens(url).revoke(token_id):
+        raise UsageError(f"no token has the id {token_id}; stepsplit token list shows them")
+    click.echo(f"token {token_id} is revoked")
+
+
+def _tokens(url: str) -> Tokens:
+    """The tokens of the store, whose files are left alone."""
+    need("sqlalchemy", "dashboard")
+    from stepsplit.dashboard.store.database import open_database
+    from stepsplit.dashboard.store.tokens import Tokens
+
+    return Tokens(open_database(url))
+
+
+def _when(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+# stepsplit upload: a recording to a dashboard that others see too.
+
+ASK_EVERY_S = 1.0
+
+
+@click.command()
+@click.argument("places", nargs=-1, required=True, metavar="PATH...",
+                type=click.Path(path_type=Path))  # fmt: skip
+@click.option("--to", "url", required=True, metavar="URL", help="Address of the dashboard.")
+@click.option("--name", metavar="NAME", help="What the run is called; by default as its files.")
+@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True,
+              help="What to find the run by, such as branch=main; may be repeated.")  # fmt: skip
+@click.option("--token", metavar="TOKEN", envvar="STEPSPLIT_TOKEN",
+              help="What the dashboard lets you in by; STEPSPLIT_TOKEN by default.")  # fmt: skip
+@click.option("--resume", metavar="ID", help="Go on with this run's upload.")
+@click.option("--wait", is_flag=True, help="Stay until the run is analyzed.")
+def upload_command(
+    places: tuple[Path, ...],
+    url: str,
+    name: str | None,
+    tags: tuple[str, ...],
+    token: str | None,
+    resume: str | None,
+    wait: bool,
+) -> None:
+    """Send a recording to a dashboard, and print the address of its page.
+
+    PATH is a file or a folder. What breaks off on the way goes on by itself.
+    """
+    from stepsplit.dashboard.reporters.terminal import sending_bar
+    from stepsplit.dashboard.upload import Connection, GaveUp, Sender, chosen
+
+    files, pairs = chosen(places), dict(_pair(tag) for tag in tags)
+    connection = Connection(url, token)
+    with closing(connection), sending_bar(sum(one.size_bytes for one in files)) as sent:
+        sender = Sender(connection, sent)
+        run_id = resume or sender.create(name or _name(files), pairs)
+        try:
+            for one in files:
+                sender.send(run_id, one)
+            sender.finish(run_id)
+        except (GaveUp, KeyboardInterrupt) as error:
+            raise _broken_off(error, places, url, run_id) from None
+    click.echo(f"{connection.url}/run/{run_id}")
+    if wait:
+        _wait(sender, run_id)
+
+
+def _pair(tag: str) -> tuple[str, str]:
+    key, equals, value = tag.partition("=")
+    if not key or not equals:
+        raise UsageError(f"--tag {tag}: write KEY=VALUE, such as branch=main")
+    return key, value
+
+
+def _name(files: Sequence[Chosen]) -> str:
+    first = files[0].path.partition("/")[0]
+    alone = len(files) == 1 or "/" in files[0].path
+    return first if alone else f"{first} and {len(files) - 1} more"
+
+
+def _broken_off(
+    error: BaseException, places: Sequence[Path], url: str, run_id: str
+) -> StepsplitError:
+    named = shlex.join(str(place) for place in places)
+    why = str(error) or "interrupted"
+    return UsageError(f"{why}; go on with: stepsplit upload {named} --to {url} --resume {run_id}")
+
+
+def _wait(sender: Sender, run_id: str) -> None:
+    while True:
+        run = sender.state(run_id)
+        if run["state"] == "done":
+            return
+        if run["state"] == "failed":
+            raise StepsplitError(f"the analysis failed: {run['error']}")
+        time.sleep(ASK_EVERY_S)

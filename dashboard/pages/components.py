@@ -1,0 +1,344 @@
+"""Components that pages share: tables, tiles, numbers, addresses."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from dash import dcc, html
+from dash.development.base_component import Component
+from plotly.graph_objects import Figure
+
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.tables import Tables
+from stepsplit.analyzer.units import milliseconds, percent
+from stepsplit.dashboard.figures.theme import LOOKS, Look
+from stepsplit.dashboard.store.metrics import Headline, Middle
+from stepsplit.dashboard.store.runs import RunRow
+
+# A finished run as pages see it.
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A run's name as people gave it, its report, and its tables (None where they are gone).
+
+    run_id is "" where there is no server: then nothing leads to other pages.
+    """
+
+    name: str
+    report: Report
+    tables: Tables | None
+    run_id: str = ""
+
+
+# Over how many steps the report's sums go.
+
+
+def summed_steps(report: Report) -> Counter[int]:
+    """By rank, over how many steps its sums go: its full ones, or all where none is full."""
+    full = Counter(row.rank for row in report.steps if row.kind == "full")
+    return Counter(row.rank for row in report.steps if row.kind == "full" or not full[row.rank])
+
+
+# The headline numbers of a run, as cards.
+
+# The user's three words, and what is left: which buckets each stands for.
+COMPUTE, COLLECTIVE = ("compute",), ("collective", "p2p", "skew")
+
+BUBBLE, OTHER = ("bubble",), ("copy", "idle")
+
+
+def cards(numbers: Headline, report: Report) -> html.Div:
+    """The step, its four shares, and the schedule's bubble where there is a pipeline."""
+    if numbers.middle is None:
+        return html.Div([card("median step", "none", "no step was found")], className="cards")
+    full = any(row.kind == "full" for row in report.steps)
+    note = f"over {_counted(numbers.steps, 'step')}" + ("" if full else ", none full")
+    shown = [card("median step", milliseconds(numbers.middle.step_ns), note)]
+    shown += _shares(numbers.middle)
+    if report.pipeline is not None:
+        ideal = report.pipeline.ideal_bubble_fraction
+        note = "of the schedule" if ideal is None else f"ideal {percent(ideal)}"
+        shown.append(card("bubble_fraction", percent(report.pipeline.bubble_fraction), note))
+    if report.mfu is not None:
+        shown.append(card("MFU", percent(report.mfu), "of the dense peak"))
+    return html.Div(shown, className="cards")
+
+
+def _shares(middle: Middle) -> list[html.Div]:
+    waits, idle = percent(middle.share("skew")), percent(middle.share("idle"))
+    median = f"median {milliseconds(middle.medians.compute_ns)}"
+    return [
+        card("compute", percent(middle.share(*COMPUTE)), median, COLOR["compute"]),
+        card(
+            "collective",
+            percent(middle.share(*COLLECTIVE)),
+            f"of which skew {waits}",
+            COLOR["collective"],
+        ),
+        card("bubble", percent(middle.share(*BUBBLE)), "waits for stages", COLOR["bubble"]),
+        card("other", percent(middle.share(*OTHER)), f"of which idle {idle}", COLOR["copy"]),
+    ]
+
+
+def subtitle(report: Report) -> str:
+    """What ran, in a line; what is unknown is left out."""
+    run = report.run
+    mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
+    parts = [
+        f"{len(run.ranks):,} of {run.world_size:,} ranks",
+        _counted(len(run.hosts), "host"),
+        run.device,
+        mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",
+        report.pipeline.schedule if report.pipeline else None,
+        run.backend,
+        None if run.torch is None else f"torch {run.torch}",
+        None if run.nccl is None else f"NCCL {run.nccl}",
+        None if run.profiling_slowdown is None else f"profiling {run.profiling_slowdown:+.1%}",
+    ]
+    return "  ·  ".join(part for part in parts if part)
+
+
+def _counted(count: int, noun: str) -> str | None:
+    return None if not count else f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# The pieces that pages are put together from: tables, cards, figures, bars of shares.
+
+Content = str | Component
+
+COLOR = {look.bucket: look.color for look in LOOKS} | {"idle": "var(--idle)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table; numbers stand right; a wide one takes the place of several columns."""
+
+    content: Content = ""
+    number: bool = False
+    columns: int = 1
+
+
+def time_cell(ns: float) -> Cell:
+    """A time, in ms."""
+    return Cell(milliseconds(ns), number=True)
+
+
+def share_cell(ratio: float) -> Cell:
+    """A ratio, in percent."""
+    return Cell(percent(ratio), number=True)
+
+
+def count_cell(count: int) -> Cell:
+    """How many."""
+    return Cell(f"{count:,}", number=True)
+
+
+def name_cell(name: str) -> Cell:
+    """A name from a file, which may be very long: cut on the page, whole under the pointer."""
+    return Cell(html.Span(name, className="name", title=name))
+
+
+def worst_cell(rank: int, ns: float) -> Cell:
+    """The rank that has most of something, and how much."""
+    return Cell(html.Span(f"rank {rank}, {milliseconds(ns)}", className="whole"))
+
+
+def table(heads: Sequence[Content], rows: Sequence[Sequence[Cell]]) -> html.Table:
+    """A plain table; the head of a column stands as the first full row's cell does."""
+    full = next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
+    head = [html.Th(h, className=_align(cell)) for h, cell in zip(heads, full, strict=True)]
+    body = [html.Tr([_td(cell) for cell in row]) for row in rows]
+    return html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
+
+
+def _td(cell: Cell) -> html.Td:
+    return html.Td(cell.content, className=_align(cell), colSpan=cell.columns)
+
+
+def card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
+    """One number with its name above and a remark below; accent is the bucket's color."""
+    mark = {"borderTopColor": accent} if accent else {}
+    parts = [
+        html.Div(label, className="label"),
+        html.Div(value, className="value"),
+        html.Div(note, className="note"),
+    ]
+    return html.Div(parts, className="card number", style=mark)
+
+
+def section(title: str, note: str, *content: Component) -> html.Section:
+    """A titled card."""
+    head = [html.H2(title), html.Span(note, className="note")]
+    return html.Section([html.Div(head, className="section-head"), *content], className="card")
+
+
+def on_demand(summary: str, *content: Component) -> html.Details:
+    """What is shown to those who ask for it."""
+    return html.Details([html.Summary(summary), *content], className="more")
+
+
+def left_out(rows: Sized, shown: int) -> str:
+    """The end of a note on a table that shows only so many of the rows."""
+    left = len(rows) - shown
+    return f"; {left:,} smaller are in report.json" if left > 0 else ""
+
+
+def nothing(title: str, told: str) -> html.Section:
+    """In place of what a recording does not hold: what is missing, and what to do."""
+    return html.Section([html.H2(title), html.P(told)], className="card empty")
+
+
+def choice(name: str, options: Mapping[str, str], value: str, usual: str) -> html.Label:
+    """A menu whose value is that name's in the address, unless it is the usual one; options are
+    words by value. assets/choose.js gives it life."""
+    every = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
+    menu = html.Select(every, **_chosen(name, usual))
+    return html.Label([html.Span(name.replace("_", " "), className="menu-label"), menu])
+
+
+def entry(name: str, value: str, words: str, hint: str = "") -> html.Label:
+    """A field whose text is that name's in the address; the words are read out, and seen as a
+    hint where there is none."""
+    shown = "menu-label" if hint else "unseen"
+    field = dcc.Input(id=f"choose-{name}", value=value, placeholder=hint or words, type="text")
+    return html.Label([html.Span(words, className=shown), html.Span(field, **_chosen(name, ""))])
+
+
+def _chosen(name: str, usual: str) -> Any:
+    return {"data-choice": name, "data-usual": usual}
+
+
+def aria(label: str) -> Any:
+    """What a screen reader calls the element."""
+    return {"aria-label": label}
+
+
+def progress_bar(share: float) -> html.Progress:
+    """How far something is, 0..1."""
+    return html.Progress(value=f"{100 * share:.0f}", max="100", **aria("progress"))
+
+
+def led(text: str, where: str | None) -> Content:
+    """Text that leads to another page of this dashboard, where there is one."""
+    return text if where is None else dcc.Link(text, href=where)
+
+
+def graph(name: str, figure: Figure) -> dcc.Graph:
+    """A figure on the page; name is its id."""
+    return dcc.Graph(
+        id=name,
+        figure=figure,
+        config={"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
+    )
+
+
+def share_bar(shares: Sequence[float]) -> html.Div:
+    """The seven buckets' shares of all time, in a line."""
+    pieces = [
+        html.Span(
+            className=_swatch(look),
+            style={"width": f"{100 * share:.2f}%", "backgroundColor": COLOR[look.bucket]},
+            title=f"{look.bucket} {percent(share)}",
+        )
+        for look, share in zip(LOOKS, shares, strict=True)
+        if share > 0
+    ]
+    return html.Div(pieces, className="share")
+
+
+def legend() -> html.Div:
+    """What the colors mean."""
+    keys = [
+        html.Span(
+            [html.I(className=_swatch(k), style={"backgroundColor": COLOR[k.bucket]}), k.bucket]
+        )
+        for k in LOOKS
+    ]
+    return html.Div(keys, className="legend")
+
+
+def state_pill(run: RunRow) -> html.Span:
+    """Where the run stands, in one word."""
+    return html.Span(run.state, className=f"pill {run.state}")
+
+
+_LOOKS = {"pass": "done", "regressed": "failed", "inconclusive": "running"}
+
+
+def verdict_pill(run: RunRow) -> Content:
+    """What a gate said of the run, in one word, its headline under the pointer; nothing where no
+    gate did."""
+    if run.verdict is None:
+        return ""
+    look = _LOOKS.get(run.verdict.answer, "")
+    return html.Span(run.verdict.answer, className=f"pill {look}", title=run.verdict.words)
+
+
+def _swatch(look: Look) -> str:
+    return "hatched" if look.hatched else ""
+
+
+def _align(cell: Cell) -> str:
+    return "number" if cell.number else ""
+
+
+# What an address says: which page, of which run, and what is chosen on it.
+
+RUN_PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model")
+
+_RUN = re.compile(rf"/run/([0-9a-f]{{8,32}})(?:/({'|'.join(RUN_PAGES[1:])}))?/?")
+
+_OTHERS = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the search part of an address says, by name; what is odd in it counts as absent."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def whole(self, name: str) -> int | None:
+        """The whole number of that name."""
+        value = self.values.get(name, "")
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else None
+
+    def text(self, name: str) -> str | None:
+        """The word of that name."""
+        return self.values.get(name) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A page: one of RUN_PAGES with its run's id, or "runs", "compare" or "history" with ""."""
+
+    page: str
+    run_id: str
+    chosen: Chosen
+
+
+def address_of(path: str | None, search: str | None) -> Address | None:
+    """The page that a path and its search part name, None where there is no such page."""
+    chosen = Chosen(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
+    found = _RUN.fullmatch(path or "")
+    if found:
+        return Address(found.group(2) or RUN_PAGES[0], found.group(1), chosen)
+    page = _OTHERS.get(path or "")
+    return None if page is None else Address(page, "", chosen)
+
+
+def page_url(run_id: str, page: str = RUN_PAGES[0], **chosen: object) -> str:
+    """The address of a run's page with what is chosen on it."""
+    path = f"/run/{run_id}" + ("" if page == RUN_PAGES[0] else f"/{page}")
+    return path + search_of(chosen)
+
+
+def search_of(chosen: Mapping[str, object]) -> str:
+    """The search part for what is chosen; None is left out."""
+    kept = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
+    return f"?{urlencode(kept)}" if kept else ""

@@ -1,0 +1,213 @@
+"""Check results for CI systems: GitHub, GitLab, JUnit, OpenMetrics and benchmark formats."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree as xml
+
+import msgspec
+
+from stepsplit.analyzer.regression.check_result import Judged, Verdict
+from stepsplit.analyzer.regression.metrics import Unit, meaning_of
+from stepsplit.dashboard.reporters.verdict import markdown, one_line
+
+# A verdict for GitHub Actions: annotations and the step's summary, within their limits.
+
+SUMMARY_BYTES = 1 << 20
+"""A longer summary of one step is not taken at all."""
+
+MOST = 10
+"""So many errors, and so many warnings, of a step are shown; GitHub drops the others silently."""
+
+
+def workflow_commands(verdict: Verdict) -> list[str]:
+    """Annotations, to be printed: an error a regressed metric, then its causes; a warning an
+    inconclusive one."""
+    errors = [_command("error", title, text) for title, text in _errors(verdict)]
+    unsure = [one for one in verdict.gated if one.answer == "inconclusive"]
+    warnings = [_command("warning", "stepsplit: inconclusive", one_line(one)) for one in unsure]
+    warnings += [_command("warning", "stepsplit", told) for told in verdict.warnings]
+    return [*errors[:MOST], *warnings[:MOST]]
+
+
+def summary(verdict: Verdict, held_bytes: int = 0) -> str:
+    """What to add to a step's summary that holds so many bytes already."""
+    return markdown(verdict, SUMMARY_BYTES - held_bytes)
+
+
+def _errors(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    for one in verdict.gated:
+        if one.answer == "regressed":
+            yield "stepsplit: regressed", one_line(one)
+    for cause in verdict.causes:
+        yield "stepsplit: why", cause.message
+
+
+def _command(kind: str, title: str, text: str) -> str:
+    return f"::{kind} title={_property(title)}::{_data(text)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+# A verdict for GitLab: the code quality widget, and metrics as OpenMetrics text.
+
+_UNITS: dict[Unit, str] = {
+    "share": "ratio",
+    "ns": "seconds",
+    "bytes": "bytes",
+    "bytes_per_s": "bytes_per_second",
+    "count": "count",
+}
+
+_SEVERITY = {"regressed": "major", "inconclusive": "info"}
+
+
+class _Lines(msgspec.Struct):
+    begin: int
+
+
+class _Location(msgspec.Struct):
+    path: str
+    lines: _Lines
+
+
+class _Issue(msgspec.Struct):
+    description: str
+    check_name: str
+    fingerprint: str
+    severity: str
+    location: _Location
+
+
+def code_quality(verdict: Verdict, path: str) -> bytes:
+    """An issue a metric that did not pass, told of the file at path, which holds the budgets or the
+    baseline. Fingerprints stay the same from run to run, so that an issue is one issue."""
+    issues = [_issue(one, path) for one in verdict.gated if one.answer != "pass"]
+    return msgspec.json.format(msgspec.json.encode(issues), indent=1) + b"\n"
+
+
+def _issue(one: Judged, path: str) -> _Issue:
+    same = hashlib.sha256(f"stepsplit {path} {one.metric}".encode()).hexdigest()
+    where = _Location(path, _Lines(1))
+    return _Issue(one_line(one), f"stepsplit.{one.metric}", same, _SEVERITY[one.answer], where)
+
+
+def open_metrics(verdict: Verdict) -> str:
+    """The gated metrics of both sides, in seconds, bytes and ratios."""
+    lines = [line for one in verdict.gated for line in _metric(one)]
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def _metric(one: Judged) -> Iterator[str]:
+    meaning = meaning_of(one.metric)
+    unit = _UNITS[meaning.unit]
+    stem = one.metric.replace(".", "_")
+    name = f"stepsplit_{stem}" + ("" if stem == unit else f"_{unit}")
+    scale = 1e-9 if meaning.unit == "ns" else 1.0
+    yield f"# TYPE {name} gauge"
+    yield f"# UNIT {name} {unit}"
+    for side, value in (("baseline", one.baseline), ("candidate", one.candidate)):
+        if value is not None:
+            yield f'{name}{{side="{side}"}} {value * scale!r}'
+
+
+# A verdict as JUnit XML: a test case a gated metric, as GitLab, Jenkins and GitHub's actions read
+# it. What matters stands in the body: some readers pass attributes over.
+
+_SUITE = "stepsplit"
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(verdict: Verdict) -> bytes:
+    """The document; a regressed metric is a failure, an inconclusive one is skipped."""
+    answers = [one.answer for one in verdict.gated]
+    counts = {
+        "name": _SUITE,
+        "tests": str(len(answers)),
+        "failures": str(answers.count("regressed")),
+        "errors": "0",
+        "skipped": str(answers.count("inconclusive")),
+    }
+    suites = xml.Element("testsuites")
+    suite = xml.SubElement(suites, "testsuite", counts)
+    for one in verdict.gated:
+        _case(suite, one, verdict)
+    xml.indent(suites)
+    body: bytes = xml.tostring(suites, "utf-8")
+    return b'<?xml version="1.0" encoding="utf-8"?>\n' + body + b"\n"
+
+
+def _case(suite: xml.Element, one: Judged, verdict: Verdict) -> None:
+    case = xml.SubElement(suite, "testcase", name=one.metric, classname=_SUITE, time="0")
+    told = _xml_text(one_line(one))
+    if one.answer == "regressed":
+        failure = xml.SubElement(case, "failure", message=told, type="regressed")
+        failure.text = "\n".join([told, *(_xml_text(cause.message) for cause in verdict.causes)])
+    elif one.answer == "inconclusive":
+        xml.SubElement(case, "skipped", message=told)
+    out = xml.SubElement(case, "system-out")
+    out.text = told
+
+
+def _xml_text(text: str) -> str:
+    """Without characters that XML forbids."""
+    return _NOT_XML.sub("?", text)
+
+
+# A verdict for services that keep histories of benchmarks: Bencher, github-action-benchmark.
+
+
+class _Measure(msgspec.Struct):
+    value: float
+
+
+class _Benchmark(msgspec.Struct):
+    name: str
+    unit: str
+    value: float
+    extra: str
+
+
+def bencher(verdict: Verdict) -> bytes:
+    """Bencher Metric Format: the candidate's gated metrics as measures of one benchmark, which is
+    named by where and on what mesh it ran."""
+    measures = {
+        one.metric.replace(".", "-"): _Measure(one.candidate)
+        for one in verdict.gated
+        if one.candidate is not None
+    }
+    return _json_bytes({_name(verdict): measures})
+
+
+def benchmark_action(verdict: Verdict) -> bytes:
+    """customSmallerIsBetter: the candidate's gated metrics of which less is better."""
+    rows = [_row(one, verdict) for one in verdict.gated if _smaller_is_better(one)]
+    return _json_bytes(rows)
+
+
+def _row(one: Judged, verdict: Verdict) -> _Benchmark:
+    assert one.candidate is not None
+    name = f"{_name(verdict)}: {one.metric}"
+    return _Benchmark(name, meaning_of(one.metric).unit, one.candidate, one_line(one))
+
+
+def _smaller_is_better(one: Judged) -> bool:
+    return meaning_of(one.metric).worse > 0 and one.candidate is not None
+
+
+def _name(verdict: Verdict) -> str:
+    setup = verdict.candidate.setup
+    return f"stepsplit {setup.world_size} x {setup.device} {setup.mesh or ''}".strip()
+
+
+def _json_bytes(body: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n"

@@ -1,0 +1,146 @@
+"""Tables and lines that terminal screens share."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from stepsplit.analyzer import units
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.report.report import MemoryRow, Report, Run
+
+
+# The terminal's one-line answers: what the step's end hangs on, slow steps, what is estimated.
+
+_MOST_PARTS, _MOST_STEPS = 4, 3
+
+_COMMUNICATION = ("collective", "p2p", "skew", "bubble")
+
+
+def clocks(report: Report) -> str:
+    """How well the ranks' clocks are joined, "" where one host or nothing tells."""
+    doubts = [row.sigma_ns for row in report.clocks if row.sigma_ns]
+    return f"clocks ±{units.microseconds(max(doubts))}" if doubts else ""
+
+
+def overlap(report: Report) -> str:
+    """Which part of the moving of data compute hides, over all ranks and kinds."""
+    moved = sum(row.moved_ns for row in report.overlap)
+    hidden = sum(row.hidden_ns for row in report.overlap)
+    return f" ({units.percent(hidden / moved)} of transfer)" if moved else ""
+
+
+def critical_path(report: Report) -> list[Text]:
+    """What the end of the average step hangs on, the largest parts first, and whose they are."""
+    sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
+    for part in report.critical_path:
+        sums[part.bucket, part.axis][part.rank] += part.ns
+    total = sum(ranks.total() for ranks in sums.values())
+    if not total or len(report.run.ranks) < 2:
+        return []
+    largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
+    shown = [_part(*kind, sums[kind], total) for kind in largest]
+    return [Text(f"the end of a step hangs on: {', '.join(shown)}")]
+
+
+def _part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
+    on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
+    (most, _), *others = ranks.most_common()
+    whose = f"most r{most}" if others else f"r{most}"
+    return f"{bucket}{on} {units.percent(ranks.total() / total)} ({whose})"
+
+
+def slow_steps(report: Report) -> list[Text]:
+    """The steps that took plainly longer than the others, and where that began."""
+    worst = sorted(report.slow_steps, key=lambda row: -row.excess_ns)[:_MOST_STEPS]
+    return [
+        Text(
+            f"step {row.step} took {units.milliseconds(row.excess_ns)} longer: rank {row.rank} "
+            f"{row.bucket} +{units.milliseconds(row.excess_in_bucket_ns)}",
+            style="yellow",
+        )
+        for row in worst
+    ]
+
+
+def coverage(report: Report) -> list[Text]:
+    """On which axes waits are estimated, where ranks or calls are missing."""
+    from stepsplit.analyzer.report.report import full_steps
+
+    partial = [row for row in report.coverage if row.holds != "measured"]
+    if not partial or not full_steps(report.steps):
+        return []
+    parts = [
+        f"{row.axis or 'other'} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
+        f"({row.whole} of {row.groups} groups whole)"
+        for row in partial
+    ]
+    text = f"compute, copy and idle hold; waits: {', '.join(parts)}"
+    return [Text(text, style="bright_black")]
+
+
+def profiling(run: Run) -> str:
+    """What the profiler cost; nothing where too few steps beside it were timed."""
+    if run.profiling_slowdown is None:
+        return ""
+    return f"profiled {units.signed_percent(run.profiling_slowdown)}"
+
+
+_HELD = ("weights", "gradients", "optimizer", "activations")
+
+
+def memory(rows: Sequence[MemoryRow]) -> str:
+    """What the rank that holds most holds; nothing where none is known."""
+    most = max(rows, key=_held_bytes, default=None)
+    if most is None or not _held_bytes(most):
+        return ""
+    kinds = [(name, getattr(most, f"{name}_bytes")) for name in _HELD]
+    parts = [f"{name} {units.size(held)}" for name, held in kinds if held is not None]
+    if most.peak_allocated_bytes is not None:
+        parts.append(f"peak {units.gibibytes(most.peak_allocated_bytes)}")
+    return f"memory, most on r{most.rank}: {', '.join(parts)}"
+
+
+def _held_bytes(row: MemoryRow) -> int:
+    return row.peak_allocated_bytes or sum(getattr(row, f"{name}_bytes") or 0 for name in _HELD)
+
+
+# Tables without lines, and the color of each bucket in the terminal.
+
+BUCKET_STYLE = {
+    "compute": "green",
+    "collective": "blue",
+    "p2p": "cyan",
+    "skew": "magenta",
+    "bubble": "yellow",
+    "copy": "bright_black",
+    "idle": "bright_black",
+}
+
+AXIS_SHORT = {"dp_replicate": "dp repl", "dp_shard": "dp shard"}
+
+_WORDS = ("op", "phase")
+
+
+def bare_table(first: str, *others: str) -> Table:
+    """A table whose numbers stand right; words may fold, numbers never do.
+
+    A last column without a name takes the room that is left.
+    """
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, expand="" in others
+    )
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        if name == "":
+            table.add_column(name, no_wrap=True, ratio=1)
+        elif name in _WORDS:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,225 @@
+"""Metrics of stored runs: numbers a run and a rank, headlines, check results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.engine import Connection
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.report.report import (
+    Report,
+    StepRow,
+    bucket_medians,
+    full_steps,
+    step_median_ns,
+)
+from stepsplit.dashboard.store.database import METRICS, RANKS, RUNS, VERDICTS, Database, plain
+
+# What a gate said of the runs, as the list of runs shows it.
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRow:
+    """The last answer to a run, "pass", "regressed" or "inconclusive", with its headline."""
+
+    answer: str
+    words: str
+
+
+class Verdicts:
+    """The last verdict of each run that was judged."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def record(self, run_id: str, answer: str, words: str) -> None:
+        """Keeps the answer, in place of an earlier one."""
+        row = {"run_id": run_id, "answer": answer, "words": plain(words, 500)}
+        with self._database.writing() as connection:
+            connection.execute(delete(VERDICTS).where(VERDICTS.c.run_id == run_id))
+            connection.execute(insert(VERDICTS), {**row, "judged_unix_ns": time.time_ns()})
+
+
+# What is kept of a report in SQL: numbers to compare over runs, and a row a rank.
+
+METRIC_NAMES = (
+    "step_ns", "exposed_comm", "skew", "bubble", "idle", "bubble_fraction", "mfu",
+    "peak_memory_bytes",
+)  # fmt: skip
+"""What is kept a run. exposed_comm, skew, bubble and idle are shares of all time, 0..1;
+bubble_fraction is the schedule's; peak_memory_bytes is of the fullest rank."""
+
+_LARGEST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of a run: its median full step, and its own median of each bucket, in ns."""
+
+    rank: int
+    host: str | None
+    step_ns: int
+    medians: Split
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A metric of one run, for a history over runs."""
+
+    run_id: str
+    name: str
+    created_unix_ns: int
+    value: float
+
+
+class Numbers:
+    """The numbers of the runs that are done."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def history(self, metric: str) -> tuple[Point, ...]:
+        """The metric of every run that has it, oldest first; one of METRIC_NAMES."""
+        query = (
+            select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value)
+            .join(METRICS, METRICS.c.run_id == RUNS.c.id)
+            .where(METRICS.c.name == metric)
+            .order_by(RUNS.c.created_unix_ns, RUNS.c.id)
+        )
+        with self._database.reading() as connection:
+            return tuple(Point(*row) for row in connection.execute(query))
+
+    def ranks(self, run_id: str) -> tuple[RankRow, ...]:
+        """The ranks of a run that is done, in their order."""
+        query = select(RANKS).where(RANKS.c.run_id == run_id).order_by(RANKS.c.rank)
+        with self._database.reading() as connection:
+            rows = connection.execute(query).mappings().all()
+        return tuple(
+            RankRow(
+                row["rank"], row["host"], row["step_ns"],
+                Split(*(row[f"{bucket}_ns"] for bucket in BUCKETS)),
+            )
+            for row in rows
+        )  # fmt: skip
+
+
+def record_numbers(connection: Connection, run_id: str, report: Report, numbers: Headline) -> None:
+    """Writes the metrics and ranks of the run, in place of those that it had."""
+    for table in (METRICS, RANKS):
+        connection.execute(delete(table).where(table.c.run_id == run_id))
+    metrics = [
+        {"run_id": run_id, "name": name, "value": float(value)}
+        for name, value in _metrics(report, numbers).items()
+        if value is not None
+    ]
+    ranks = [{"run_id": run_id, **row} for row in _rank_rows(report)]
+    if metrics:
+        connection.execute(insert(METRICS), metrics)
+    if ranks:
+        connection.execute(insert(RANKS), ranks)
+
+
+def _metrics(report: Report, numbers: Headline) -> dict[str, float | None]:
+    middle = numbers.middle
+    peaks = [row.peak_allocated_bytes for row in report.memory or ()]
+    known = [peak for peak in peaks if peak is not None]
+    of_time: dict[str, float | None] = {}
+    if middle is not None:
+        of_time = {
+            "step_ns": middle.step_ns,
+            "exposed_comm": middle.share("collective", "p2p", "skew"),
+            "skew": middle.share("skew"),
+            "bubble": middle.share("bubble"),
+            "idle": middle.share("idle"),
+        }
+    return {
+        **of_time,
+        "bubble_fraction": numbers.bubble_fraction,
+        "mfu": numbers.mfu,
+        "peak_memory_bytes": max(known, default=None),
+    }
+
+
+def _rank_rows(report: Report) -> Iterator[dict[str, Any]]:
+    hosts = {rank: host.host for host in report.run.hosts for rank in host.ranks}
+    by_rank: dict[int, list[StepRow]] = {}
+    for step in full_steps(report.steps):
+        by_rank.setdefault(step.rank, []).append(step)
+    for rank, steps in sorted(by_rank.items()):
+        if rank <= _LARGEST:
+            host = hosts.get(rank)
+            named = None if host is None else plain(host, 200)
+            yield {"rank": rank, "host": named, **_medians(steps)}
+
+
+def _medians(steps: Sequence[StepRow]) -> dict[str, int]:
+    buckets = {f"{row.bucket}_ns": row.median_ns for row in bucket_medians(steps)}
+    return {"step_ns": step_median_ns(steps), **buckets}
+
+
+# The few numbers of a run that a list of runs shows.
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """The middle of a run: the median step, each bucket's own median, and its share of all time.
+
+    shares are in the order of BUCKETS and add up to one; medians need not add up.
+    """
+
+    step_ns: int
+    medians: Split
+    shares: tuple[float, ...]
+
+    def share(self, *buckets: str) -> float:
+        """The buckets' share of all time, 0..1."""
+        named = zip(BUCKETS, self.shares, strict=True)
+        return sum(share for bucket, share in named if bucket in buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A run in one line; steps counts those that the middle is of, which is None without any.
+
+    bubble_fraction (of the schedule) and mfu are ratios, None where the report has none.
+    """
+
+    world_size: int
+    mesh: str | None
+    backend: str | None
+    middle: Middle | None
+    steps: int
+    warnings: int
+    bubble_fraction: float | None = None
+    mfu: float | None = None
+
+
+def headline(report: Report) -> Headline:
+    """What the list of runs says of the report."""
+    return Headline(
+        world_size=report.run.world_size,
+        mesh=_mesh(report),
+        backend=report.run.backend,
+        middle=_middle(report) if report.steps else None,
+        steps=len({row.step for row in full_steps(report.steps)}),
+        warnings=len(report.warnings),
+        bubble_fraction=report.pipeline.bubble_fraction if report.pipeline else None,
+        mfu=report.mfu,
+    )
+
+
+def _middle(report: Report) -> Middle:
+    rows = bucket_medians(report.steps)
+    medians = Split(*(row.median_ns for row in rows))
+    return Middle(step_median_ns(report.steps), medians, tuple(row.share for row in rows))
+
+
+def _mesh(report: Report) -> str | None:
+    if report.run.mesh is None:
+        return None
+    return " ".join(f"{part.axis}{part.size}" for part in report.run.mesh)

@@ -1,0 +1,269 @@
+"""The upload client: files to a dashboard in parts, resumed where a connection broke."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote, urlsplit
+
+from stepsplit.analyzer.errors import UsageError
+
+# Sends files to a dashboard, part by part, and goes on where a connection broke.
+
+PART_BYTES = 8 << 20
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+_RUNS = "/api/v1/runs"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the server holds of a file."""
+
+    bytes: int
+    complete: bool
+
+
+class GaveUp(UsageError):
+    """The connection did not come back; what was sent is kept."""
+
+
+class Sender:
+    """One upload. sent is told the bytes of each part that the server has."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        sent: Callable[[int], object] = lambda _: None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._connection, self._sent, self._sleep = connection, sent, sleep
+
+    def create(self, name: str, tags: Mapping[str, str]) -> str:
+        """The id of a new run. Raises UsageError."""
+        body = json.dumps({"name": name, "tags": dict(tags)}).encode()
+        answer = self._patiently(lambda: self._post(_RUNS, body))
+        return str(_good(answer).body["id"])
+
+    def send(self, run_id: str, one: Chosen) -> None:
+        """Sends what the server does not hold of the file. Raises UsageError, GaveUp."""
+        place = f"{_RUNS}/{run_id}/files/{quote(one.path)}"
+        failures = 0
+        with one.file.open("rb") as file:
+            held = self._patiently(lambda: self._held(place))
+            self._sent(held.bytes)
+            while not held.complete:
+                if held.bytes > one.size_bytes:
+                    raise UsageError(f"{one.file} is shorter than what was sent of it before")
+                before = held.bytes
+                try:
+                    held = self._append(place, file, held.bytes, one.size_bytes)
+                    failures = 0
+                except Passing as error:
+                    failures = self._pause(failures, error)
+                    held = self._patiently(lambda: self._held(place))
+                self._sent(held.bytes - before)
+
+    def finish(self, run_id: str) -> None:
+        """Says that all files are there. Raises UsageError."""
+        answer = self._patiently(lambda: self._post(f"{_RUNS}/{run_id}/finish", b"{}"))
+        # The answer to an earlier try may have been lost on its way.
+        if answer.status != 409 or self.state(run_id)["state"] == "uploading":
+            _good(answer)
+
+    def state(self, run_id: str) -> Mapping[str, object]:
+        """Where the run stands. Raises UsageError."""
+        asked = f"{_RUNS}/{quote(run_id)}"
+        return _good(self._patiently(lambda: self._connection.ask("GET", asked))).body
+
+    def _held(self, place: str) -> Held:
+        answer = self._connection.ask("HEAD", place)
+        return Held(0, False) if answer.status == 404 else _held_by(_good(answer))
+
+    def _append(self, place: str, file: BinaryIO, offset: int, size: int) -> Held:
+        file.seek(offset)
+        part = file.read(PART_BYTES)
+        ends = offset + len(part) >= size
+        digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
+        headers = {
+            "Upload-Offset": str(offset),
+            "Upload-Complete": "?1" if ends else "?0",
+            "Content-Digest": f"sha-256=:{digest}:",
+        }
+        answer = self._connection.ask("PATCH", place, part, headers)
+        if answer.status == 409 and "Upload-Offset" in answer.headers:
+            return _held_by(answer)
+        if answer.status >= 300 and ("Upload-Offset" in answer.headers or answer.wait_s):
+            # Damaged or cut off on its way, or an earlier try still holds the file.
+            raise Passing(told(answer), answer.wait_s)
+        return _held_by(_good(answer))
+
+    def _post(self, path: str, body: bytes) -> Answer:
+        headers = {"Content-Type": "application/json"}
+        return self._connection.ask("POST", path, body, headers)
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        failures = 0
+        while True:
+            try:
+                return ask()
+            except Passing as error:
+                failures = self._pause(failures, error)
+
+    def _pause(self, failures: int, error: Passing) -> int:
+        """How many failures in a row there have been. Raises GaveUp after the last."""
+        if failures == len(PAUSES_S):
+            raise GaveUp(str(error))
+        self._sleep(max(PAUSES_S[failures], error.wait_s))
+        return failures + 1
+
+
+def _held_by(answer: Answer) -> Held:
+    offset = int(answer.headers.get("Upload-Offset", "0"))
+    return Held(offset, answer.headers.get("Upload-Complete") == "?1")
+
+
+def _good(answer: Answer) -> Answer:
+    if answer.status == 401:
+        raise UsageError(f"{told(answer)}; give it by --token or STEPSPLIT_TOKEN")
+    if answer.status >= 300:
+        raise UsageError(f"the server refused: {told(answer)}")
+    return answer
+
+
+# What an upload is of: files and the paths that a run keeps them under.
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A file to send; path is what the run calls it, with slashes."""
+
+    file: Path
+    path: str
+    size_bytes: int
+
+
+def chosen(places: Sequence[Path]) -> tuple[Chosen, ...]:
+    """The files of the places; a folder's keep their paths below it. Hidden ones are no part of a
+    recording. Raises UsageError."""
+    found = [one for place in places for one in _of(place)]
+    if not found:
+        raise UsageError(f"{places[0]}: no files to upload; name a recording's files or folder")
+    paths = [one.path for one in found]
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise UsageError(f"{twice[0]} is there twice; upload the folder that holds both")
+    return tuple(found)
+
+
+def _of(place: Path) -> list[Chosen]:
+    if place.is_file():
+        return [Chosen(place, place.name, place.stat().st_size)]
+    if not place.is_dir():
+        raise UsageError(f"{place}: no such file or folder; check the path")
+    root = place.resolve()
+    files = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
+    return [
+        Chosen(path, path.relative_to(root.parent).as_posix(), path.stat().st_size)
+        for path in files
+    ]
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+# Requests to a dashboard, by the standard library alone.
+
+_PASSING = (408, 429, 500, 502, 503, 504)
+
+_TIMEOUT_S = 120.0
+
+
+class Passing(Exception):
+    """Something that may be over in a moment, such as a broken connection; in words."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said. body is {} where it was no JSON object."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+
+    @property
+    def wait_s(self) -> float:
+        """How long the server asks to wait before another try; 0 where it does not."""
+        asked = self.headers.get("Retry-After", "")
+        return min(float(asked), 60.0) if asked.isdecimal() else 0.0
+
+
+class Connection:
+    """One connection, opened anew when it breaks."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url, self._token = url.rstrip("/"), token
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--to {url}: not a dashboard's address such as http://host:8050")
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._prefix = parts.path
+        try:
+            self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        except ValueError as error:
+            raise UsageError(f"--to {url}: {error}") from None
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """The server's answer, whatever it is. Raises Passing where there is none, or where it is
+        that the server is not well."""
+        own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        try:
+            self._http.request(method, self._prefix + path, body, {**own, **(headers or {})})
+            response = self._http.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._http.close()
+            raise Passing(f"{self.url}: {_reason(error)}") from None
+        answer = Answer(response.status, dict(response.headers), _object(content))
+        if answer.status in _PASSING:
+            raise Passing(f"{self.url}: {told(answer)}", answer.wait_s)
+        return answer
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._http.close()
+
+
+def told(answer: Answer) -> str:
+    """The line that the server gave for its refusal."""
+    return str(answer.body.get("error") or f"the server answered {answer.status}")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

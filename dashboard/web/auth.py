@@ -1,0 +1,243 @@
+"""Access: tokens, passwords, throttling, security headers."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+from flask import Flask, Request, Response, request
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.store.tokens import Tokens
+from stepsplit.dashboard.web.uploads import Refused
+
+# Who has tried too many wrong passwords of late.
+
+MOST_FAILURES, WINDOW_S = 10, 60.0
+
+_MOST_ADDRESSES = 10_000
+
+
+class Throttle:
+    """Failures by address; threads may share it. Each server process counts for itself."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._failures: dict[str, list[float]] = {}
+
+    def failed(self, address: str) -> None:
+        """Somebody at the address was wrong."""
+        with self._lock:
+            recent = self._recent(address)
+            # Whoever has ever more addresses pushes out the oldest, not the server's memory.
+            self._failures.pop(address, None)
+            self._failures[address] = [*recent, self._now()][-MOST_FAILURES:]
+            if len(self._failures) > _MOST_ADDRESSES:
+                del self._failures[next(iter(self._failures))]
+
+    def wait_s(self, address: str) -> float:
+        """How long the address must wait before it is listened to again; 0 for not at all."""
+        with self._lock:
+            recent = self._recent(address)
+            if len(recent) < MOST_FAILURES:
+                return 0.0
+            return recent[0] + WINDOW_S - self._now()
+
+    def _recent(self, address: str) -> list[float]:
+        since = self._now() - WINDOW_S
+        return [at for at in self._failures.get(address, ()) if at > since]
+
+
+# What keeps other sites out: only this machine's names, no writes from elsewhere, a strict CSP.
+
+HEALTH = ("health.healthz", "health.readyz")
+
+_READING = ("GET", "HEAD")
+
+
+def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
+    """Guards every request, and puts the security headers on every answer."""
+    policy = content_policy(script_hashes)
+
+    @server.before_request
+    def guard() -> None:
+        if gate.access.local:
+            _refuse_other_names(request)
+        _refuse_other_sites(request)
+        if request.endpoint not in HEALTH:
+            gate.check(request)
+
+    @server.after_request
+    def harden(response: Response) -> Response:
+        response.headers["Content-Security-Policy"] = policy
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "same-origin"
+        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        return response
+
+
+def content_policy(script_hashes: Sequence[str]) -> str:
+    """The Content-Security-Policy: everything from this server, and dash's one inline script."""
+    scripts = " ".join(["'self'", *(f"{digest}" for digest in script_hashes)])
+    return (
+        f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _refuse_other_names(asked: Request) -> None:
+    # A site whose name was pointed at 127.0.0.1 still sends its own name as Host.
+    if _host(f"//{asked.host}") not in LOOPBACK:
+        raise Refused(403, "this server answers to localhost only")
+
+
+def _refuse_other_sites(asked: Request) -> None:
+    if asked.method in _READING:
+        return
+    # Behind a proxy the page came by https, which the proxy may not tell.
+    own = (f"{asked.scheme}://{asked.host}", f"https://{asked.host}")
+    origin = asked.headers.get("Origin")
+    if origin is not None and origin not in own:
+        raise Refused(403, "writes from another site are refused")
+    if asked.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        raise Refused(403, "writes from another site are refused")
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+# The door of a guarded server: a request shows a secret, or it does not come in.
+
+_ASK = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What is asked of every request but those for the server's health."""
+
+    access: Access
+    tokens: Tokens
+    throttle: Throttle = field(default_factory=Throttle)
+
+    def check(self, request: Request) -> None:
+        """Raises Refused where the request may not come in."""
+        if not self.access.guarded or self._comes_from_proxy(request):
+            return
+        address = self._address(request)
+        wait_s = self.throttle.wait_s(address)
+        if wait_s > 0:
+            headers = {"Retry-After": str(int(wait_s) + 1)}
+            raise Refused(429, "too many wrong passwords; wait a minute", headers)
+        secret = _secret(request)
+        if secret is None:
+            raise Refused(401, "this server wants a password or a token", _ASK)
+        if not self._opens(secret):
+            self.throttle.failed(address)
+            raise Refused(401, "the password or token is wrong", _ASK)
+
+    def _opens(self, secret: str) -> bool:
+        password = self.access.password
+        if password is not None and hmac.compare_digest(secret.encode(), password.encode()):
+            return True
+        return self.tokens.accepts(secret)
+
+    def _comes_from_proxy(self, request: Request) -> bool:
+        proxy = self.access.proxy
+        named = proxy is not None and bool(request.headers.get(proxy.header, "").strip())
+        return named and proxy is not None and proxy.is_at(request.remote_addr or "")
+
+    def _address(self, request: Request) -> str:
+        """Whom failures count for: behind the proxy, whoever it says that it speaks for."""
+        remote, proxy = request.remote_addr or "", self.access.proxy
+        if proxy is None or not proxy.is_at(remote):
+            return remote
+        return request.headers.get("X-Forwarded-For", remote).rpartition(",")[2].strip()
+
+
+def _secret(request: Request) -> str | None:
+    """The token of Bearer, or the password of Basic, whoever the user."""
+    given = request.authorization
+    if given is None:
+        return None
+    return given.token if given.type == "bearer" else given.password
+
+
+# Who may come in: this machine, those who know a secret, those whom a proxy has let in, anyone.
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedProxy:
+    """A proxy that has checked its users, and names them in the header; heard from these networks
+    alone."""
+
+    header: str
+    networks: tuple[IPv4Network | IPv6Network, ...]
+
+    def is_at(self, address: str) -> bool:
+        """Whether the address is the proxy's."""
+        try:
+            found = ip_address(address)
+        except ValueError:
+            return False
+        if isinstance(found, IPv6Address) and found.ipv4_mapped:
+            found = found.ipv4_mapped
+        return any(found in network for network in self.networks)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who is let in. local: only requests to this machine's own names. guarded: only with the
+    password, a token of the store, or the proxy's word."""
+
+    local: bool = True
+    guarded: bool = False
+    password: str | None = field(default=None, repr=False)
+    proxy: TrustedProxy | None = None
+
+
+def access_to(
+    host: str,
+    *,
+    password: str | None = None,
+    proxy: TrustedProxy | None = None,
+    has_tokens: bool = False,
+    open_to_anyone: bool = False,
+) -> Access:
+    """Who is let in where the server listens on host. Raises UsageError where others could reach it
+    and nothing says who of them may."""
+    local = host in LOOPBACK
+    if open_to_anyone:
+        return Access(local=False)
+    if password is not None or proxy is not None:
+        return Access(local=False, guarded=True, password=password, proxy=proxy)
+    if local:
+        return Access()
+    if has_tokens:
+        return Access(local=False, guarded=True)
+    ways = "--password-file, a token (stepsplit token create), --trusted-proxy-header"
+    raise UsageError(f"others can reach {host}: say who may come in by {ways}, or --open-to-anyone")
+
+
+def trusted_proxy(header: str | None, addresses: Sequence[str]) -> TrustedProxy | None:
+    """The proxy of the options, None without any. Raises UsageError."""
+    if header is None and not addresses:
+        return None
+    if header is None or not addresses:
+        raise UsageError("--trusted-proxy-header and --trusted-proxy go together")
+    try:
+        networks = tuple(ip_network(address, strict=False) for address in addresses)
+    except ValueError as error:
+        raise UsageError(f"--trusted-proxy: {error}; write 10.0.0.5 or 10.0.0.0/24") from None
+    return TrustedProxy(header, networks)

@@ -1,0 +1,85 @@
+"""Reports and tables of finished runs, kept while they are looked at: they never change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Generic, TypeVar
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.tables import Tables
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.timeline import Scene
+from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.store import Store
+
+_RUNS = 8
+
+_Value = TypeVar("_Value")
+
+
+class _Slot(Generic[_Value]):
+    """A value that is being made, or is there."""
+
+    def __init__(self) -> None:
+        self.lock, self.made = Lock(), list[_Value]()
+
+
+class Kept(Generic[_Value]):
+    """The last few values, each made once however many ask for it at once."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, Lock()
+        self._slots: OrderedDict[object, _Slot[_Value]] = OrderedDict()
+
+    def get(self, key: object, make: Callable[[], _Value]) -> _Value:
+        """The value of the key, made where it is not kept; what make raises is not kept."""
+        slot = self._slot(key)
+        with slot.lock:
+            if not slot.made:
+                slot.made.append(make())
+            return slot.made[0]
+
+    def _slot(self, key: object) -> _Slot[_Value]:
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            while len(self._slots) > self._most:
+                self._slots.popitem(last=False)
+            return slot
+
+
+class Loaded:
+    """What pages read of a store's finished runs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._views: Kept[View] = Kept(_RUNS)
+        self._scenes: Kept[Scene] = Kept(_RUNS)
+
+    def view(self, run: RunRow) -> View:
+        """A finished run with its report and tables. Raises DataError."""
+        return self._views.get((run.id, run.name), lambda: self._read(run))
+
+    def finished(self, run_id: str) -> View:
+        """The finished run of that id. Raises DataError where there is none."""
+        run = self._store.run(run_id)
+        if run is None or run.state != "done":
+            raise DataError(run_id, "there is no finished run of that id", "take one of the list")
+        return self.view(run)
+
+    def scene(self, run_id: str) -> Scene:
+        """The timeline of a finished run. Raises DataError where there is none."""
+        view = self.finished(run_id)
+        return self._scenes.get(run_id, lambda: Scene(view.report, tables_of(view)))
+
+    def _read(self, run: RunRow) -> View:
+        return View(run.name, self._store.report(run.id), self._store.tables(run.id), run.id)
+
+
+def tables_of(view: View) -> Tables:
+    """The tables of a run. Raises DataError where somebody has removed them."""
+    if view.tables is None:
+        raise DataError(view.name, "its tables are gone", "upload the recording again")
+    return view.tables

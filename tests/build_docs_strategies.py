@@ -16,7 +16,7 @@ HEAD = """# Every strategy, run for real
 
 `python tests/build_docs_strategies.py` runs every script of `examples/` (gloo on CPU, a GPT of
 0.9 million parameters), splits its steps, deletes run.json and the ranks' records, and writes this
-page; `tests/test_examples.py` holds its rows.
+page; `tests/collectors/test_examples.py` holds its rows.
 
 - **steps**: full steps that were recorded, of all ranks together; the seven buckets of each add up
   to it to the nanosecond.

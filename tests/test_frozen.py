@@ -163,7 +163,7 @@ def test_a_sample_gives_its_screen_its_report_and_its_tables(
     request: pytest.FixtureRequest,
 ) -> None:
     keep(f"screens/analyze_{name}.txt", session(["analyze", name, "--out", "out"], capsys))
-    # tests/test_samples.py keeps report.json's values; this is its text.
+    # tests/report/test_samples.py keeps report.json's values; this is its text.
     keep(f"../../sample_traces/{name}/report.json", (desk / "out" / "report.json").read_bytes())
     assert cli.run(["export", "out", "--perfetto", "trace.pftrace"]) == 0
     digests = {

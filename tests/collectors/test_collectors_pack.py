@@ -1,0 +1,110 @@
+"""Packing a rank's raw files: whole or not at all, and thin without changing the split."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsplit.analyzer import analyze
+from stepsplit.collectors.pack import pack, pack_all
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+
+
+def event(name: str, start: int, end: int, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "args": args, **times}
+
+
+def write_raw(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events, "traceName": "x"}))
+    return path
+
+
+def names(path: Path) -> list[str]:
+    with gzip.open(path) as file:
+        return [each["name"] for each in json.load(file)["traceEvents"]]
+
+
+STEP = [
+    event("ProfilerStep#3", 0, 100, "user_annotation"),
+    event("aten::linear", 0, 20),
+    event("aten::addmm", 5, 15),
+    event("autograd::engine::evaluate_function: MmBackward0", 20, 60),
+    event("MmBackward0", 21, 40),
+    event("aten::mm", 22, 39),
+    event("DDP hook", 41, 59),
+    event("aten::div", 42, 45),
+    event("c10d::allreduce_", 46, 50),
+    event("gloo:all_reduce", 46, 90, "user_annotation"),
+    event("<frozen>", 0, 99, "python_function"),
+    event("[memory]", 5, 5, "cpu_instant_event"),
+]
+
+
+def test_thin_keeps_each_op_that_holds_no_communication_without_what_it_is_made_of(
+    tmp_path: Path,
+) -> None:
+    raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
+
+    pack(raw, out, thin=True)
+
+    assert names(out) == [
+        "ProfilerStep#3",
+        "aten::linear",
+        "autograd::engine::evaluate_function: MmBackward0",
+        "MmBackward0",
+        "DDP hook",
+        "aten::div",
+        "c10d::allreduce_",
+        "gloo:all_reduce",
+    ]
+
+
+def test_full_keeps_all(tmp_path: Path) -> None:
+    raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
+
+    pack(raw, out)
+
+    assert names(out) == [each["name"] for each in STEP]
+
+
+def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = tmp_path / "raw", tmp_path / "rank0_trace.json.gz"
+    raw.write_text('{"traceEvents": [{"ph": "X", "na')
+
+    assert pack_all([str(raw), str(out)]) == 1
+
+    assert list(tmp_path.iterdir()) == []
+    assert "it was cut off while it was written: is the disk full?" in capsys.readouterr().err
+
+
+def test_one_lost_file_does_not_cost_the_others(tmp_path: Path) -> None:
+    good = write_raw(tmp_path / "raw", STEP)
+
+    assert pack_all([str(tmp_path / "none"), str(tmp_path / "a.gz"), str(good), f"{good}.gz"]) == 1
+
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.gz"]
+
+
+@pytest.mark.parametrize("sample", ["tp2_pp2", "fsdp4", "dp4", "pp2_m2"])
+def test_thin_traces_of_real_runs_have_the_very_same_split(sample: str, tmp_path: Path) -> None:
+    for path in (SAMPLES / sample).iterdir():
+        if "_trace" in path.name:
+            raw = tmp_path / "raw"
+            raw.write_bytes(gzip.decompress(path.read_bytes()))
+            pack(raw, tmp_path / path.name, thin=True)
+            raw.unlink()
+            assert (tmp_path / path.name).stat().st_size < path.stat().st_size / 2
+        elif path.name == "run.json" or "_flight" in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+
+    thin, full = analyze(tmp_path), analyze(SAMPLES / sample)
+
+    assert thin.steps == full.steps
+    assert thin.exposed == full.exposed
+    assert thin.collectives == full.collectives

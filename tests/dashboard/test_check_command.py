@@ -1,0 +1,218 @@
+"""stepsplit check and stepsplit baseline: exits, files, and what bad input is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gate_builders import CALLS, run
+from msgspec.structs import replace
+from report_builders import analysis
+from rich.console import Console
+
+from stepsplit.analyzer.analysis import check_runs
+from stepsplit.analyzer.regression.check_result import from_json
+from stepsplit.analyzer.regression.metrics import CallsFact, to_json
+from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.dashboard import cli
+from stepsplit.dashboard.reporters.verdict import verdict_screen
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+ONE, OTHER = str(SAMPLES / "tp2_pp2"), str(SAMPLES / "tp2_pp2_dp2")
+EXPOSED = ("--budget", "exposed_comm:5%")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    return side(tmp_path / "base.json", (0.100, 0.101, 0.099, 0.1005, 0.0995))
+
+
+@pytest.fixture
+def worse(tmp_path: Path) -> str:
+    return side(tmp_path / "worse.json", (0.120, 0.121, 0.119, 0.1205, 0.1195))
+
+
+def side(file: Path, exposed: tuple[float, ...], calls: tuple[CallsFact, ...] = CALLS) -> str:
+    runs = [run(f"{file.stem}{i}", {"exposed_comm": v, "bubble": 0.0}, calls=calls)
+            for i, v in enumerate(exposed)]  # fmt: skip
+    file.write_bytes(to_json(runs))
+    return str(file)
+
+
+def check(*words: str) -> int:
+    return cli.run(["check", *words])
+
+
+def test_the_three_answers_are_three_exits(
+    base: str, worse: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = side(tmp_path / "noisy.json", (0.10, 0.15, 0.07))
+    assert check(base, "--baseline", base, *EXPOSED) == 0
+    assert "PASS: within all budgets" in capsys.readouterr().out
+    assert check(worse, "--baseline", base, *EXPOSED) == 1
+    assert "REGRESSED: exposed_comm" in capsys.readouterr().out
+    assert check(noisy, "--baseline", base, *EXPOSED) == 3
+    assert "INCONCLUSIVE" in capsys.readouterr().out
+
+
+def test_several_candidates_and_baselines_make_one_side_each(base: str, tmp_path: Path) -> None:
+    one = side(tmp_path / "one.json", (0.1002,))
+    two = side(tmp_path / "two.json", (0.1003, 0.0998))
+    json_file = tmp_path / "verdict.json"
+    assert check(one, two, "--baseline", base, *EXPOSED, "--json", str(json_file)) == 0
+    verdict = from_json(json_file.read_bytes())
+    assert verdict.candidate.runs == ("one0", "two0", "two1")
+    assert not verdict.low_confidence
+
+
+def test_every_file_is_written_and_standard_output_is_json_alone(
+    base: str, worse: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("junit", "markdown", "codequality", "openmetrics", "bencher", "benchmark-action")
+    files = [word for name in names for word in (f"--{name}", str(tmp_path / name))]
+    summary = tmp_path / "summary.md"
+    summary.write_text("# before\n")
+    words = (*EXPOSED, *files, "--summary", str(summary), "--json", "-")
+    assert check(worse, "--baseline", base, *words) == 1
+    told = capsys.readouterr().out
+    assert json.loads(told)["answer"] == "regressed"
+    assert all((tmp_path / name).stat().st_size for name in names)
+    assert json.loads((tmp_path / "codequality").read_text())[0]["location"]["path"] == base
+    assert summary.read_text().startswith("# before\n### stepsplit ✗ REGRESSED")
+
+
+def test_annotations_where_github_runs_it(
+    base: str, worse: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert check(worse, "--baseline", base, *EXPOSED) == 1
+    assert "\n::error title=stepsplit%3A regressed::exposed_comm" in capsys.readouterr().out
+
+
+def test_by_default_calls_bytes_exposed_communication_and_bubble_are_gated(base: str) -> None:
+    verdict = check_runs([base], [base])
+    assert [one.metric for one in verdict.gated] == ["calls", "bytes", "exposed_comm", "bubble"]
+    assert verdict.answer == "pass"
+
+
+def test_an_added_call_fails_whatever_the_noise(base: str, tmp_path: Path) -> None:
+    added = (*CALLS, CallsFact("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
+    own = side(tmp_path / "own.json", (0.1, 0.2, 0.05), added)
+    assert check(own, "--baseline", base) == 1
+
+
+def test_recordings_and_reports_are_taken_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = ("--budget", "calls:exact", "--budget", "bytes:exact")
+    assert check(ONE, "--baseline", f"{ONE}/report.json", *rules) == 0
+    assert check(ONE, "--budget", "step:<=1us", "--budget", "calls.tp:<=48") == 3
+    capsys.readouterr()
+
+
+def test_a_run_held_against_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--run", "auto", "--budget", "exposed_comm:model+20%")
+    assert check(ONE, *words) == 3
+    assert "one run does not tell its noise" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((ONE,), "needs a baseline; name --baseline B"),
+        ((ONE, "--baseline", OTHER), "world size is 8 in tp2_pp2_dp2, 4 in tp2_pp2"),
+        ((ONE, "--baseline", OTHER), "compare them all the same with --across-setups"),
+        ((ONE, "--baseline", "no/such"), "no such file or folder; check the path"),
+        ((ONE, "--baseline", ONE, "--budget", "speed:5%"), "no metric is called 'speed'"),
+        ((ONE, "--baseline", ONE, "--budget", "budgets.toml"), "name a TOML file, or write a rule"),
+        ((ONE, "--baseline", ONE, "--budget", "mfu:5%"), "does not tell mfu"),
+        ((ONE, ONE, "--baseline", ONE), "are one recording; name each run of a side once"),
+        ((ONE, "--baseline", "store:"), "asks for no run of the store; write store:branch=main"),
+        ((ONE, "--baseline", "store:a=b,last=0"), "last is no number of runs"),
+        ((ONE, "--baseline", "store:a=b"), "the store has no finished run for a=b"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert check(*words, "--junit", "junit.xml") == 2
+    said = capsys.readouterr()
+    assert told in said.err and said.err.count("\n") == 1 and not said.out
+    assert not Path("junit.xml").exists()
+
+
+def test_a_run_without_steps_and_one_with_nan_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = json.loads((SAMPLES / "tp2_pp2" / "report.json").read_text())
+    bad = [({"steps": []}, "no step to judge"), ({"mfu": float("nan")}, "not a stepsplit report")]
+    for change, told in bad:
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps(body | change))
+        assert check(str(file), "--baseline", ONE) == 2
+        said = capsys.readouterr().err
+        assert told in said and str(file) in said
+
+
+def test_a_baseline_of_recordings_serves_the_gate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "base.json"
+    assert cli.run(["baseline", ONE, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 1 run; 3 to 5 tell the noise better\n"
+    assert check(ONE, "--baseline", str(out), "--budget", "calls:exact") == 0
+    assert cli.run(["baseline", ONE, OTHER, "--out", str(out)]) == 2
+    assert "not of one kind" in capsys.readouterr().err
+
+
+def test_runs_of_a_store_by_tag_keep_their_verdict_and_link_to_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, artifacts = f"sqlite:///{tmp_path / 'store.db'}", str(tmp_path / "artifacts")
+    store = Store.open(url, artifacts)
+    ids = []
+    for i, branch in enumerate(("main", "main", "other", "pr")):
+        report = analysis().report
+        shifted = tuple(slower(row, i) for row in report.steps)
+        ids.append(add(store, f"run{i}", replace(report, steps=shifted, collectives=()), branch))
+    words = ("--store", url, "--artifacts", artifacts, "--dashboard", "https://dash/")
+    verdict = tmp_path / "verdict.json"
+    status = check(
+        "store:branch=pr", "--baseline", "store:branch=main,last=5", *words,
+        "--budget", "step:200%", "--json", str(verdict),
+    )  # fmt: skip
+    found = from_json(verdict.read_bytes())
+    assert found.baseline is not None and len(found.baseline.runs) == 2
+    assert status == {"pass": 0, "inconclusive": 3}[found.answer]
+    assert found.compare_url == f"https://dash/compare?baseline={ids[1]}&candidate={ids[3]}"
+    judged = store.run(ids[3])
+    assert judged is not None and judged.verdict is not None
+    assert judged.verdict.answer == found.answer
+    assert store.run(ids[0]).verdict is None  # type: ignore[union-attr]
+    assert check(f"store:{ids[3]}", "--baseline", f"store:{ids[0]}", *words) == 3
+    store.close()
+    capsys.readouterr()
+
+
+def slower(row: StepRow, by: int) -> StepRow:
+    """The step, a little longer in idle."""
+    more = by * 1_000
+    return replace(row, step_ns=row.step_ns + more, idle_ns=row.idle_ns + more)
+
+
+def add(store: Store, name: str, report: Report, branch: str) -> str:
+    return store.import_report(name, report, analysis().tables, [Tag("branch", branch)])
+
+
+def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:
+    console = Console(width=80, highlight=False, no_color=True)
+    with console.capture() as captured:
+        console.print(verdict_screen(check_runs([worse], [base])))
+    lines = captured.get().splitlines()
+    assert "✗ exposed_comm  10%,1pt    10.0 %     12.0 %  +2.0 pt  +1.9 to +2.1 pt" in [
+        line.rstrip() for line in lines
+    ]
+    assert not any("…" in line for line in lines)

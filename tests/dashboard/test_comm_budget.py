@@ -1,0 +1,151 @@
+"""pytest's fixture comm_budget: in one process, under torchrun, with a baseline and without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+IN_TURN = pytest.mark.in_turn("dashboard/pytest_plugin.py", "dashboard/comm_budget.py")
+
+STEP = '''
+import os
+
+import torch
+from torch import distributed
+
+
+def train(run, extra=0):
+    """Steps of two all_reduces where there is a job, and of a product."""
+    square = torch.ones(256, 256)
+    for _ in range(run.total_steps):
+        for _ in range(2 + extra):
+            torch.mm(square, square)
+            if distributed.is_initialized():
+                distributed.all_reduce(square.clone())
+        run.step()
+'''
+ALONE = f"""{STEP}
+def test_step(comm_budget):
+    with comm_budget("exposed_comm:<=50%", "calls:<=0") as run:
+        train(run)
+    with comm_budget() as run:
+        train(run)
+"""
+JOB = f"""{STEP}
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job():
+    distributed.init_process_group("gloo")
+    yield
+    distributed.destroy_process_group()
+
+
+def test_step(comm_budget):
+    with comm_budget() as run:
+        train(run, int(os.environ.get("EXTRA", "0")))
+
+
+def test_without_a_block(comm_budget):
+    assert comm_budget is not None
+"""
+LAUNCHES = """
+import os
+import subprocess
+import sys
+
+
+def test_launched(comm_budget, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, os.environ["RANKS"], os.environ["DEMO"], "nothing"]
+    command += ["--out", str(out), "--parallel", "dp=2", "--steps", "6", "--active", "3"]
+    command += ["--layers", "2", "--hidden", "64", "--seq-len", "16"]
+    subprocess.run(command, check=True, capture_output=True)
+    comm_budget.recorded(out, "calls:<=4", "bytes:<=1MB")
+"""
+JOBS = Path(__file__).parents[1] / "collector_jobs"
+
+
+def said(
+    folder: Path, *words: str, ranks: int = 1, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """What pytest says of the folder's tests; under torchrun with more than one rank."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "pytest"]
+    command += ["-p", "no:cacheprovider", "-p", "no:dash", "-rA", *words, str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | more
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_limits_need_no_baseline_and_two_blocks_are_two_runs(tmp_path: Path) -> None:
+    (tmp_path / "test_alone.py").write_text(ALONE)
+    found = said(tmp_path)
+    assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
+
+
+def test_a_job_is_held_against_its_baseline(tmp_path: Path) -> None:
+    (tmp_path / "test_job.py").write_text(JOB)
+    made = said(tmp_path, "--stepsplit-update", ranks=2)
+    assert made.returncode == 0, made.stdout
+    baseline = tmp_path / "comm_budgets" / "test_job.test_step.json"
+    assert baseline.exists() and [*baseline.parent.iterdir()] == [baseline]
+    same = said(tmp_path, ranks=2)
+    assert same.returncode == 0 and same.stdout.count("2 passed") == 2, same.stdout
+    more = said(tmp_path, ranks=2, EXTRA="1")
+    assert more.returncode == 1
+    # Both ranks fail with rank 0's words: a job whose ranks disagree would hang.
+    assert more.stdout.count("REGRESSED: calls, bytes") >= 2, more.stdout
+    assert "all_reduce: +2 calls a step (4 of 262 kB before, 6 of 262 kB now)" in more.stdout
+
+
+@IN_TURN
+def test_a_recording_that_the_test_launched_itself(tmp_path: Path) -> None:
+    (tmp_path / "test_launched.py").write_text(LAUNCHES)
+    places = {"RANKS": str(JOBS / "ranks.py"), "DEMO": str(JOBS / "planted_demo.py")}
+    found = said(tmp_path, **places)
+    assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
+
+
+UNSURE = f"""{STEP}
+def test_unsure(comm_budget):
+    with comm_budget("idle:<=50%") as run:
+        train(run)
+
+
+def test_without_baseline(comm_budget):
+    with comm_budget() as run:
+        train(run)
+"""
+
+
+@IN_TURN
+@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+def test_what_cannot_be_told_is_skipped_or_fails_where_one_is_strict(
+    strict: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "test_unsure.py").write_text(UNSURE)
+    found = said(tmp_path, *(["--stepsplit-strict"] if strict else []))
+    assert found.returncode == 1
+    assert ("2 failed" if strict else "1 failed, 1 skipped") in found.stdout, found.stdout
+    assert "one run does not tell its noise" in found.stdout
+    assert "no baseline yet; make it with --stepsplit-update" in found.stdout
+
+
+def test_pytest_alone_loads_nothing_of_stepsplit_but_the_plugin(tmp_path: Path) -> None:
+    loaded = "[name for name in sys.modules if name.startswith('stepsplit')]"
+    (tmp_path / "test_plain.py").write_text(
+        f"import sys\n\ndef test_plain():\n    assert {loaded} == {EXPECTED}\n"
+    )
+    found = said(tmp_path)
+    assert found.returncode == 0, found.stdout
+
+
+EXPECTED = ["stepsplit", "stepsplit.dashboard", "stepsplit.dashboard.pytest_plugin"]

@@ -1,0 +1,179 @@
+"""Real processes are killed, told to stop, or take too long: nothing is lost, nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from dashboard_processes import is_gone, open_store, running_dashboard, store_url, until
+from store_builders import queued, settled, state
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.upload import Chosen, Connection, Sender
+
+pytestmark = pytest.mark.slow
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
+_WORKER = """
+import sys, time
+from pathlib import Path
+from store_builders import known_analysis
+from stepsplit.dashboard.store.ingest import set_up_logs
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.ingest import Terms, work
+def slow(folder, progress):
+    print("begun", flush=True)
+    time.sleep(60)
+import signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+set_up_logs("json")
+store = Store.open(sys.argv[1], sys.argv[2])
+work(store, Terms("w1", limit_s=float(sys.argv[3])), slow)
+"""
+
+
+def test_a_killed_server_has_lost_nothing_of_an_upload(tmp_path: Path) -> None:
+    content = os.urandom(1 << 20) * 96
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_bytes(content)
+    one, ids = Chosen(trace, trace.name, len(content)), []
+    arrived = threading.Semaphore(0)
+
+    def send(url: str) -> None:
+        sender = Sender(Connection(url, None), lambda _: arrived.release(), _never)
+        ids.append(sender.create("run", {}))
+        with pytest.raises(UsageError):
+            sender.send(ids[0], one)
+
+    with running_dashboard(tmp_path, "--workers", "0") as dashboard:
+        uploading = threading.Thread(target=send, args=(dashboard.url,))
+        uploading.start()
+        for _ in range(4):
+            arrived.acquire()
+        dashboard.kill_all()
+        uploading.join()
+    with open_store(tmp_path) as store:
+        (row,) = store.files.of(ids[0])
+        assert 16 << 20 <= row.received_bytes < len(content) and not row.complete
+        kept = (store.folder(ids[0]) / "input" / trace.name).read_bytes()
+        assert kept[: row.received_bytes] == content[: row.received_bytes]
+
+    with running_dashboard(tmp_path, "--workers", "0") as dashboard:
+        connection, sizes = Connection(dashboard.url, None), []
+        sender = Sender(connection, sizes.append)
+        sender.send(ids[0], one)
+        sender.finish(ids[0])
+        connection.close()
+        every = dashboard.processes()
+        dashboard.process.kill()
+        dashboard.process.wait()
+        until(lambda: all(is_gone(pid) for pid in every), 20)
+
+    assert sizes[0] == row.received_bytes
+    with open_store(tmp_path) as store:
+        assert (store.folder(ids[0]) / "input" / trace.name).read_bytes() == content
+        assert state(store, ids[0]) == ("queued", None)
+
+
+def test_a_killed_worker_is_replaced_and_its_job_done(tmp_path: Path) -> None:
+    with running_dashboard(tmp_path, "--log-format", "json") as dashboard:
+        until(dashboard.workers)
+        (first,) = dashboard.workers()
+        with open_store(tmp_path) as store:
+            run_id = queued(store, **_slow_upload())
+            until(lambda: state(store, run_id)[0] == "running")
+            os.kill(first, signal.SIGKILL)
+
+            assert settled(store, run_id) == ("done", None)
+            assert store.report(run_id).steps and store.tables(run_id) is not None
+        assert first not in dashboard.workers()
+        until(lambda: "job" in _events(dashboard.log))
+    (job,) = [line for line in _lines(dashboard.log) if line["event"] == "job"]
+    assert (job["run"], job["ended"], job["attempt"]) == (run_id, "done", 2)
+
+
+def test_processes_count_together_and_end_together(tmp_path: Path) -> None:
+    with running_dashboard(tmp_path, "--workers", "2") as dashboard:
+        for _ in range(20):
+            urllib.request.urlopen(f"{dashboard.url}/healthz").close()
+        with urllib.request.urlopen(f"{dashboard.url}/metrics") as answer:
+            metrics = answer.read().decode()
+        answers = [
+            _raw(dashboard.url, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + huge + b"\r\n")
+            for huge in (b"A: " + b"x" * 100_000 + b"\r\n", b"A: x\r\n" * 10_000)
+        ]
+        body = (
+            b"POST /api/v1/runs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
+        answers.append(_raw(dashboard.url, body + b"Content-Length: 99999999999\r\n\r\n"))
+        urllib.request.urlopen(f"{dashboard.url}/readyz").close()
+        until(lambda: len(dashboard.workers()) == 2)
+        every = dashboard.processes()
+
+    assert dashboard.process.returncode == 0
+    assert len(every) == 5 and all(is_gone(pid) for pid in every)
+    counted = 'stepsplit_requests_total{method="GET",route="/healthz",status="200"} 20.0'
+    assert counted in metrics
+    codes = [answer.split(b" ", 2)[1][:1] for answer in answers]
+    assert codes == [b"4", b"4", b"4"]
+
+
+@pytest.mark.parametrize("ending", ["limit", "signal"])
+def test_a_worker_in_the_middle_of_a_job_ends_well(ending: str, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        run_id = queued(store)
+        limit_s = "0.5" if ending == "limit" else "60"
+        worker = _worker(tmp_path, limit_s)
+        assert worker.stdout is not None and worker.stdout.readline() == "begun\n"
+        if ending == "signal":
+            worker.terminate()
+        worker.communicate(timeout=20)
+
+        over = "the analysis took over 0.00833333 minutes; upload fewer steps or ranks"
+        expected = {"limit": (75, ("failed", over)), "signal": (0, ("queued", None))}
+        assert (worker.returncode, state(store, run_id)) == expected[ending]
+        job = store.jobs.claim("w2")
+    assert (job is None) == (ending == "limit")
+    assert job is None or job.attempt == 1
+
+
+def _worker(folder: Path, limit_s: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    place = [store_url(folder), str(folder / "artifacts"), limit_s]
+    command = [sys.executable, "-c", _WORKER, *place]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def _slow_upload() -> dict[str, bytes]:
+    """The sample, and a log that takes seconds to read."""
+    files = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
+    return files | {"nccl/debug.log": b"h:1:1 [0] NCCL INFO nothing to see here\n" * 1_500_000}
+
+
+def _never(pause_s: float) -> None:
+    """The connection does not come back."""
+
+
+def _raw(url: str, request: bytes) -> bytes:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as link:
+        with suppress(OSError):
+            link.sendall(request)
+        return link.recv(200)
+
+
+def _lines(log: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def _events(log: Path) -> list[object]:
+    return [line["event"] for line in _lines(log)]

@@ -1,0 +1,168 @@
+"""The figures draw every nanosecond of the report once, and no name becomes markup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from report_builders import MS, analysis
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.diagnose.what_if import ideal_grid
+from stepsplit.analyzer.gap.comm_gap import modelled_busbw
+from stepsplit.analyzer.regression.compare import compare_reports
+from stepsplit.analyzer.report.report import Host
+from stepsplit.analyzer.report.tables import Waits
+from stepsplit.dashboard.figures.communication import usual, waits_matrix
+from stepsplit.dashboard.figures.run import (
+    Held,
+    by_rank,
+    by_step,
+    difference_figure,
+    memory,
+    one_pipeline,
+    pipeline,
+    stage_bubbles,
+    waterfall,
+)
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+
+EVIL = '<a href="javascript:alert(1)">node</a>'
+
+
+def test_the_bars_of_a_rank_add_up_to_its_steps() -> None:
+    report = analysis().report
+
+    figure = by_step(report, rank=2)
+
+    stacked = sum(np.array(trace.y) for trace in figure.data)
+    assert stacked == pytest.approx([r.step_ns / MS for r in report.steps if r.rank == 2])
+    assert tuple(trace.name for trace in figure.data) == BUCKETS
+
+
+def test_steps_that_enter_no_median_are_pale_and_named() -> None:
+    trace = by_step(analysis().report).data[0]
+
+    assert list(trace.x) == ["3 partial", "4", "5", "6", "7"]
+    assert list(trace.marker.opacity) == [0.45, 1, 1, 1, 1]
+
+
+def test_a_ranks_bar_is_the_median_of_its_full_steps() -> None:
+    report = analysis().report
+
+    compute = by_rank(report).data[0]
+
+    full = [r.compute_ns for r in report.steps if r.rank == 3 and r.kind == "full"]
+    assert compute.y[3] == pytest.approx(np.median(full) / MS)
+    assert "95.1 ms of 145 ms" in compute.customdata[0][1]
+
+
+def test_a_host_name_is_text_in_the_hover() -> None:
+    report = analysis().report
+    run = msgspec.structs.replace(report.run, hosts=(Host(EVIL, (0, 1, 2, 3)),))
+
+    text = str(by_rank(msgspec.structs.replace(report, run=run)).to_json())
+
+    assert "<a" not in text and "\\u003ca" not in text
+    assert "&lt;a" in text or "\\u0026lt;a" in text
+
+
+def test_the_pipeline_has_a_row_a_stage_and_a_box_a_microbatch() -> None:
+    measured = one_pipeline(analysis().tables.boxes, 4)
+
+    forward, backward = pipeline(measured, None).data
+
+    assert (forward.name, backward.name) == ("forward", "backward")
+    assert set(forward.y) == {"stage 0 (rank 0)", "stage 1 (rank 2)"}
+    assert list(forward.text) == list(backward.text) == ["0", "1", "2", "3"] * 2
+
+
+def test_below_the_measured_grid_stands_the_ideal_one_on_the_same_clock() -> None:
+    measured = one_pipeline(analysis().tables.boxes, 4)
+    ideal = ideal_grid(measured, "1f1b", 4)
+
+    figure = pipeline(measured, ideal)
+
+    assert [trace.yaxis for trace in figure.data] == ["y", "y", "y2", "y2"]
+    assert min(min(trace.base) for trace in figure.data) == 0
+    busy = [
+        sum(sum(trace.x) for trace in figure.data if trace.yaxis == axis) for axis in ("y", "y2")
+    ]
+    assert busy[0] == pytest.approx(busy[1], rel=1e-5)
+
+
+def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
+    found = analysis().report.pipeline
+    assert found is not None
+
+    figure = stage_bubbles(found)
+
+    assert list(figure.data[0].y) == pytest.approx([23.1, 19.8])
+    assert (figure.layout.shapes[0].y0, figure.layout.annotations[0].text) == (20, "ideal 20.0 %")
+
+
+def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
+    gap = analyze(SAMPLES / "tp2_pp2", run="auto").gap
+    assert gap is not None
+
+    (fall,) = waterfall(gap).data
+
+    assert [fall.y[0], fall.y[-1]] == ["predicted", "measured"]
+    assert len(set(fall.y)) == len(fall.y)
+    assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
+    assert fall.x[-1] == pytest.approx(gap.shown.measured.step_ns / MS)
+
+
+def test_the_difference_of_two_runs_adds_up_too() -> None:
+    one, other = (analyze(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
+
+    (fall,) = difference_figure(compare_reports(one, other)).data
+
+    assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
+
+
+def test_a_row_waits_for_a_column() -> None:
+    columns = ([2, 2, 0], [5, 6, 5], [3, 3, 4], [3, 3, 2])
+    rank, step, bucket, owner = (np.array(column) for column in columns)
+    text = np.array(["tp", "tp", "pp"])
+    waits = Waits(rank, step, bucket, owner, text, text, np.arange(3), np.array([MS, 3 * MS, MS]))
+
+    (heat,) = waits_matrix(waits, (0, 1, 2, 3), steps=2).data
+
+    assert heat.z[2][3] == 2
+    assert heat.z[0][2] == 0.5
+    assert np.isnan(heat.z[3][2])
+
+
+def test_a_limit_far_above_all_bars_is_no_part_of_the_picture() -> None:
+    bars = [Held("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
+
+    assert memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
+    assert not memory(bars, 300 * 2**30).layout.shapes
+    assert [trace.name for trace in memory(bars).data] == ["weights", "not told apart"]
+
+
+def test_what_is_usual_is_told_by_the_runs_around() -> None:
+    values = [10.0, 10.2, 9.9, 10.1, 10.0, 15.0, 10.1]
+
+    near = usual(values, 5)
+
+    assert near is not None
+    assert (near.middle, near.holds(15.0), near.holds(10.2)) == (10.05, False, True)
+    assert usual(values[:5], 2) is None
+
+
+def test_the_models_busbw_rises_to_what_the_link_gives() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+
+    found = modelled_busbw(report, "tp", "all_reduce", 1_000, 10**9)
+
+    assert found is not None
+    assert list(found.busbw_bytes_per_s) == sorted(found.busbw_bytes_per_s)
+    assert found.busbw_bytes_per_s[-1] <= found.link_bytes_per_s
+    assert modelled_busbw(report, "tp", "send_recv", 1_000, 10**9) is None
+    assert modelled_busbw(analysis().report, "tp", "all_reduce", 1, 2) is None

@@ -1,0 +1,288 @@
+"""The pages: what they show of a run, of two, of many, and of what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cases import for_each
+from dash import dcc, html
+from report_builders import MS, analysis
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
+from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
+from stepsplit.dashboard.pages.compare import compare_page, history_page
+from stepsplit.dashboard.pages.components import (
+    Address,
+    Chosen,
+    View,
+    address_of,
+    page_url,
+    search_of,
+)
+from stepsplit.dashboard.pages.compute import memory_page
+from stepsplit.dashboard.pages.model import model_page
+from stepsplit.dashboard.pages.overview import overview
+from stepsplit.dashboard.pages.runs import in_order, matching, run_page, runs_page, waiting_page
+from stepsplit.dashboard.store.metrics import Point, VerdictRow, headline
+from stepsplit.dashboard.store.runs import RunRow, State, Tag
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+RUN = "abcdef012345"
+
+
+def found(part: Any, kind: type) -> Iterator[Any]:
+    if isinstance(part, list | tuple):
+        for one in part:
+            yield from found(one, kind)
+    elif hasattr(part, "to_plotly_json"):
+        if isinstance(part, kind):
+            yield part
+        yield from found(getattr(part, "children", None), kind)
+
+
+def text(part: Any) -> str:
+    if isinstance(part, list | tuple):
+        return " ".join(text(one) for one in part)
+    if hasattr(part, "to_plotly_json"):
+        return text(getattr(part, "children", None))
+    return "" if part is None else str(part)
+
+
+def graphs(part: Any) -> list[str]:
+    return [one.id for one in found(part, dcc.Graph)]
+
+
+def view(report: Report | None = None) -> View:
+    made = analysis()
+    return View("a run", report or made.report, made.tables, RUN)
+
+
+def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRow:
+    done = headline(analysis().report) if state == "done" else None
+    return RunRow(f"{created:012x}", name, created, state, more.pop("error", None), done, **more)
+
+
+@for_each(
+    ("path", "page"),
+    [("/", "runs"), (f"/run/{RUN}", "overview"), (f"/run/{RUN}/timeline", "timeline"),
+     ("/compare", "compare"), ("/history", "history"), (f"/run/{RUN}/", "overview")],
+)  # fmt: skip
+def test_every_page_has_its_address(path: str, page: str) -> None:
+    address = address_of(path, "?step=4&tp=x&tp=8")
+    assert address is not None
+    assert (address.page, address.chosen.whole("step"), address.chosen.whole("tp")) == (page, 4, 8)
+
+
+@for_each("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
+def test_other_addresses_are_none(path: str | None) -> None:
+    assert address_of(path, "") is None or path is None
+
+
+def test_an_address_leaves_out_what_is_not_chosen() -> None:
+    assert page_url(RUN, "timeline", step=None, rank=3) == f"/run/{RUN}/timeline?rank=3"
+    assert search_of({"q": "", "sort": None}) == ""
+    assert address_of("/", "?step=-1&rank=1e9") == Address(
+        "runs", "", Chosen({"step": "-1", "rank": "1e9"})
+    )
+    assert Chosen({"step": "-1", "rank": "1e9"}).whole("rank") is None
+
+
+def test_findings_lead_to_where_they_show() -> None:
+    page = overview(view())
+    links = [link.href for link in found(page, dcc.Link) if link.children == "see it"]
+    assert links == [f"/run/{RUN}/timeline?rank=3&step=4"]
+    assert "15.0 ms (10.4 %)" in text(page)
+
+
+def test_without_a_model_the_overview_says_what_it_would_have_to_be_told() -> None:
+    told = WarningRow(NO_MODEL, "the recording does not tell [training] seq_len")
+    report = msgspec.structs.replace(analysis().report, warnings=(told,))
+    page = overview(view(report))
+    assert "does not tell [training] seq_len" in text(page)
+    assert "run.toml" in text(page)
+    assert "waterfall" not in graphs(page)
+
+
+def test_with_a_model_the_overview_shows_the_waterfall_and_its_doubts() -> None:
+    page = overview(view(analyze(SAMPLES / "tp2_pp2", run="auto")))
+    assert {"sides", "waterfall"} <= set(graphs(page))
+    assert "doubt: cpu" in text(page)
+
+
+def test_a_pages_tabs_name_the_page() -> None:
+    for name in ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model"):
+        page = run_page(view(), Address(name, RUN, Chosen()))
+        (on,) = [link for link in found(page, dcc.Link) if getattr(link, "className", "") == "on"]
+        assert on.children == name.capitalize()
+
+
+def test_a_job_without_a_pipeline_says_so() -> None:
+    report = msgspec.structs.replace(analysis().report, pipeline=None)
+    assert "one pipeline stage" in text(pipeline_page(view(report), Chosen()))
+
+
+def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
+    for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
+        assert shown in text(pipeline_page(view(), Chosen({"step": asked})))
+
+
+def test_of_each_kind_of_call_the_slowest_groups_wait_stands_by_its_transfer() -> None:
+    page = collectives_page(view())
+    (figure,) = [one.figure for one in found(page, dcc.Graph) if one.id == "wait-transfer"]
+    assert list(figure.data[0].y) == [
+        "all_reduce on tp, 33.6 MB", "send on pp, 16.8 MB", "broadcast on pp, size unknown",
+    ]  # fmt: skip
+    assert [list(trace.x) for trace in figure.data] == [[0.415, 0.6, 0.021], [0.56, 0, 0]]
+
+
+def test_memory_is_told_by_rank_and_by_what_the_allocator_holds() -> None:
+    row = MemoryRow(0, 6 << 30, 8 << 30, 2 << 30, None, None, 3 << 30, None, None)
+    page = memory_page(view(msgspec.structs.replace(analysis().report, memory=(row,))))
+    (figure,) = [one.figure for one in found(page, dcc.Graph)]
+    assert {trace.name: list(trace.x) for trace in figure.data} == {
+        "weights": [2], "activations": [3], "not told apart": [1],
+    }  # fmt: skip
+    assert "2.0 GiB" in text(page)
+    assert "No memory was recorded" in text(memory_page(view()))
+
+
+def test_a_changed_job_moves_beside_the_measured_one() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    page = model_page(view(report), Chosen({"tp": "1", "dp_replicate": "2", "global_batch": "48"}))
+    assert graphs(page) == ["splits", "memory"]
+    (bars,) = [one.figure for one in found(page, dcc.Graph) if one.id == "splits"]
+    assert list(bars.data[0].y) == ["measured", "predicted", "changed"]
+    assert bars.data[0].x[1] != bars.data[0].x[2]
+
+
+def test_a_job_that_cannot_be_says_why() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    page = model_page(view(report), Chosen({"tp": "64"}))
+    assert "There can be no such job" in text(page)
+    assert graphs(page) == []
+
+
+def test_the_plan_ranks_layouts_when_asked() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    assert "Rank the layouts of 4 GPUs" in text(model_page(view(report), Chosen()))
+    (table,) = found(model_page(view(report), Chosen({"plan": "1"})), html.Table)
+    steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
+    assert steps == sorted(steps)
+    assert len(steps) > 2
+
+
+def test_a_hardware_file_of_the_run_is_part_of_its_job(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    (tmp_path / "mine.toml").write_text('preset = "cpu"\nmemory_bytes = 123456789\n')
+    run.write_text('[hardware]\nfile = "mine.toml"\n')
+    report = analyze(SAMPLES / "tp2_pp2", run=run)
+    assert report.job is not None
+    assert report.job["hardware"]["memory_bytes"] == 123456789
+    assert "file" not in report.job["hardware"]
+
+
+def test_two_runs_are_compared_bucket_by_bucket() -> None:
+    one, other = (View(n, analyze(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
+    page = compare_page(one, other)
+    assert graphs(page) == ["splits", "difference"]
+    for words in ("microbatches", "beyond the noise", "+210.5 %", "recv float32", "gemm"):
+        assert words in text(page)
+    empty = View("empty", msgspec.structs.replace(one.report, steps=()), None, RUN)
+    assert "cannot be compared" in text(compare_page(empty, other))
+
+
+def test_runs_are_found_by_all_words_and_sorted_with_the_unknown_last() -> None:
+    rows = [
+        listed("alpha", 1, tags=(Tag("branch", "main"),)),
+        listed("beta", 2, "failed", error="no trace in it"),
+        listed("gamma", 3),
+    ]
+    assert [run.name for run in matching(rows, "branch=main ALPHA")] == ["alpha"]
+    assert [run.name for run in matching(rows, "failed")] == ["beta"]
+    assert [run.name for run in in_order(rows, "-added")] == ["gamma", "beta", "alpha"]
+    assert [run.name for run in in_order(rows, "step")][-1] == "beta"
+    assert [run.name for run in in_order(rows, "nonsense")] == ["alpha", "beta", "gamma"]
+
+
+def pills(part: Any) -> list[Any]:
+    return [one for one in found(part, html.Span) if "pill" in getattr(one, "className", "")]
+
+
+def test_the_list_tells_what_a_gate_said_and_is_sorted_and_searched_by_it() -> None:
+    rows = [
+        listed("alpha", 1, verdict=VerdictRow("pass", "nothing got worse")),
+        listed("beta", 2),
+        listed("gamma", 3, verdict=VerdictRow("inconclusive", "too few runs")),
+        listed("delta", 4, "failed", verdict=VerdictRow("regressed", "step +12.3 %")),
+    ]
+
+    page = runs_page(rows, Chosen({"sort": "verdict"}))
+
+    assert [
+        (text(one), one.className, one.title) for one in pills(page) if hasattr(one, "title")
+    ] == [
+        ("inconclusive", "pill running", "too few runs"),
+        ("pass", "pill done", "nothing got worse"),
+        ("regressed", "pill failed", "step +12.3 %"),
+    ]
+    (table,) = found(page, html.Table)
+    widths = {sum(cell.colSpan for cell in row.children) for row in table.children[1].children}
+    assert widths == {len(table.children[0].children.children)}
+    assert [text(row.children[3]) for row in table.children[1].children][-1] == ""
+    assert [run.name for run in matching(rows, "regressed")] == ["delta"]
+
+
+def test_the_list_shows_how_far_a_run_is_and_why_one_failed() -> None:
+    rows = [
+        listed("going", 3, "running", progress=0.4, progress_note="2 of 5 files"),
+        listed("failed", 2, "failed", error="rank0.json: no trace in it"),
+    ]
+    page = runs_page(rows, Chosen())
+    assert [bar.value for bar in found(page, html.Progress)] == ["40"]
+    assert "2 of 5 files" in text(page)
+    assert "no trace in it" in text(page)
+    assert "No run has all of these words" in text(runs_page(rows, Chosen({"q": "zzz"})))
+    assert "stepsplit demo" in text(runs_page([], Chosen()))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("uploading", "on the way"), ("queued", "before it"), ("failed", "disk full")],
+)
+def test_a_run_without_a_report_says_what_it_waits_for(state: State, words: str) -> None:
+    assert words in text(waiting_page(listed("x", 1, state, error="disk full")))
+
+
+def test_history_tells_the_unusual_from_the_budget_and_needs_runs_for_both() -> None:
+    values = [100.0, 101, 99, 100, 102, 100, 150, 101]
+    points = [Point(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
+    page = history_page(points, ["branch=main"], Chosen({"budget": "101.5"}))
+    assert [text(one) for one in pills(page)] == ["unusual, over budget", "over budget"]
+    assert "Too few runs" in text(history_page(points[:1], [], Chosen()))
+    few = history_page(points[:4], [], Chosen({"metric": "nonsense", "budget": "x"}))
+    assert not pills(few)
+    assert "No lasting change in 8 runs." in text(page)
+
+
+def test_history_tells_and_draws_where_the_level_changed() -> None:
+    values = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
+    points = [Point(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
+
+    page = history_page(points, [], Chosen())
+
+    (section,) = [one for one in found(page, html.Section) if text(one).startswith("Changes")]
+    (table,) = found(section, html.Table)
+    assert [text(cell) for cell in table.children[1].children[0].children] == [
+        "run 6", "100.3 ms", "120.5 ms", "+20.1 %",
+    ]  # fmt: skip
+    assert [link.href for link in found(table, dcc.Link)] == [page_url(f"{6:012x}")]
+    assert "never for a gate" in text(section)
+    (figure,) = [one.figure for one in found(page, dcc.Graph)]
+    (level,) = [trace for trace in figure.data if trace.name == "level"]
+    assert list(level.y) == pytest.approx([100.33, 120.5, 120.5], abs=0.01)
+    assert [one.text for one in figure.layout.annotations] == ["+20.1 %"]

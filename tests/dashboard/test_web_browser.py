@@ -1,0 +1,484 @@
+"""The pages in a real browser: figures are drawn, nothing comes from elsewhere, uploads arrive."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from dashboard_processes import running_dashboard
+from report_builders import analysis
+
+from stepsplit.analyzer import examine
+from stepsplit.analyzer.report.io import from_json
+from stepsplit.analyzer.report.report import step_median_ns
+from stepsplit.analyzer.units import milliseconds, percent
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.html_export import still_page
+
+pytestmark = pytest.mark.slow
+BARS = ".bars .point"
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+_TIMELINE = 'document.getElementById("timeline-view").timeline'
+_SPAN = f"() => {_TIMELINE}.to - {_TIMELINE}.from"
+_LONGEST = """() => {
+  const t = document.getElementById("timeline-view").timeline;
+  let best = null, most = 0;
+  for (const hit of t.hits) {
+    if (hit.gutter || hit.y < 40 || hit.y + hit.height > t.body.clientHeight) continue;
+    const row = hit.row;
+    for (let i = 0; i < row.start.length; i++) {
+      const inside = row.start[i] > t.from && row.start[i] + row.dur[i] < t.to;
+      if (inside && (WHICH) && row.dur[i] > most) {
+        most = row.dur[i];
+        best = [t.x(row.start[i] + row.dur[i] / 2), hit.y + hit.height / 2];
+      }
+    }
+  }
+  return best;
+}"""
+_LONGEST_WAIT = _LONGEST.replace("WHICH", "row.lane === 'buckets' && row.owner[i] >= 0")
+_LONGEST_OP = _LONGEST.replace(
+    "WHICH", "row.lane !== 'buckets' && row.bucket[i] === 0 && row.name[i] >= 0"
+)
+_DROP = """() => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File(["dropped"], "rank0.json"));
+  const event = new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true});
+  document.getElementById("drop-zone").dispatchEvent(event);
+}"""
+_INLINE = """() => {
+  const script = document.createElement("script");
+  script.textContent = "window.broken = true";
+  document.body.append(script);
+}"""
+
+
+@dataclass
+class Watch:
+    """What a page said and asked for. A refused script or style is a console error."""
+
+    errors: list[str] = field(default_factory=list)
+    hosts: set[str | None] = field(default_factory=set)
+
+    def on(self, page):  # type: ignore[no-untyped-def]
+        noisy = ("error", "warning")
+        page.on("console", lambda m: self.errors.append(m.text) if m.type in noisy else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname))
+        page.on("requestfailed", lambda request: self.errors.append(f"failed: {request.url}"))
+        page.add_init_script(
+            "document.addEventListener('securitypolicyviolation',"
+            " e => console.error('CSP refused ' + e.violatedDirective))"
+        )
+        return page
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[object]:
+    need_chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        launched = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[object]:  # type: ignore[no-untyped-def]
+    """The browser, with nothing of the test before."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A server for all tests that only look at runs of their own, and the folder of its store."""
+
+    url: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    folder = tmp_path_factory.mktemp("shared")
+    with running_server(folder) as url:
+        yield Shared(url, folder)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    with running_server(tmp_path) as url:
+        yield url
+
+
+FIGURES = {
+    "": ("by-rank", "by-step", "critical-path"),
+    "/pipeline": ("pipeline", "stage-bubbles"),
+    "/collectives": ("bandwidth",),
+    "/compute": (),
+    "/memory": (),
+    "/model": (),
+}
+
+
+def test_every_page_of_a_run_draws_itself(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
+    watch = Watch()
+    page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
+
+    for path, figures in FIGURES.items():
+        page.goto(f"{shared.url}/run/{run_id}{path}")
+        page.wait_for_selector(".tabs .on")
+        for figure in figures:
+            page.wait_for_selector(f"#{figure} .point")
+
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
+    page = browser.new_page()
+
+    page.goto(f"{shared.url}/run/{run_id}")
+    page.wait_for_selector(".card.number")
+    report = from_json(
+        page.request.get(f"{shared.url}/api/v1/runs/{run_id}/report.json").body(), "it"
+    )
+
+    shown = dict(zip(page.locator(".number .label").all_inner_texts(),
+                     page.locator(".number .value").all_inner_texts(), strict=True))  # fmt: skip
+    full = [row for row in report.steps if row.kind == "full"]
+    total = sum(row.step_ns for row in full)
+    waits = sum(row.collective_ns + row.p2p_ns + row.skew_ns for row in full)
+    assert shown == {
+        "median step": milliseconds(median(row.step_ns for row in full)),
+        "compute": percent(sum(row.compute_ns for row in full) / total),
+        "collective": percent(waits / total),
+        "bubble": percent(sum(row.bubble_ns for row in full) / total),
+        "other": percent(sum(row.copy_ns + row.idle_ns for row in full) / total),
+        "bubble_fraction": percent(report.pipeline.bubble_fraction),
+        "MFU": percent(report.mfu),
+    }
+
+
+def test_a_bar_leads_to_its_timeline_and_a_menu_into_the_address(
+    shared: Shared, browser  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run_id = _import(shared.folder)
+    page = browser.new_page()
+
+    page.goto(f"{shared.url}/run/{run_id}")
+    page.locator(f"#by-rank {BARS}").nth(2).click(force=True)
+    page.wait_for_url("**/timeline?rank=2*")
+
+    page.goto(f"{shared.url}/run/{run_id}/pipeline")
+    page.locator("select").select_option("7")
+    page.wait_for_url("**/pipeline?step=7")
+    page.get_by_text("step 7 took").wait_for()
+    page.reload()
+    page.get_by_text("step 7 took").wait_for()
+    page.go_back()
+    page.get_by_text("step 6 took").wait_for()
+
+
+def test_two_runs_are_chosen_and_compared(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    older, newer = _import(tmp_path), _import(tmp_path)
+    page = browser.new_page()
+
+    page.goto(server)
+    page.locator(".pick").nth(0).click()
+    page.locator(".pick").nth(1).click()
+    page.locator("#compare-link.on").click()
+
+    page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")
+    page.get_by_text("within the noise").wait_for()
+
+
+def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = analysis()
+    for name in ("beta", "alpha", "gamma"):
+        _store(tmp_path).import_report(name, made.report, made.tables)
+    page = browser.new_page()
+
+    page.goto(server)
+    page.locator("th a", has_text="run").click()
+    page.wait_for_url("**/?sort=name")
+    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["alpha", "beta", "gamma"])
+    page.locator("#choose-q").fill("gam")
+    page.wait_for_url("**/?sort=name&q=gam")
+    _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["gamma"])
+
+
+def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
+    shared: Shared, browser  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run = examine([SAMPLES / "tp2_pp2"])
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
+    watch = Watch()
+    page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    _click(page, _LONGEST_WAIT)
+    told = page.locator(".tl-told").inner_text()
+    owner = re.search(r"waits for rank (\d)", told)
+    assert owner is not None
+    page.get_by_text(f"go to rank {owner.group(1)}").click()
+
+    _click(page, _LONGEST_OP)
+    wide = 1.6 * page.evaluate(f"() => {_TIMELINE}.chosen.dur")
+    page.get_by_text("zoom to it").click()
+    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    _until(page, lambda: _span_of(page.url) == pytest.approx(wide, rel=1e-3))
+    name = page.locator(".tl-told b").inner_text()
+    page.reload()
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
+    assert name in page.evaluate(
+        "() => document.getElementById('timeline-view').timeline.data.names"
+    )
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+_PERFETTO = """<script>
+  window.addEventListener("message", (event) => {
+    if (event.data === "PING") return event.source.postMessage("PONG", event.origin);
+    const told = event.data.perfetto;
+    document.title = told.title + ": " + new Uint8Array(told.buffer).slice(0, 2).join(" ");
+  });
+</script>"""
+
+
+def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    """Perfetto's own protocol with a page that stands in for its own."""
+    run_id = _import(shared.folder)
+    context = browser.new_context()
+    stand_in = {"body": _PERFETTO, "content_type": "text/html"}
+    context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(**stand_in))
+    page = context.new_page()
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    with context.expect_page() as opened:
+        page.get_by_text("open in Perfetto").click()
+    page.get_by_text("The trace is in Perfetto").wait_for()
+
+    _until(page, lambda: opened.value.title() == "stepsplit: 31 139")  # gzip's first bytes
+
+
+def test_a_changed_model_is_beside_the_run_and_in_the_address(
+    shared: Shared, browser  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
+    page = browser.new_page()
+    page.goto(f"{shared.url}/run/{run_id}/model")
+    before = page.locator(".number .value").first.inner_text()
+
+    page.locator("select[data-choice=micro_batch]").select_option("4")
+    page.wait_for_url("**/model?micro_batch=4")
+
+    _until(page, lambda: page.locator(".number .value").first.inner_text() != before)
+    page.locator("select[data-choice=micro_batch]").select_option("8")
+    page.wait_for_url("**/model")
+    _until(page, lambda: page.locator(".number .value").first.inner_text() == before)
+
+
+def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    run_id = _import(shared.folder)
+    page = browser.new_page()
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
+    page.wait_for_selector("#timeline-view[data-drawn]")
+    page.locator("#timeline-view canvas").focus()
+
+    whole = page.evaluate(_SPAN)
+    page.keyboard.press("+")
+    assert page.evaluate(_SPAN) == pytest.approx(whole / 2)
+    page.keyboard.press(".")
+    assert "rank 0" in page.locator(".tl-told").inner_text()
+    page.keyboard.press("ArrowDown")
+    assert page.locator(".tl-told").inner_text().startswith("rank 1")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(shared: Shared, browser, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    from axe_playwright_python.sync_playwright import Axe
+
+    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
+    page = browser.new_page(color_scheme=scheme)
+    found = {}
+    for path in ("", "/timeline", *list(FIGURES)[1:]):
+        page.goto(f"{shared.url}/run/{run_id}{path}")
+        page.wait_for_selector(".tabs .on")
+        page.wait_for_timeout(300)
+        found[path] = _serious(Axe().run(page).response)
+    for path in ("/", "/history", "/compare"):
+        page.goto(f"{shared.url}{path}")
+        page.wait_for_selector("h1")
+        found[path] = _serious(Axe().run(page).response)
+    assert not any(found.values()), found
+
+
+def _serious(response) -> list[str]:  # type: ignore[no-untyped-def]
+    return [one["id"] for one in response["violations"] if one["impact"] in ("serious", "critical")]
+
+
+def test_the_page_to_keep_draws_itself_without_a_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = examine([SAMPLES / "tp2_pp2"])
+    file = tmp_path / "kept.html"
+    file.write_text(still_page(View("kept", run.report, run.tables)))
+    watch = Watch()
+    page = watch.on(browser.new_page())
+
+    page.goto(file.as_uri())
+    page.wait_for_selector("#timeline-view[data-drawn]")
+
+    assert page.locator(".figure .main-svg").count() >= page.locator(".figure").count() > 5
+    _click(page, _LONGEST_WAIT)
+    assert "waits for rank" in page.locator(".tl-told").inner_text()
+    assert (watch.errors, watch.hosts) == ([], {None})
+
+
+def _span_of(url: str) -> int:
+    asked = parse_qs(urlsplit(url).query)
+    return int(asked["to"][0]) - int(asked["from"][0])
+
+
+def _until(page, holds: Callable[[], bool]) -> None:  # type: ignore[no-untyped-def]
+    """Waits for it; the pages' policy forbids a browser's own waiting for an expression."""
+    for _ in range(100):
+        if holds():
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError("it did not come to that within ten seconds")
+
+
+def _click(page, which: str) -> None:  # type: ignore[no-untyped-def]
+    """Clicks the middle of a slice that is in sight."""
+    page.locator("#timeline-view canvas").scroll_into_view_if_needed()
+    page.wait_for_timeout(300)
+    x, y = page.evaluate(which)
+    box = page.locator("#timeline-view canvas").bounding_box()
+    page.mouse.click(box["x"] + x, box["y"] + y)
+    page.wait_for_selector(".tl-told b")
+
+
+def test_a_recording_by_hand_ends_as_its_golden_report(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    golden = from_json((SAMPLES / "pp2_m2" / "report.json").read_bytes(), "golden")
+    watch = Watch()
+    with running_dashboard(tmp_path) as dashboard:
+        page = watch.on(browser.new_page())
+        page.goto(dashboard.url)
+        page.wait_for_selector("#drop-zone")
+        page.locator("#upload-folder").set_input_files(SAMPLES / "pp2_m2")
+        page.wait_for_selector(".cards", timeout=60_000)
+        shown = page.locator(".number .value").first.inner_text()
+        run_id = page.url.rpartition("/")[2]
+        made = page.request.get(f"{dashboard.url}/api/v1/runs/{run_id}/report.json").body()
+
+    assert shown == milliseconds(step_median_ns(golden.steps))
+    assert from_json(made, "made").steps == golden.steps
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def test_a_name_from_a_file_is_text(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = analysis()
+    with_store = _store(tmp_path)
+    with_store.import_report("<img src=x onerror=alert(1)>", made.report, made.tables)
+    watch = Watch()
+    page = watch.on(browser.new_page())
+
+    page.goto(server)
+    page.wait_for_selector(".run-link")
+
+    assert page.locator(".run-link").inner_text() == "<img src=x onerror=alert(1)>"
+    assert watch.errors == []
+
+
+def test_an_upload_ends_on_the_runs_page(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_bytes(b"x" * 3_000_000)
+    watch = Watch()
+    page = watch.on(browser.new_page())
+
+    page.goto(server)
+    page.wait_for_selector("#choose-files")
+    with page.expect_file_chooser() as chooser:
+        page.locator("#choose-files").click()
+    chooser.value.set_files(trace)
+    page.wait_for_url("**/run/*")
+    page.wait_for_selector(f"#by-rank {BARS}")
+
+    (run,) = _store(tmp_path).runs()
+    assert (run.name, run.state) == ("rank0_trace.json", "done")
+    uploaded = tmp_path / "artifacts" / run.id / "input" / "rank0_trace.json"
+    assert uploaded.stat().st_size == 3_000_000
+    assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def test_a_folder_keeps_its_paths(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    nested = tmp_path / "exp1" / "nccl"
+    nested.mkdir(parents=True)
+    nested.joinpath("debug é#1.log").write_text("log")
+    page = browser.new_page()
+
+    page.goto(server)
+    page.wait_for_selector("#drop-zone")
+    page.locator("#upload-folder").set_input_files(tmp_path / "exp1")
+    page.wait_for_url("**/run/*")
+    page.wait_for_selector(".cards")
+
+    (run,) = _store(tmp_path).runs()
+    assert run.name == "exp1"
+    uploaded = tmp_path / "artifacts" / run.id / "input" / "exp1" / "nccl" / "debug é#1.log"
+    assert uploaded.read_text() == "log"
+
+
+def test_a_dropped_file_is_uploaded(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page()
+    page.goto(server)
+    page.wait_for_selector("#drop-zone")
+
+    page.evaluate(_DROP)
+    page.wait_for_url("**/run/*")
+    page.wait_for_selector(".cards")
+
+    (run,) = _store(tmp_path).runs()
+    assert run.name == "rank0.json"
+    assert (tmp_path / "artifacts" / run.id / "input" / "rank0.json").read_text() == "dropped"
+
+
+def test_the_policy_is_in_force(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+    watch = Watch()
+    page = watch.on(browser.new_page())
+    page.goto(shared.url)
+    page.wait_for_selector("#drop-zone")
+
+    page.evaluate(_INLINE)
+    page.wait_for_timeout(200)
+
+    assert any("CSP refused script-src" in error for error in watch.errors)
+
+
+def test_the_server_writes_nothing_at_home(server: str, tmp_path: Path) -> None:
+    assert server.startswith("http://127.0.0.1:")
+    assert not (tmp_path / "home").exists()
+
+
+def _import(folder: Path) -> str:
+    made = analysis()
+    return _store(folder).import_report("gpt-pp2-tp2", made.report, made.tables)
+
+
+def _store(folder: Path) -> Store:
+    return Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")

@@ -1,0 +1,196 @@
+"""Uploads that mean harm: refused with a line, failed with a line, or harmless."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+from store_builders import claimed, state
+
+from stepsplit.analyzer.readers import compression
+from stepsplit.dashboard.store.ingest import analysis_of, ingest
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.server import create_server
+from stepsplit.dashboard.web.uploads import Limits
+
+RUNS = "/api/v1/runs"
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
+SCRIPT = "<img src=x onerror=alert(1)>.json"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def client(store: Store) -> FlaskClient:
+    return create_server(store, limits=Limits(spare_bytes=0)).test_client()
+
+
+class _Harm:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.mark), "w")
+
+
+def test_a_pickle_is_never_run(client: FlaskClient, store: Store, tmp_path: Path) -> None:
+    mark = tmp_path / "harm"
+    harm = pickle.dumps(_Harm(mark))
+
+    for name in ("rank0_trace.json", "memory/rank0.pickle", "nccl/dump.pkl"):
+        ended, error = _ingested(client, store, {name: harm})
+        assert ended == "failed" and error
+    whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
+    assert _ingested(client, store, whole | {"snapshot.pickle": harm}) == ("done", None)
+
+    assert not mark.exists()
+
+
+def test_an_archive_stays_in_its_folder(client: FlaskClient, store: Store, tmp_path: Path) -> None:
+    trace = (SAMPLE / "rank0_trace.json.gz").read_bytes()
+    packed = {"evil.zip": _zip({"../../evil.gz": trace}), "evil.tar": _tar(trace)}
+
+    for name, content in packed.items():
+        _ingested(client, store, {name: content})
+
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and path.name == "evil.gz"]
+    assert outside == []
+
+
+@pytest.mark.parametrize("name", ["bomb.json.gz", "bomb.zip"])
+def test_a_bomb_fails_with_a_line(
+    name: str, client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "FREE_BYTES", 16 << 20)
+    zeros = b'{"traceEvents": [' + b" " * (20 << 20)
+    packed = gzip.compress(zeros, 1) if name.endswith("gz") else _zip({"rank0.json": zeros})
+
+    ended, error = _ingested(client, store, {name: packed})
+
+    assert ended == "failed" and error is not None
+    assert "unpacks to over 100 times its size" in error
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"MZ\x90\0" * 1000, b"<html><script>alert(1)</script></html>", b'{"traceEvents": 3}',
+     b"[" * 100_000, b'{"traceEvents": [' + b"1," * 100, b"\xff\xfe" * 100],
+)  # fmt: skip
+def test_what_is_no_trace_fails_with_a_line(
+    content: bytes, client: FlaskClient, store: Store
+) -> None:
+    ended, error = _ingested(client, store, {"rank0_trace.json": content})
+
+    assert ended == "failed" and error is not None
+    assert "internal error" not in error and "\n" not in error
+    assert str(store.folder("0" * 12).parent) not in error
+
+
+def test_names_with_script_in_them_are_text(client: FlaskClient, store: Store) -> None:
+    answer = client.post(RUNS, json={"name": SCRIPT, "tags": {SCRIPT: SCRIPT}})
+    assert answer.json is not None
+    run_id = answer.json["id"]
+    put = client.put(f"{RUNS}/{run_id}/files/{SCRIPT}", data=b"x")
+    told = client.get(f"{RUNS}/{run_id}")
+
+    assert put.status_code == 201
+    assert told.content_type == put.content_type == "application/json"
+    assert told.json is not None and told.json["tags"] == {SCRIPT: SCRIPT}
+    assert told.headers["X-Content-Type-Options"] == "nosniff"
+    client.post(f"{RUNS}/{run_id}/finish")
+    assert ingest(store, claimed(store), analysis_of) == "failed"
+
+
+def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
+    client = create_server(store, limits=Limits(spare_bytes=0, run_files=60)).test_client()
+    run_id = _create(client)
+
+    codes = [
+        client.put(f"{RUNS}/{run_id}/files/d{n % 10}/{n}", data=b"x").status_code for n in range(80)
+    ]
+
+    assert codes == [201] * 60 + [413] * 20
+    assert store.files.held(run_id).files == 60
+
+
+def test_a_run_toml_that_lies_fails_with_a_line(client: FlaskClient, store: Store) -> None:
+    whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
+    for lie in (b"\0", b"[model]\npreset = '/etc/passwd'", b"[hardware]\nfile = '/etc/passwd'"):
+        ended, error = _ingested(client, store, whole | {"run.toml": lie})
+        assert ended == "failed" and error is not None
+        assert "root:" not in error and "internal error" not in error
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["file = '/etc/hostname'", "file = '../../../runs.db'", "measured = ['/etc']"],
+)
+def test_a_run_toml_reads_no_file_of_the_server(
+    place: str, client: FlaskClient, store: Store
+) -> None:
+    whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
+
+    ended = _ingested(client, store, whole | {"run.toml": f"[hardware]\n{place}".encode()})
+
+    named = place.split("'")[1]
+    told = f"run.toml: names {named}, which is not in the upload; "
+    assert ended == ("failed", told + "upload that file too, and name it from here")
+
+
+def test_a_trace_with_huge_numbers_is_told_or_harmless(client: FlaskClient, store: Store) -> None:
+    trace = json.loads(gzip.decompress((SAMPLE / "rank0_trace.json.gz").read_bytes()))
+    trace["distributedInfo"] = {"rank": 10**30, "world_size": 10**30}
+
+    ended, error = _ingested(client, store, {"t.json": json.dumps(trace).encode()})
+
+    assert ended in ("done", "failed")
+    assert ended == "done" or (error is not None and "\n" not in error)
+
+
+def _ingested(client: FlaskClient, store: Store, files: dict[str, bytes]) -> tuple[str, str | None]:
+    run_id = _create(client)
+    for name, content in files.items():
+        assert client.put(f"{RUNS}/{run_id}/files/{name}", data=content).status_code == 201
+    assert client.post(f"{RUNS}/{run_id}/finish").status_code == 202
+    ingest(store, claimed(store), analysis_of)
+    return state(store, run_id)
+
+
+def _create(client: FlaskClient) -> str:
+    answer = client.post(RUNS, json={"name": "run"})
+    assert answer.json is not None
+    return str(answer.json["id"])
+
+
+def _zip(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+def _tar(trace: bytes) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in ("../../evil.gz", "/tmp/evil.gz"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(trace)
+            archive.addfile(entry, io.BytesIO(trace))
+        link = tarfile.TarInfo("link.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    return packed.getvalue()

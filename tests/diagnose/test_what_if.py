@@ -1,0 +1,105 @@
+"""Replays with something changed on purpose, against what truly comes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from builders import GpuTrace
+from cases import for_each
+from replay_builders import scene
+
+from stepsplit.analyzer import analyze, what_if
+from stepsplit.analyzer.diagnose.what_if import EXAMPLES, Change, change_of, replayed
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard import cli
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+REPLAY_OFF = 0.05
+"""How far a replay of a recorded run may be from the run that was then recorded."""
+
+
+def mean_step_ns(name: str) -> float:
+    return mean(row.step_ns for row in analyze(SAMPLES / name).steps if row.kind == "full")
+
+
+@for_each("words", EXAMPLES)
+def test_a_change_is_written_as_it_is_read(words: str) -> None:
+    assert str(change_of(words)) == words
+
+
+@for_each("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
+def test_other_words_are_refused_and_shown_how(words: str) -> None:
+    with pytest.raises(UsageError, match="microbatches=8"):
+        change_of(words)
+
+
+def test_the_replay_of_more_microbatches_is_the_run_that_was_recorded_with_them() -> None:
+    """Two recordings of one training, of 2 and of 8 microbatches a step: each foretells a
+    microbatch of the other."""
+    two, eight = mean_step_ns("pp2_m2") / 2, mean_step_ns("pp2_m8") / 8
+    more = what_if(SAMPLES / "pp2_m2", changes=["microbatches=8"]).changes[0].step_ns / 2
+    fewer = what_if(SAMPLES / "pp2_m8", changes=["microbatches=2"]).changes[0].step_ns / 8
+    assert more == pytest.approx(eight, rel=REPLAY_OFF)
+    assert fewer == pytest.approx(two, rel=REPLAY_OFF)
+    assert abs(two / eight - 1) > 2 * REPLAY_OFF, "the two are too much alike to tell"
+
+
+def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
+    """Of 2 ranks each sends half the bytes, of 4 three quarters: 10 become 15."""
+    groups = [("0", "mesh_dp_replicate", [0, 1])]
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=groups).step(1, 0, 60)
+        traces.append(trace.kernel("gemm", 0, 40).all_reduce(40, 50).kernel("adam", 50, 60))
+    found = scene(tmp_path, *traces)
+    assert found.gain_ns(replayed(found, Change("replicas", count=2))) == -5_000
+
+
+def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
+    """Rank 1 computes 60 and rank 0 20 before they meet; even, both have 40."""
+    traces = []
+    for rank, busy in ((0, 20), (1, 60)):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_pp", [0, 1])]).step(1, 0, 70)
+        traces.append(trace.kernel("gemm", 0, busy).all_reduce(busy, 70))
+    found = scene(tmp_path, *traces)
+    assert found.mean_ns == 40_000, "a step ends with its compute"
+    assert found.gain_ns(replayed(found, Change("even-stages"))) == 0
+
+
+def test_a_link_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match="no communication on 'cp'; it has pp"):
+        what_if(SAMPLES / "pp2_m2", changes=["link:cp=2"])
+
+
+def test_without_words_all_usual_changes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["what-if", str(SAMPLES / "tp2_pp2")]) == 0
+    shown = capsys.readouterr().out
+    assert "link:all=2" in shown
+    assert "stragglers of any kind make a step" in shown
+    assert "…" not in shown
+
+
+def test_json_on_standard_output_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["what-if", str(SAMPLES / "pp2_m2"), "--change", "schedule=zb-h1", "--json", "-"]
+    assert cli.run(words) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["schema"] == "stepsplit.what_if/1"
+    assert [row["change"] for row in body["changes"]] == ["schedule=zb-h1"]
+    assert body["changes"][0]["step_ns"] + body["changes"][0]["gain_ns"] == body["step_ns"]
+
+
+def test_a_schedule_needs_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["what-if", str(SAMPLES / "dp4"), "--change", "schedule=gpipe"]) == 2
+    assert "shows no pipeline" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (SAMPLES.parent / "docs" / "causes.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("stepsplit what-if"))
+    words = command.replace("sample_traces", str(SAMPLES)).split()[1:]
+    assert cli.run(words) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert f"```\n{printed}\n```" in page

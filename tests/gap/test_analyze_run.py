@@ -1,0 +1,182 @@
+"""stepsplit analyze PATH --run: recorded runs held against the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
+from stepsplit.analyzer.report.report import Report, step_median_ns
+from stepsplit.dashboard import cli
+from stepsplit.dashboard.reporters.terminal import gap_section
+
+PAGE = Path(__file__).parents[2] / "docs" / "gap.md"
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+CPU = '[hardware]\npreset = "cpu"\n'
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(CPU)
+    return file
+
+
+def conserved(report: Report) -> None:
+    """Every row is counted once, and no MFU is told of a CPU whose peak is a guess."""
+    predicted = prediction_of(report)
+    assert report.gap is not None
+    assert predicted is not None
+    difference = report.gap.shown.measured - report.gap.shown.predicted
+    for bucket, whole in zip(BUCKETS, difference.buckets_ns, strict=True):
+        assert sum(row.ns for row in report.gap.rows if row.bucket == bucket) == whole
+    assert report.gap.shown.predicted == predicted.splits[report.gap.stage]
+    assert (report.mfu, report.hfu) == (None, None)
+    job = job_of_report(report)
+    assert job is not None
+    assert predict(job).split == predicted.split
+
+
+def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
+    run_file.write_text('[hardware]\npreset = "a100-sxm-80gb"\n')
+    report = analyze(SAMPLES / "dp4", run=run_file)
+    predicted = prediction_of(report)
+    assert predicted is not None
+    assert predicted.mfu is not None
+    mfu = predicted.mfu * predicted.split.step_ns / step_median_ns(report.steps)
+    assert report.mfu == pytest.approx(mfu)
+
+
+@pytest.mark.parametrize(("sample", "stages"), [("tp2_pp2", [0, 1]), ("dp4", [0])])
+def test_what_the_recording_tells_need_not_be_stated(
+    run_file: Path, sample: str, stages: list[int]
+) -> None:
+    report = analyze(SAMPLES / sample, run=run_file)
+    conserved(report)
+    assert report.gap is not None
+    assert [one.stage for one in report.gap.stages] == stages
+    assert report.gap.notes == ("cpu: efficiencies are guesses, no published run was fitted",)
+
+
+def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
+    """Its device is a CPU, and run.json states model, mesh and batch."""
+    assert analyze(SAMPLES / "tp2_pp2", run="auto") == analyze(SAMPLES / "tp2_pp2", run=run_file)
+
+
+def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None:
+    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    assert report.gap is not None
+    assert all(one.equal for one in report.gap.calls)
+    large = [
+        row for row in report.gap.rows if abs(row.ns) > 0.01 * report.gap.shown.measured.step_ns
+    ]
+    assert [(row.cause, row.axis) for row in large if row.bucket == "collective"] == [
+        ("link", "tp")
+    ]
+    # What a model that guesses its hardware misses is told as a gap, not as something to mend.
+    assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
+    (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
+    assert "grid idles 27.3 %, 1f1b itself 25.0 %, the model's 26.4 %" in bubble.message
+
+
+def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:
+    """Four calls for two cost latency alone, and compute hides as much of them as predicted."""
+    report = analyze(SAMPLES / "dp4", run="auto")
+    assert report.gap is not None
+    (calls,) = report.gap.calls
+    assert (calls.count, calls.predicted_count, calls.equal) == (4, 2, False)
+    least = 0.01 * report.gap.shown.measured.step_ns
+    assert all(abs(row.ns) < least for row in report.gap.rows if row.bucket == "collective")
+
+
+def test_without_a_run_nothing_is_held_against_a_model() -> None:
+    report = analyze(SAMPLES / "tp2_pp2")
+    assert (report.prediction, report.gap, report.mfu, report.hfu) == (None, None, None, None)
+
+
+def test_json_on_standard_output_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--run", "auto", "--json", "-"]) == 0
+    told = capsys.readouterr().out
+    report = from_json(told.encode())
+    conserved(report)
+    assert to_json(report).decode() == told
+    assert json.loads(told)["prediction"]["schema"] == "stepsplit.prediction/1"
+
+
+def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--run", str(run_file)]) == 0
+    told = capsys.readouterr().out
+    assert "AGAINST THE MODEL, stage 1" in told
+    assert "calls: as many and as large as predicted, to the byte" in told
+
+
+@pytest.mark.parametrize(
+    ("sample", "text", "words"),
+    [
+        (
+            "built_ddp_host_stall",
+            CPU,
+            "does not tell [model] layers, hidden, heads, vocab and [training] seq_len, "
+            "micro_batch: write them in",
+        ),
+        ("dp4", "[parallel]\ndp = 8\n", "is of 8 ranks (dp 8), the recording of 4: mend"),
+        ("dp4", "[parallel]\ndp = 2\npp = 2\n", "has 2 stages, the recording shows no pipeline"),
+        ("dp4", "[parallel]\ndq = 4\n", "parallel.dq: unknown key"),
+        ("dp4", "[modell]\n", "modell: unknown key"),
+        ("dp4", "parallel = [", "not TOML"),
+        ("dp4", '[hardware]\npreset = "cqu"\n', "'cqu' is unknown"),
+    ],
+)
+def test_a_run_file_that_cannot_be_is_one_line_and_exit_2(
+    run_file: Path, sample: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(text)
+    assert cli.run(["analyze", str(SAMPLES / sample), "--run", str(run_file)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert words in told.err
+    assert str(run_file) in told.err
+
+
+def test_auto_lists_what_the_recording_does_not_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["analyze", str(SAMPLES / "built_ddp_host_stall"), "--run", "auto"]) == 2
+    assert capsys.readouterr().err == (
+        "stepsplit: the recording does not tell [model] layers, hidden, heads, vocab, [training]"
+        " seq_len, micro_batch and [hardware] preset: write them in a RUN.toml and give it with"
+        " --run\n"
+    )
+
+
+def test_a_run_file_that_is_missing_is_told_before_anything_is_read() -> None:
+    with pytest.raises(DataError, match=r"nowhere\.toml: No such file"):
+        analyze("no recording either", run="nowhere.toml")
+
+
+def test_another_mesh_is_said(run_file: Path) -> None:
+    run_file.write_text("[parallel]\ntp = 1\ndp = 2\n[training]\nglobal_batch = 48\n")
+    report = analyze(SAMPLES / "tp2_pp2", run=run_file)
+    conserved(report)
+    assert report.gap is not None
+    assert report.gap.notes[0] == (
+        f"{run_file} has tp 1 dp 2, the recording tp 2 dp 1 (by run.json): the model is of another"
+        " layout than what ran"
+    )
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    gap = analyze(SAMPLES / "tp2_pp2", run="auto").gap
+    assert gap is not None
+    console = Console(width=80, highlight=False, no_color=True)
+    with console.capture() as capture:
+        for part in gap_section(gap):
+            console.print(part)
+    printed = "\n".join(line.rstrip() for line in capture.get().splitlines())
+    assert f"```\n{printed}\n```" in PAGE.read_text()

@@ -1,0 +1,328 @@
+"""Constants from recorded runs: what was put in comes out, and the file says so to the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import CpuTrace
+
+from stepsplit.analyzer import DataError, UsageError, calibrate, predict, read_job, read_rates
+from stepsplit.analyzer.gap.calibrate import (
+    Calibration,
+    RunSeen,
+    StageSeen,
+    Transfer,
+    calibration_of,
+    efficiency_seen,
+    hardware_text,
+    parts_of,
+    to_json,
+)
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.comm_time import time_of
+from stepsplit.analyzer.model.config import Efficiency, Hardware, Job, Learned, Span
+from stepsplit.analyzer.model.config_file import hardware, job_of
+from stepsplit.analyzer.model.memory import memory_of
+from stepsplit.dashboard import cli
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+TRUE = Efficiency(0.6, 0.3, 0.3, 0.5, 8000.0, jitter=0.03, host_ns=1.5e6)
+"""The constants of the machine that the runs of these stories ran on."""
+JOB = """[model]
+layers = 4
+hidden = 512
+heads = 8
+vocab = 1000
+tied = false
+[parallel]
+{parallel}
+[training]
+seq_len = 128
+micro_batch = {micro_batch}
+global_batch = 32
+dtype = "fp32"
+framework = "{framework}"
+[hardware]
+preset = "cpu"
+"""
+
+
+def job(parallel: str = "tp = 2", framework: str = "fsdp2", micro_batch: int = 4) -> Job:
+    return job_of(JOB.format(parallel=parallel, framework=framework, micro_batch=micro_batch))
+
+
+def run(of: Job, true: Efficiency, name: str = "one", *transfers: Transfer) -> RunSeen:
+    """What a run of the job would show on a machine of these constants."""
+    there = replace(of, hardware=replace(of.hardware, efficiency=true))
+    splits, parts = predict(there).splits, parts_of(of)
+    stages = []
+    for i, (split, part) in enumerate(zip(splits, parts, strict=True)):
+        products = part.products / true.gemm + part.product_moves / true.memory
+        products += part.product_launches * true.launch_ns
+        core = part.core / true.attention
+        other = split.compute_ns - products - core
+        stages.append(StageSeen(i, split.step_ns, split, products, core, other))
+    return RunSeen(name, of, tuple(stages), transfers)
+
+
+def close(found: Efficiency, true: Efficiency, *but: str) -> bool:
+    keys = {"gemm", "attention", "memory", "launch_ns", "jitter", "host_ns"} - set(but)
+    return all(math.isclose(getattr(found, k), getattr(true, k), rel_tol=0.01) for k in keys)
+
+
+def known() -> Efficiency:
+    return hardware("cpu").efficiency
+
+
+def test_the_parts_make_up_the_predicted_compute() -> None:
+    for one in (job(), job("pp = 2"), job("dp_shard = 2"), job("dp = 2", "ddp")):
+        split = run(one, TRUE).stages[0]
+        part = parts_of(one)[0]
+        other = part.other_moves / TRUE.memory + part.other_launches * TRUE.launch_ns
+        # Attention's own launches are among the others.
+        assert math.isclose(split.other_ns, other, rel_tol=1e-3)
+
+
+def test_one_run_tells_all_but_launches() -> None:
+    true = replace(TRUE, launch_ns=known().launch_ns)
+    found = efficiency_seen([run(job(), true)], known())
+    assert close(found, true)
+
+
+def test_stages_that_differ_tell_launches_from_bytes() -> None:
+    runs = [run(job(micro_batch=1), TRUE), run(job(micro_batch=16), TRUE)]
+    assert close(efficiency_seen(runs, known()), TRUE)
+
+
+def test_like_runs_leave_launches_as_they_were() -> None:
+    runs = [run(job(), TRUE), run(job(), TRUE)]
+    assert efficiency_seen(runs, known()).launch_ns == known().launch_ns
+
+
+def test_without_names_of_kernels_one_number_scales_all() -> None:
+    true = replace(known(), gemm=0.35, attention=0.25, unfused_attention=0.1, memory=0.4,
+                   launch_ns=10_000.0)  # fmt: skip
+    blind = run(job(), true)
+    stages = tuple(replace(one, products_ns=0.0, attention_ns=0.0) for one in blind.stages)
+    found = efficiency_seen([replace(blind, stages=stages)], known())
+    assert close(found, true, "host_ns")
+
+
+def test_runs_that_disagree_meet_in_the_geometric_mean() -> None:
+    fast, slow = (
+        replace(TRUE, gemm=0.8, launch_ns=5000.0),
+        replace(TRUE, gemm=0.2, launch_ns=5000.0),
+    )
+    found = efficiency_seen([run(job(), fast), run(job(), slow)], known())
+    assert math.isclose(found.gemm, 0.4, rel_tol=0.01)
+
+
+def test_a_device_that_never_idles_tells_nothing_of_its_host() -> None:
+    gpu = replace(job(), hardware=hardware("h100-sxm"))
+    busy = run(
+        replace(gpu, recipe=replace(gpu.recipe, dtype="bf16")), hardware("h100-sxm").efficiency
+    )
+    quiet = tuple(replace(one, split=replace(one.split, idle_ns=0)) for one in busy.stages)
+    assert efficiency_seen([replace(busy, stages=quiet)], known()).host_ns == 0.0
+
+
+def transfers(true: Hardware, *sizes: int, ranks: int = 2, per_node: int = 2) -> list[Transfer]:
+    span = Span(ranks, per_node)
+    return [
+        Transfer(
+            "all_reduce",
+            ranks,
+            per_node,
+            size,
+            10,
+            round(time_of("all_reduce", size, span, true).ns),
+        )
+        for size in sizes
+    ]
+
+
+def links(**numbers: float) -> Hardware:
+    """A CPU whose link differs in these."""
+    known = hardware("cpu")
+    return replace(known, intra=replace(known.intra, **numbers))
+
+
+def test_links_are_found_again() -> None:
+    true = links(bytes_per_s=5e9, latency_ns=120_000.0)
+    found = calibration_of([run(job(), TRUE, "one", *transfers(true, 1024, 1 << 20, 8 << 20))])
+    assert math.isclose(found.hardware.intra.bytes_per_s, 5e9, rel_tol=0.02)
+    assert math.isclose(found.hardware.intra.latency_ns, 120_000.0, rel_tol=0.02)
+    assert found.hardware.inter == hardware("cpu").inter
+
+
+def test_one_size_tells_the_bandwidth_alone() -> None:
+    true = links(bytes_per_s=5e9)
+    found = calibration_of([run(job(), TRUE, "one", *transfers(true, 8 << 20))]).hardware.intra
+    assert found.latency_ns == hardware("cpu").intra.latency_ns
+    assert math.isclose(found.bytes_per_s, 5e9, rel_tol=0.02)
+
+
+def test_groups_over_nodes_tell_of_the_link_between_them() -> None:
+    known = hardware("cpu")
+    true = replace(known, inter=replace(known.inter, bytes_per_s=3e9))
+    seen = transfers(true, 64 << 20, per_node=1)
+    found = calibration_of([run(job(), TRUE, "one", *seen)]).hardware
+    assert math.isclose(found.inter.bytes_per_s, 3e9, rel_tol=0.02)
+    assert found.intra == known.intra
+
+
+def test_transfers_of_several_runs_become_one_sweep() -> None:
+    one = Transfer("all_reduce", 2, 2, 1000, 10, 100)
+    runs = [
+        run(job(), TRUE, "a", one, replace(one, message_bytes=9000, ns=900)),
+        run(job(), TRUE, "b", replace(one, ns=200), replace(one, op="all_gather")),
+    ]
+    assert calibration_of(runs).transfers == (
+        TransferSweep("all_gather", 2, 2, (1000,), (100,), swept=False),
+        TransferSweep("all_reduce", 2, 2, (1000, 9000), (150.0, 900), swept=False),
+    )
+
+
+def test_beyond_recorded_sizes_the_closed_form_goes_on() -> None:
+    on, span = hardware("cpu"), Span(2, 2)
+    slow = 3 * time_of("all_reduce", 1 << 20, span, on).ns
+    rates = Rates((TransferSweep("all_reduce", 2, 2, (1 << 20,), (slow,), swept=False),))
+    for size in (8, 1 << 20, 1 << 24):
+        closed = time_of("all_reduce", size, span, on).ns
+        assert math.isclose(rates.time_of("all_reduce", size, span, on).ns, 3 * closed)
+
+
+def test_the_fullest_rank_corrects_the_memory() -> None:
+    one = run(job(), TRUE)
+    fuller = memory_of(one.job)[0]
+    peak = fuller.total_bytes + fuller.activations_bytes // 2
+    stages = tuple(replace(stage, peak_bytes=peak) for stage in one.stages)
+    found = calibration_of([replace(one, stages=stages)]).hardware
+    assert math.isclose(found.learned.activations, 1.5, rel_tol=1e-6)
+    assert memory_of(replace(one.job, hardware=found))[0].total_bytes == pytest.approx(peak, abs=2)
+
+
+def test_a_peak_that_was_exceeded_is_raised() -> None:
+    found = calibration_of([run(job(), replace(TRUE, gemm=1.5))]).hardware
+    assert found.efficiency.gemm == 1.0
+    assert math.isclose(found.peak_flops_per_s("fp32") or 0, 1.5 * 80e9, rel_tol=0.01)
+
+
+def test_one_run_is_explained_by_what_it_told() -> None:
+    (one,) = calibration_of([run(job(), replace(TRUE, launch_ns=5000.0))]).stages
+    assert one.predicted.step_ns == pytest.approx(one.step_ns, rel=0.01)
+
+
+def test_each_of_several_runs_is_foretold_by_the_others() -> None:
+    true = replace(TRUE, launch_ns=5000.0)
+    alike = calibration_of([run(job(), true, "a"), run(job("pp = 2"), true, "b")])
+    assert alike.hardware.efficiency.error == 0.05
+    twice = replace(true, gemm=0.3, attention=0.15, memory=0.25)
+    apart = calibration_of([run(job(), true, "a"), run(job(), twice, "b")])
+    assert apart.hardware.efficiency.error > 0.5
+    assert calibration_of([run(job(), true)]).hardware.efficiency.error == 0.2
+
+
+def test_runs_on_different_hardware_are_refused() -> None:
+    other = replace(job(), hardware=replace(hardware("cpu"), name="other"))
+    with pytest.raises(UsageError, match="one ran on cpu, two on other"):
+        calibration_of([run(job(), TRUE), run(other, TRUE, "two")])
+
+
+@pytest.fixture
+def found() -> Calibration:
+    seen = transfers(links(bytes_per_s=5e9), 1024, 1 << 20)
+    found = calibration_of([run(job(), TRUE, 'a "b"', *seen)])
+    return replace(found, hardware=replace(found.hardware, learned=Learned(1.25, 1000)))
+
+
+def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
+    run_file = tmp_path / "RUN.toml"
+    run_file.write_text(text.replace('preset = "cpu"', 'file = "mine.toml"'))
+    made = read_job(run_file)
+    read = made.hardware
+    assert read.efficiency.rows == ('run:a "b"',)
+    assert close(read.efficiency, found.hardware.efficiency)
+    assert read.learned == Learned(1.25, 1000)
+    assert read.intra.bytes_per_s == pytest.approx(found.hardware.intra.bytes_per_s, rel=1e-5)
+    rates = read_rates(run_file, read)
+    assert rates.sweeps == tuple(
+        replace(one, times_ns=tuple(map(round, one.times_ns))) for one in found.transfers
+    )
+    assert predict(made, rates).confidence == "calibrated"
+
+
+def test_keys_beside_the_file_replace_its_numbers(found: Calibration, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
+    beside = 'file = "mine.toml"\nname = "ours"\nefficiency.gemm = 0.11'
+    (tmp_path / "RUN.toml").write_text(text.replace('preset = "cpu"', beside))
+    read = read_job(tmp_path / "RUN.toml").hardware
+    assert (read.name, read.efficiency.gemm) == ("ours", 0.11)
+    assert read.efficiency.memory == pytest.approx(found.hardware.efficiency.memory, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ('file = "nowhere.toml"', ["nowhere.toml", "check the path"]),
+        ('file = "mine.toml"\npreset = "cpu"', ["hardware.preset", "unknown key"]),
+        ('file = "odd.toml"', ["odd.toml", "transfers[0]", "rising"]),
+    ],
+)
+def test_a_wrong_file_is_named(
+    found: Calibration, tmp_path: Path, wrong: str, words: list[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    sizes = f"sizes_bytes = {list(found.transfers[0].sizes_bytes)}"
+    odd = hardware_text(found).replace(sizes, "sizes_bytes = [9, 8]")
+    (tmp_path / "odd.toml").write_text(odd)
+    text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
+    (tmp_path / "RUN.toml").write_text(text.replace('preset = "cpu"', wrong))
+    with pytest.raises(DataError) as told:
+        read_rates(tmp_path / "RUN.toml", read_job(tmp_path / "RUN.toml").hardware)
+    assert all(word in str(told.value) for word in words)
+
+
+def test_json_holds_both_sides(found: Calibration) -> None:
+    body = json.loads(to_json(found))
+    assert body["schema"] == "stepsplit.calibration/1"
+    assert body["known"]["efficiency"]["gemm"] == 0.7
+    (stage,) = body["stages"]
+    assert stage["measured"].keys() == stage["predicted"].keys()
+
+
+def test_a_recording_without_a_full_step_is_refused(tmp_path: Path) -> None:
+    CpuTrace().op("aten::mm", 0, 10).write(tmp_path)
+    with pytest.raises((DataError, UsageError)):
+        calibrate(tmp_path)
+
+
+def test_calibrate_needs_a_run() -> None:
+    with pytest.raises(UsageError, match="name the folder"):
+        calibrate()
+
+
+def test_the_command_fits_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = tmp_path / "rest.toml"
+    rest.write_text('[model]\nlearned_positions = true\nnorm = "rms"\nbiases = false\n')
+    out = tmp_path / "mine.toml"
+    sample = str(SAMPLES / "tp2_pp2")
+    assert cli.run(["calibrate", sample, "--run", str(rest), "--out", str(out)]) == 0
+    screen = capsys.readouterr().out
+    assert "cpu as told by 1 run: " in screen
+    assert "all_reduce" in screen
+    assert f'file = "{out}"' in screen.replace("\n", "")
+    assert "[[transfers]]" in out.read_text()
+
+
+def test_the_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["calibrate", str(SAMPLES / "pp2_m2"), "--json", "-"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [one["stage"] for one in body["stages"]] == [0, 1]

@@ -1,0 +1,228 @@
+"""The job of a recorded run: from run.json, the steps and a part of a RUN.toml."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import GpuTrace
+from cases import for_each
+
+from stepsplit.analyzer import UsageError
+from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
+from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
+from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config_table import Table, table_of
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.collectors.run_spec import HostInfo, Mesh, ModelSpec, RunSpec, Training
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+SHAPE = ModelSpec(
+    layers=2, hidden=64, heads=4, kv_heads=4, ffn=256, gated=False, vocab=100, tied=False,
+    learned_positions=32, norm="layer", biases=False,
+)  # fmt: skip
+TRAINING = Training(seq_len=32, micro_batch=4, global_batch=16, dtype="fp32", framework="torch")
+HOST = HostInfo("host0", gpu="NVIDIA H100 80GB HBM3", gpus=2)
+SPEC = RunSpec("run", 2, "nccl", Mesh.of({"tp": 2}), model=SHAPE, training=TRAINING, hosts=(HOST,))
+SAMPLED = """
+[model]
+learned_positions = true
+norm = "rms"
+biases = false
+"""
+"""What the collector did not tell when the samples were recorded."""
+
+
+def stated(text: str) -> Table:
+    return table_of("RUN.toml", text.encode())
+
+
+def found_in(folder: Path) -> tuple[Recording, RunSplit]:
+    recording = read_recording([folder])
+    return recording, split_run(recording.traces, recording.spec, ideal_bubble_fraction)
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> RunSplit:
+    """Two ranks that only compute."""
+    for rank in range(2):
+        GpuTrace(rank, 2).step(1, 0, 100).kernel("gemm", 0, 90).write(tmp_path)
+    return found_in(tmp_path)[1]
+
+
+def on(found: RunSplit, mesh: Mesh) -> RunSplit:
+    """The same ranks, as they lie on the mesh."""
+    return replace(found, layout=replace(found.layout, mesh=mesh))
+
+
+def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> Job:
+    split = found if spec.mesh is None else on(found, spec.mesh)
+    return job_of_run(spec, split, None if text is None else stated(text))
+
+
+def test_run_json_alone_makes_a_job(found: RunSplit) -> None:
+    made = job(found, SPEC)
+    assert (made.model.layers, made.model.positions, made.model.biases) == (2, 32, False)
+    assert (made.layout.tp, made.layout.dp, made.layout.zero) == (2, 1, 0)
+    assert (made.recipe.seq_len, made.recipe.dtype, made.microbatches) == (32, "fp32", 4)
+    assert made.hardware.name == "h100-sxm"
+
+
+@pytest.mark.parametrize(
+    ("axis", "said", "framework", "zero"),
+    [
+        ("tp", "torch", "fsdp2", 0),
+        ("dp_replicate", "torch", "ddp", 0),
+        ("dp_shard", "torch", "fsdp2", 3),
+        ("dp_shard", "torchtitan", "fsdp2", 3),
+        ("dp_shard", "deepspeed", "deepspeed", 3),
+        ("dp_replicate", "megatron-lm", "megatron", 0),
+        ("dp_replicate", None, "ddp", 0),
+    ],
+)
+def test_a_loop_of_ones_own_is_what_sends_the_same(
+    found: RunSplit, axis: str, said: str | None, framework: str, zero: int
+) -> None:
+    training = replace(TRAINING, framework=said)
+    made = job(found, replace(SPEC, mesh=Mesh.of({axis: 2}), training=training))
+    assert (made.recipe.framework, made.layout.zero) == (framework, zero)
+    assert getattr(made.layout, axis) == 2
+
+
+def test_gradients_of_cut_weights_are_summed_by_hand(found: RunSplit) -> None:
+    spec = replace(SPEC, world_size=4, mesh=Mesh.of({"dp": 2, "tp": 2}))
+    made = job(found, spec)
+    sums = [one.message for one in predict(made).communication if one.message.strategy == "ddp"]
+    assert [(one.op, one.count) for one in sums] == [("all_reduce", 1)]
+    assert made.layout.overlap == frozenset()
+
+
+def test_run_json_says_how_the_axes_work(found: RunSplit) -> None:
+    training = replace(TRAINING, zero=1, split_vocab=False, bucket_bytes=1024, recompute="full")
+    made = job(found, replace(SPEC, mesh=Mesh.of({"dp": 2}), training=training))
+    assert (made.layout.zero, made.layout.split_vocab, made.layout.bucket_bytes) == (1, False, 1024)
+    assert made.recipe.recompute == "full"
+
+
+def test_several_states_may_be_offloaded(found: RunSplit) -> None:
+    training = replace(TRAINING, offload="optimizer, parameters")
+    made = job(found, replace(SPEC, mesh=Mesh.of({"fsdp": 2}), training=training))
+    assert made.recipe.offload == {"optimizer", "parameters"}
+
+
+def test_ranks_in_another_order(found: RunSplit) -> None:
+    made = job(found, replace(SPEC, world_size=4, mesh=Mesh.of({"tp": 2, "dp": 2})))
+    assert made.layout.order == ("dp", "tp", "cp", "ep", "pp")
+
+
+def test_what_is_stated_wins(found: RunSplit) -> None:
+    text = "[model]\nvocab = 128\n[parallel]\ndp = 2\ntp = 1\n[training]\nmicrobatches = 2\n"
+    made = job(found, SPEC, text)
+    assert (made.model.vocab, made.model.layers) == (128, 2)
+    assert (made.layout.dp, made.layout.tp, made.microbatches) == (2, 1, 2)
+
+
+def test_a_stated_preset_is_taken_whole(found: RunSplit) -> None:
+    made = job(found, SPEC, '[model]\npreset = "gpt2-124m"\n[hardware]\npreset = "h200-sxm"\n')
+    assert (made.model.name, made.model.layers) == ("gpt2-124m", 12)
+    assert made.hardware.name == "h200-sxm"
+
+
+def test_an_unknown_table_is_refused(found: RunSplit) -> None:
+    with pytest.raises(Exception, match="modell"):
+        job(found, SPEC, "[modell]\nvocab = 128\n")
+
+
+def test_what_nobody_tells_is_asked_for_by_name(found: RunSplit) -> None:
+    spec = RunSpec("run", 2, "nccl", Mesh.of({"tp": 2}), training=Training(micro_batch=1))
+    with pytest.raises(UsageError) as told:
+        job(found, spec)
+    assert str(told.value) == (
+        "the recording does not tell [model] layers, hidden, heads, vocab, [training] seq_len,"
+        " global_batch and [hardware] preset: write them in a RUN.toml and give it with --run"
+    )
+
+
+def test_the_file_that_lacks_them_is_named(found: RunSplit) -> None:
+    spec = replace(SPEC, model=replace(SHAPE, vocab=None, gated=True, ffn=None))
+    with pytest.raises(UsageError) as told:
+        job(found, spec, "[model]\nhidden = 64\n")
+    assert str(told.value) == (
+        "the recording does not tell [model] vocab, ffn: write them in RUN.toml"
+    )
+
+
+def test_a_trace_alone_needs_a_run_file(found: RunSplit) -> None:
+    """Two ranks whose mesh nobody tells may be cut in any way."""
+    words = r"\[model\] layers, hidden, heads, vocab, \[parallel\] tp, pp, dp, \[training\]"
+    with pytest.raises(UsageError, match=words):
+        job_of_run(None, found)
+
+
+def test_two_ranks_of_a_trace_alone_are_as_the_run_file_says(found: RunSplit) -> None:
+    text = """
+[model]
+preset = "gpt2-124m"
+[parallel]
+dp = 2
+[training]
+seq_len = 128
+micro_batch = 1
+microbatches = 3
+[hardware]
+preset = "h100-sxm"
+"""
+    made = job_of_run(None, found, stated(text))
+    assert (made.layout.world_size, made.microbatches) == (2, 3)
+
+
+@for_each(
+    ("device", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA H20", "h20-sxm"),
+        ("NVIDIA H800", "h800-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("Tesla V100-SXM3-32GB", "v100-sxm-32gb"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200-sxm"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("cpu", "cpu"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_what_a_driver_calls_a_device(device: str, preset: str | None) -> None:
+    assert preset_of(device) == preset
+
+
+@pytest.mark.parametrize(
+    ("sample", "further"),
+    [
+        ("dp4", "bucket_bytes = 4194304"),
+        ("fsdp4", "root_unit = true"),
+        ("tp2_pp2", ""),
+        ("tp2_pp2_dp2", ""),
+        ("pp2_m2", ""),
+        ("pp2_m8", ""),
+    ],
+)
+def test_recorded_runs_send_what_their_job_predicts(sample: str, further: str) -> None:
+    recording, found = found_in(SAMPLES / sample)
+    run = stated(f"{SAMPLED}[parallel]\n{further}\n")
+    made = predict(job_of_run(recording.spec, found, run))
+    assert recording.spec is not None and recording.spec.model is not None
+    assert made.parameters == recording.spec.model.parameters
+    assert compare_messages(measured_messages(found), made).equal

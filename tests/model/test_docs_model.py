@@ -1,0 +1,204 @@
+"""docs/model.md says of the model what the model does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import for_each
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config_file import _LAYOUT_KEYS as PARALLEL_KEYS
+from stepsplit.analyzer.model.config_file import _RECIPE_KEYS as TRAINING_KEYS
+from stepsplit.analyzer.model.config_file import (
+    MODEL_KEYS,
+    RECOMPUTES,
+    STATES,
+    TARGETS,
+    hardware_names,
+    job_of,
+    model_names,
+)
+from stepsplit.analyzer.model.flops import CONVENTIONS
+from stepsplit.analyzer.model.hardware_config import (
+    CONSTANTS,
+    HARDWARE_KEYS,
+    PEAKS,
+    families,
+    link_names,
+)
+from stepsplit.analyzer.model.memory_states import coefficients
+from stepsplit.analyzer.validation import validate
+from stepsplit.analyzer.validation.tables import Check
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "model.md").read_text()
+RUN = ROOT / "docs" / "RUN.toml"
+KEYS = {
+    "model": {"preset", *MODEL_KEYS},
+    "parallel": set(PARALLEL_KEYS),
+    "training": set(TRAINING_KEYS),
+    "hardware": {"preset", *HARDWARE_KEYS},
+}
+BASE = """
+model.preset = "deepseek-v3"
+training = { seq_len = 8192, micro_batch = 1, global_batch = 8 }
+hardware.preset = "h100-sxm"
+"""
+
+
+def part(heading: str) -> str:
+    """What stands under a heading, down to the next one of any depth."""
+    return re.split(r"^##+ .*\n", PAGE.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def blocks(text: str) -> list[str]:
+    """The fenced blocks of the text."""
+    return re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.M | re.S)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the text's table, without its head."""
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def keys_of(section: str) -> list[str]:
+    """Every key of a section's table as the page writes it: with a value."""
+    return [
+        found for row in cells(part(f"[{section}]")) for found in re.findall(r"`([^`]+)`", row[0])
+    ]
+
+
+WRITTEN = [(section, key) for section in KEYS for key in keys_of(section)]
+
+
+def refusal(text: str) -> str:
+    """What is said of the run; nothing where it is accepted."""
+    try:
+        job_of(text)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def lines(section: str, key: str) -> str:
+    """BASE with the key; what the key replaces is left out."""
+    table = f"{section}.{key.split(' = ')[0].split('.')[0]}"
+    kept = [line for line in BASE.splitlines() if not line.startswith(f"{table} ")]
+    if section != "training":
+        return "\n".join([*kept, f"{section}.{key}"])
+    name = key.split(" = ")[0]
+    usual = {"seq_len": "8192", "micro_batch": "1", "global_batch": "8"}
+    stated = [f"{each} = {value}" for each, value in usual.items() if each != name]
+    kept = [line for line in kept if not line.startswith("training ")]
+    return "\n".join([*kept, "[training]", *stated, key])
+
+
+def test_the_run_file_of_the_page_is_the_one_beside_it() -> None:
+    assert blocks(PAGE)[0] == RUN.read_text()
+
+
+def test_the_screen_of_the_page_is_what_the_command_prints() -> None:
+    command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(RUN)]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert words(blocks(PAGE)[1]) == words(done.stdout)
+
+
+def words(screen: str) -> list[str]:
+    """The screen's words and numbers; bars and the breaks of lines are the terminal's."""
+    return re.sub(r"[\u2580-\u259f]", "", screen).split()
+
+
+def test_the_refusal_of_the_page_is_what_the_command_says() -> None:
+    (refused,) = blocks(part("What a step should cost"))[2:]
+    told = refusal(RUN.read_text().replace("pp = 4", "pp = 3"))
+    assert f"stepsplit: {told}\n" == refused
+
+
+@for_each(("section", "key"), WRITTEN)
+def test_every_key_of_the_page_is_accepted_as_it_is_written(section: str, key: str) -> None:
+    told = refusal(lines(section, key))
+    assert not told.startswith(f"RUN.toml: {section}"), told
+    assert "TOML" not in told.removeprefix("RUN.toml"), told
+
+
+def test_a_key_that_is_none_would_be_refused() -> None:
+    assert refusal(lines("parallel", "tensor = 2")).startswith("RUN.toml: parallel.tensor: unknown")
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_every_key_that_a_run_file_knows_is_on_the_page(section: str) -> None:
+    assert {key.split(" = ")[0].split(".")[0] for key in keys_of(section)} == KEYS[section]
+
+
+def test_every_constant_of_the_hardware_is_on_the_page() -> None:
+    written = {key.split(" = ")[0] for key in keys_of("hardware")}
+    known = {f"peaks.{dtype}" for dtype in PEAKS} | {f"efficiency.{name}" for name in CONSTANTS}
+    assert known - written == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "known"),
+    [
+        ("parallel", SCHEDULES),
+        ("training", (*DTYPES, *OPTIMIZERS, *FRAMEWORKS, *RECOMPUTES, *STATES, *TARGETS)),
+        ("hardware", families()),
+    ],
+)
+def test_every_word_that_a_key_takes_is_on_the_page(section: str, known: tuple[str, ...]) -> None:
+    assert set(known) - set(re.findall(r'"([^"]+)"', part(f"[{section}]"))) == set()
+
+
+@pytest.mark.parametrize(
+    ("place", "names"), [(0, model_names()), (1, hardware_names()), (2, link_names())]
+)
+def test_the_presets_of_the_page_are_those_that_there_are(
+    place: int, names: tuple[str, ...]
+) -> None:
+    assert sorted(blocks(part("Presets"))[place].split()) == sorted(names)
+
+
+def test_every_convention_is_on_the_page() -> None:
+    assert [row[0] for row in cells(part("FLOPs and MFU"))] == list(CONVENTIONS)
+
+
+def test_the_bands_of_the_page_are_those_of_the_frameworks() -> None:
+    spread = {name: (coefficients(name).low, coefficients(name).high) for name in FRAMEWORKS}
+    assert "megatron -3.5 to +3.5 %, others -20 to\n+45 %" in part("Memory")
+    assert spread.pop("megatron") == (0.965, 1.035)
+    assert set(spread.values()) == {(0.8, 1.45)}
+
+
+def test_the_table_of_the_page_is_what_validation_finds() -> None:
+    checks = [check for check in validate() if check.measure != "equality"]
+    assert cells(part("How well it does")) == [as_written(check) for check in checks]
+
+
+def as_written(check: Check) -> list[str]:
+    measure = check.measure.replace("/", " / ")
+    known = [percents(check.bar) or "none", percents(check.result), percents(check.baseline or ())]
+    return [check.name, str(len(check.reported)), measure, *known]
+
+
+def percents(ratios: tuple[float, ...]) -> str:
+    return " / ".join(f"{100 * ratio:.1f}" for ratio in ratios) + " %" * bool(ratios)
+
+
+def test_the_equalities_of_the_page_hold_and_are_as_many() -> None:
+    equalities = [check for check in validate() if check.measure == "equality"]
+    equal = sum(row.equal for check in equalities for row in check.reported)
+    told = re.search(r"(\d+) checks are equalities,\s+(\d+) numbers in all", PAGE)
+    assert told is not None
+    assert [int(number) for number in told.groups()] == [len(equalities), equal]
+
+
+def test_the_python_of_the_page_runs() -> None:
+    (code,) = blocks(part("From Python"))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

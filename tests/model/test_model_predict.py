@@ -1,0 +1,467 @@
+"""The whole prediction: worked out by hand where it can be, and what holds of every job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+from cases import for_each
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from work_builders import DEVICE, TINY, job
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.config import (
+    FRAMEWORKS,
+    SCHEDULES,
+    Hardware,
+    Job,
+    Layout,
+    Link,
+    Recipe,
+    Schedule,
+    stages_of,
+)
+from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.layer_time import Pass, speed_of
+from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.predict import predict, stage_times, timed_messages
+from stepsplit.analyzer.model.prediction import (
+    Band,
+    Communication,
+    Prediction,
+    prediction_from_json,
+    prediction_to_json,
+)
+from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.model.step_time import StageTime, pipelined, stage_time
+
+FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)
+"""A FLOP and a byte each take a ns."""
+SLOW = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e8),), memory_bytes_per_s=1e8)
+"""Each takes 10 ns: TINY's kernels take longer than their launches."""
+LAYER_FORWARD, LAYER_BACKWARD = 39_936, 50_176 + 30_208
+EMBEDDING, HEAD_FORWARD, HEAD_BACKWARD = 768, 221_440, 205_056 + 155_904
+"""TINY's times on FAST, as tests/model/test_model_step_kernels.py works them out; the embedding
+takes as long backward as forward."""
+MICROBATCH = 4 * (LAYER_FORWARD + LAYER_BACKWARD) + 2 * EMBEDDING + HEAD_FORWARD + HEAD_BACKWARD
+LAYER, VOCABULARY, NORM = 784, 4096, 8
+ADAM = 30
+"""Bytes that its update moves for each parameter."""
+
+
+def test_one_gpu_computes_two_microbatches_and_updates() -> None:
+    one = replace(job(global_batch=2), hardware=SLOW)
+    parameters = 4 * LAYER + 2 * VOCABULARY + NORM
+    compute_ns = 10 * (2 * MICROBATCH + ADAM * parameters)
+    found = predict(one)
+    assert found.splits == (Split(compute_ns=compute_ns),)
+    assert (found.parameters, found.parameters_per_stage) == (parameters, (parameters,))
+    assert (found.communication, found.bubble_fraction, found.bubble_overhead) == ((), 0.0, 0.0)
+
+
+def test_a_device_too_fast_for_its_host_waits_in_every_microbatch() -> None:
+    update_ns = ADAM * (4 * LAYER + 2 * VOCABULARY + NORM)
+    launches_ns = 4 * 2 * 250_000
+    assert predict(replace(job(global_batch=2), hardware=FAST)).split == Split(
+        compute_ns=2 * MICROBATCH + update_ns, idle_ns=2 * (launches_ns - MICROBATCH)
+    )
+
+
+def test_a_pipeline_of_two_stages_waits_for_the_one_with_the_head() -> None:
+    two = replace(job(layout=Layout(pp=2), global_batch=4), hardware=SLOW)
+    there, back = 10 * (2 * LAYER_FORWARD + EMBEDDING), 10 * (2 * LAYER_BACKWARD + EMBEDDING)
+    last = 10 * (2 * (LAYER_FORWARD + LAYER_BACKWARD) + HEAD_FORWARD + HEAD_BACKWARD)
+    sends_ns = 2 * 6_605
+    """There and back: 6600 ns and 256 bytes at half of 100 GB/s."""
+    norm_ns = 6_600
+    first_update, last_update = (10 * ADAM * (2 * LAYER + VOCABULARY + norm) for norm in (0, NORM))
+    holes_ns = there + 4 * last + back - 4 * (there + back)
+    found = predict(two)
+    assert found.splits == (
+        Split(
+            4 * (there + back) + first_update, norm_ns, sends_ns,
+            bubble_ns=holes_ns + last_update - first_update,
+        ),
+        Split(4 * last + last_update, norm_ns, sends_ns, bubble_ns=there + back),
+    )  # fmt: skip
+    assert found.split == found.splits[1]
+    window_ns = there + 4 * last + back + sends_ns
+    fraction = (holes_ns + there + back + 2 * sends_ns) / (2 * window_ns)
+    assert found.bubble_fraction == pytest.approx(fraction, rel=1e-6)
+    assert found.bubble_overhead == pytest.approx(fraction / (1 - fraction), rel=1e-6)
+
+
+def test_messages_of_a_pipeline_say_what_they_add_to_their_stage() -> None:
+    found = predict(replace(job(layout=Layout(pp=2), global_batch=4), hardware=SLOW))
+    rows = [
+        (c.message.stage, c.message.op, c.message.phase, c.message.count, c.exposed_ns)
+        for c in found.communication
+    ]
+    assert rows == [
+        (0, "all_reduce", "optimizer", 1, 6_600),
+        (0, "send", "forward", 4, 6_605),
+        (0, "recv", "backward", 4, 6_605),
+        (1, "all_reduce", "optimizer", 1, 6_600),
+        (1, "recv", "forward", 4, 6_605),
+        (1, "send", "backward", 4, 6_605),
+    ]
+
+
+def test_a_step_waits_for_the_slowest_of_its_nodes() -> None:
+    nodes = replace(SLOW, gpus_per_node=1, efficiency=replace(SLOW.efficiency, jitter=0.1))
+    found = predict(replace(job(layout=Layout(dp_replicate=4), global_batch=8), hardware=nodes))
+    slowest = 0.1 * math.sqrt(2 * math.log(4))
+    assert found.split.skew_ns == round(slowest * (found.split.step_ns - found.split.skew_ns))
+
+
+EQUAL, NOTHING = Pass(30.0, 30.0, 20.0), Pass(0.0, 0.0, 0.0)
+
+
+def equal_stages(one: Job) -> tuple[StageTime, ...]:
+    """All of them compute the same, and nothing else takes time."""
+    return tuple(
+        StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0)
+        for stage in stages_of(one)
+        for nothing in [tuple(NOTHING for _ in stage.chunks)]
+    )
+
+
+@for_each("schedule", SCHEDULES)
+def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedule) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(pp=4, schedule=schedule, chunks=chunks)
+    one = job(replace(TINY, layers=8), layout, global_batch=16)
+    found = pipelined(one, equal_stages(one), dict.fromkeys(range(4), ()))
+    ideal = ideal_bubble_fraction(schedule, 4, 16, chunks, (30.0, 30.0, 20.0))
+    assert ideal is not None
+    assert found.time.bubble_fraction == pytest.approx(ideal)
+    assert found.time.bubble_overhead == pytest.approx(ideal / (1 - ideal))
+
+
+LLAMA, A100 = config_file.transformer("llama-7b"), config_file.hardware("a100-sxm-80gb")
+RECIPE = Recipe(seq_len=2048, micro_batch=1, global_batch=32)
+
+
+def llama(layout: Layout, hardware: Hardware = A100, **recipe: Any) -> Job:
+    """Llama 7B, 32 sequences of 2048 tokens a step."""
+    return Job(LLAMA, layout, replace(RECIPE, **recipe), hardware)
+
+
+def test_dualpipe_computes_what_other_schedules_compute() -> None:
+    plain, dual = (
+        predict(llama(Layout(pp=4, schedule=schedule))).split.compute_ns
+        for schedule in ("dualpipe-v", "dualpipe")
+    )
+    assert dual == pytest.approx(plain, rel=0.05)
+
+
+def test_utilization_is_flops_over_time_and_peak() -> None:
+    found = predict(llama(Layout(tp=2, pp=2, dp_replicate=2), recompute="full"))
+    allowed = found.split.step_ns * 1e-9 * 8 * 312e12
+    assert found.mfu is not None and found.hfu is not None
+    assert found.mfu * allowed == pytest.approx(found.model_flops)
+    assert found.hfu * allowed == pytest.approx(found.hardware_flops)
+    assert found.tokens_per_s_per_gpu == pytest.approx(32 * 2048 / (found.split.step_ns * 1e-9) / 8)
+
+
+def test_a_run_like_the_fitted_ones_is_sure_and_within_their_error() -> None:
+    found = predict(llama(Layout(tp=2, dp_replicate=4)))
+    assert (found.confidence, found.notes) == ("high", ())
+    error = A100.efficiency.error
+    assert found.low_ns == round(found.split.step_ns / (1 + error))
+    assert found.high_ns == round(found.split.step_ns * (1 + error))
+
+
+def test_a_run_of_the_users_own_constants_is_calibrated() -> None:
+    own = replace(A100, efficiency=replace(A100.efficiency, rows=("run:mine",)))
+    assert predict(llama(Layout(), own)).confidence == "calibrated"
+
+
+def test_constants_that_name_no_framework_hold_for_all() -> None:
+    any_of = replace(A100, efficiency=replace(A100.efficiency, frameworks=()))
+    assert predict(llama(Layout(), any_of, framework="nanotron")).confidence == "high"
+
+
+def doubts(one: Job) -> list[str]:
+    """The beginnings of the notes, for a prediction that must be unsure."""
+    found = predict(one)
+    assert found.confidence == "low"
+    off = A100.efficiency.error + 0.25 * len(found.notes)
+    if one.hardware.family == "ampere":
+        assert found.high_ns == round(found.split.step_ns * (1 + off))
+    return [note.split(":")[0] for note in found.notes]
+
+
+def test_a_tiny_model_is_host_bound() -> None:
+    tiny = Job(config_file.transformer("gpt2-124m"), Layout(), replace(RECIPE, seq_len=256), A100)
+    assert doubts(tiny) == ["host-bound"]
+
+
+def test_tensor_parallelism_over_nodes_is_doubtful() -> None:
+    over = llama(Layout(tp=8), replace(A100, gpus_per_node=4))
+    assert doubts(over) == ["tp crosses nodes"]
+    far = replace(A100.inter, bytes_per_s=1e9)
+    assert doubts(replace(over, hardware=replace(over.hardware, inter=far))) == [
+        "tp crosses nodes", "communication takes most of the step",
+    ]  # fmt: skip
+
+
+def test_another_framework_than_the_fitted_ones_is_doubtful() -> None:
+    (note,) = doubts(llama(Layout(), framework="nanotron"))
+    assert note.startswith("ampere efficiencies come from runs of ddp")
+    assert note.endswith("megatron, not nanotron")
+
+
+def test_hardware_without_published_runs_is_doubtful() -> None:
+    assert doubts(llama(Layout(), config_file.hardware("mi300x"))) == ["mi300x"]
+
+
+def test_an_impossible_job_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^heads 32 / tp 3 = 10\.6667; mend heads or tp$"):
+        predict(llama(Layout(tp=3)))
+
+
+def test_experts_that_replicas_do_not_hold_whole_are_predicted_or_refused() -> None:
+    layout = Layout(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
+    one = Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
+    if first_fault(one) is None:
+        assert predict(one).split.step_ns > 0
+
+
+def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
+    layout = Layout(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
+    one = Job(config_file.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
+    assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
+
+
+def test_what_cut_experts_send_takes_time_without_tensor_parallelism() -> None:
+    layout = Layout(dp_replicate=8, ep=4, expert_tp=2)
+    found = predict(Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
+    times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
+    assert times and min(times) > 0
+
+
+def test_an_offloaded_update_does_not_run_on_the_device() -> None:
+    here, away = (
+        predict(llama(Layout(), offload=frozenset(states))).split for states in ((), ("optimizer",))
+    )
+    assert (away.compute_ns < here.compute_ns, away.copy_ns > 0) == (True, True)
+
+
+def test_a_ring_of_context_parallelism_is_made_of_messages() -> None:
+    found = predict(llama(Layout(cp=2), replace(A100, gpus_per_node=1)))
+    sends_ns = sum(c.exposed_ns for c in found.communication if c.message.op == "send")
+    assert (sends_ns > 0, found.split.p2p_ns) == (True, sends_ns)
+
+
+def test_a_host_launches_ahead_while_the_device_communicates() -> None:
+    launches_ns = 4 * 2 * 250_000
+    assert predict(job(layout=Layout(tp=2))).split.step_ns == pytest.approx(launches_ns, rel=0.02)
+
+
+def test_a_slow_host_makes_the_bubble_longer_too() -> None:
+    found = predict(job(layout=Layout(pp=4), global_batch=4))
+    assert found.split.step_ns >= (4 + 4 - 1) * 2 * 250_000
+
+
+@pytest.mark.parametrize("states", ["parameters", "activations"])
+def test_whatever_is_offloaded_is_timed_or_doubted(states: str) -> None:
+    found = predict(
+        llama(Layout(dp_shard=8, zero=3), framework="fsdp2", offload=frozenset({states}))
+    )
+    assert found.split.copy_ns > 0 or found.notes
+
+
+def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:
+    plain, again = (
+        predict(llama(Layout(cp=4, context_kind="all-gather"), recompute=recompute)).split
+        for recompute in ("none", "selective")
+    )
+    assert (again.collective_ns > plain.collective_ns) == (again.compute_ns > plain.compute_ns)
+
+
+FAR = Job(
+    config_file.transformer("gpt3-175b"), Layout(tp=2, pp=8), replace(RECIPE, global_batch=8), A100
+)
+"""Stages of two ranks on nodes of eight: every fourth boundary is one between nodes."""
+
+
+@pytest.mark.parametrize("strategy", ["tied", "pp"])
+def test_what_stages_on_different_nodes_send_goes_through_the_network(strategy: str) -> None:
+    slowest_ns, size = max(
+        (each.time.ns / each.message.count, each.message.message_bytes)
+        for each in predict(FAR).communication
+        if each.message.strategy == strategy
+    )
+    assert slowest_ns >= size / A100.inter.bytes_per_s * 1e9
+
+
+def slower(hardware: Hardware) -> Hardware:
+    """The same with half its peaks."""
+    peaks = tuple((dtype, peak / 2) for dtype, peak in hardware.peaks_flops_per_s)
+    return replace(hardware, peaks_flops_per_s=peaks)
+
+
+def faster(link: Link) -> tuple[Link, Link]:
+    """Twice the bandwidth, or half the latency."""
+    return replace(link, bytes_per_s=2 * link.bytes_per_s), replace(
+        link, latency_ns=link.latency_ns / 2
+    )
+
+
+def faster_links(hardware: Hardware) -> tuple[Hardware, ...]:
+    """The same with one of its links faster in one way."""
+    return (
+        *(replace(hardware, intra=link) for link in faster(hardware.intra)),
+        *(replace(hardware, inter=link) for link in faster(hardware.inter)),
+    )
+
+
+WHOLE_BACKWARD = ("naive", "gpipe", "1f1b", "interleaved")
+DENSE = ("llama-7b", "llama-3.1-8b", "gpt3-175b", "mpt-1b")
+MIXTURES = ("mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b")
+HARDWARE = ("a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "gb200")
+
+
+@st.composite
+def layouts(draw: st.DrawFn, mixture: bool) -> Layout:
+    """Axes up to 8, every schedule and ZeRO stage."""
+    pp, zero = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((0, 1, 2, 3)))
+    schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
+    dp = draw(st.sampled_from((1, 2, 4, 8)))
+    shard = dp if zero == 3 else 1
+    replicas = draw(st.sampled_from((1, 2))) if zero == 3 else dp // shard
+    return Layout(
+        tp=draw(st.sampled_from((1, 2, 4))),
+        pp=pp,
+        dp_replicate=replicas,
+        dp_shard=shard,
+        cp=draw(st.sampled_from((1, 1, 2))),
+        ep=draw(st.sampled_from((1, dp))) if mixture else 1,
+        sequence_parallel=draw(st.booleans()),
+        zero=zero,
+        schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1,
+        overlap=draw(st.frozensets(st.sampled_from(("tp", "dp", "cp", "ep")))),
+        context_kind=draw(st.sampled_from(("ring", "all-gather", "ulysses"))),
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Jobs of presets that the checks let pass."""
+    mixture = draw(st.booleans())
+    layout = draw(layouts(mixture))
+    recipe = Recipe(
+        seq_len=draw(st.sampled_from((1024, 2048))),
+        micro_batch=(micro_batch := draw(st.sampled_from((1, 2)))),
+        global_batch=draw(st.sampled_from((8, 16, 40))) * micro_batch * layout.dp,
+        dtype=draw(st.sampled_from(("bf16", "fp16"))),
+        recompute=draw(st.sampled_from(("none", "selective", "full", "sqrt"))),
+        framework=draw(st.sampled_from(FRAMEWORKS)),
+        flash_attention=draw(st.booleans()),
+        offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
+    )
+    model = config_file.transformer(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
+    one = Job(model, layout, recipe, config_file.hardware(draw(st.sampled_from(HARDWARE))))
+    assume(first_fault(one) is None)
+    return one
+
+
+@given(one=jobs())
+@settings(max_examples=200, deadline=None)
+def test_every_stage_fills_the_same_step_to_the_nanosecond(one: Job) -> None:
+    found = predict(one)
+    buckets = [split.buckets_ns for split in found.splits]
+    assert {sum(each) for each in buckets} == {found.split.step_ns}
+    assert min(min(each) for each in buckets) >= 0
+    assert len(buckets) == one.layout.pp and found.split in found.splits
+    assert found.low_ns <= found.split.step_ns <= found.high_ns
+    assert 0 <= found.bubble_fraction < 1
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_communication_is_never_exposed_for_longer_than_it_takes(one: Job) -> None:
+    for each in predict(one).communication:
+        assert each.time.low_ns <= each.time.ns <= each.time.high_ns
+        if each.message.strategy != "pp":
+            assert 0 <= each.exposed_ns <= each.time.ns + 0.5
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_a_prediction_is_the_same_again_and_from_its_json(one: Job) -> None:
+    found = predict(one)
+    assert predict(one) == found
+    text = prediction_to_json(found)
+    again = prediction_from_json(text)
+    assert prediction_to_json(again) == text
+    assert rounded(again) == rounded(found)
+
+
+def rounded(found: Prediction) -> Prediction:
+    """Times of messages in whole ns, as JSON has them."""
+    return replace(found, communication=tuple(map(_rounded, found.communication)))
+
+
+def _rounded(each: Communication) -> Communication:
+    return replace(each, time=Band(*(float(round(ns)) for ns in astuple(each.time))))
+
+
+ROUNDING_NS = 10
+"""Each bucket, and the exposed time of each message, is rounded on its own."""
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_a_faster_link_never_makes_a_step_longer(one: Job) -> None:
+    most_ns = predict(one).split.step_ns + ROUNDING_NS
+    for hardware in faster_links(one.hardware):
+        assert predict(replace(one, hardware=hardware)).split.step_ns <= most_ns
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_a_slower_device_never_makes_a_step_shorter(one: Job) -> None:
+    # Where the backward is split, a slower gradient of weights fills more of the bubble.
+    assume(one.layout.pp == 1 or one.layout.schedule in WHOLE_BACKWARD)
+    slow = predict(replace(one, hardware=slower(one.hardware)))
+    assert slow.split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_more_layers_never_make_a_step_shorter(one: Job) -> None:
+    more = one.model.layers + 2 * one.layout.pp * one.layout.stages_per_rank
+    deeper = replace(one, model=replace(one.model, layers=more))
+    assert predict(deeper).split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
+
+
+@given(one=jobs())
+@settings(max_examples=100, deadline=None)
+def test_recomputing_never_makes_a_step_shorter(one: Job) -> None:
+    plain, full = (
+        predict(replace(one, recipe=replace(one.recipe, recompute=recompute)))
+        for recompute in ("none", "full")
+    )
+    assert full.split.step_ns >= plain.split.step_ns - ROUNDING_NS
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "dualpipe"])
+def test_stages_that_hold_the_same_take_as_long_as_alone(schedule: Schedule) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
+    one = llama(layout, global_batch=32)
+    held, timed = stage_parameters(one), timed_messages(one, Rates())
+    alone = tuple(
+        stage_time(one, speed_of(one), stage, held[stage.index], timed[stage.index])
+        for stage in stages_of(one)
+    )
+    assert stage_times(one, held, timed) == alone

@@ -1,0 +1,240 @@
+"""The smallest damaged files that once broke a reader, or lost more than the damage."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from builders import CpuTrace, GpuTrace
+from cases import for_each
+
+from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.readers.kineto import json_stream
+from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
+from stepsplit.analyzer.readers.kineto.trace_file import (
+    KinetoFile,
+    joined,
+    opening_of_file,
+    read_kineto,
+    read_range,
+)
+from stepsplit.analyzer.readers.sources import DiskFile
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+A, B, C = (json.dumps({"ph": "X", "name": name, "ts": 1, "dur": 2}) for name in "abc")
+
+
+def read(folder: Path, content: str | bytes, name: str = "trace.json") -> KinetoFile:
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = read_kineto(DiskFile(file))
+    assert found is not None
+    return found
+
+
+def names(found: KinetoFile) -> list[str]:
+    events = found.rows.events
+    return [events.name_of(row) for row in range(len(events))]
+
+
+def x(**fields: Any) -> str:
+    return json.dumps({"ph": "X", "name": "x", "ts": 5, "dur": 1, "cat": "kernel"} | fields)
+
+
+@for_each(
+    ("text", "whole", "lost"),
+    [
+        (f'[{A},{{"ph":"X","args":{{"l":[{{"ph":"X","ts":9}},{{"ph":"X"', ["a"], 0),
+        (f'[{A},{{"ph":"X","name":"}},{{', ["a"], 0),
+        (f'[{A},{{"ph":"X","args":{{"l":[{{"a":1}},{{"b":2}}]}},"ts":9.', ["a"], 0),
+        (f'[{A},{{"ph":"X","ts":1,"dur":NaN}},{B}],"x"', ["a", "b"], 1),
+        (f'[{A},{{"ph":"X","ts":1,"args":{{"a":1}},{B},{C}]', ["a", "b", "c"], 1),
+        (f'[{A},{{"ph":"X","ts":1,"na"me":"x"}},{B},{C}]', ["a", "b", "c"], 1),
+        (f"[{A}],{B},{C}]", ["a", "b", "c"], 0),
+        (f"[{A},[{B},{C}]", ["a", "b", "c"], 0),
+        (f"[{A}{B},{C}]", ["a", "b", "c"], 0),
+    ],
+)
+def test_a_damage_costs_the_entry_that_it_is_in(
+    tmp_path: Path, text: str, whole: list[str], lost: int
+) -> None:
+    found = read(tmp_path, text)
+    assert names(found) == whole
+    assert found.rows.counts.lost == lost
+
+
+def test_a_damaged_last_entry_leaves_the_fields_behind_it(tmp_path: Path) -> None:
+    info = '"distributedInfo": {"rank": 3, "world_size": 4}'
+    found = read(tmp_path, f'{{"traceEvents": [{A}, {{"ph":"X" "ts":1}}], {info}}}')
+    assert names(found) == ["a"]
+    assert found.header.distributed.rank == 3
+    assert found.notes[0].code == "entries_damaged"
+
+
+def test_digits_beyond_a_float_survive_a_cut(tmp_path: Path) -> None:
+    late = x(ts=5).replace(": 5,", ": 1721000000000001.123,")
+    cut = read(tmp_path, f'[{late},{{"ph":"X","name":"}},{{')
+    assert cut.rows.t0_unix_ns == 1_721_000_000_000_001_123
+
+
+@for_each(
+    "odd",
+    [
+        '"ts": "NaN"', '"ts": "1E+1000000"', '"ts": 1e99999999999999999999', '"dur": "-Infinity"',
+        '"ts": true', '"name": "\\ud800"', '"args": {"x": "\\ud800"}', '"ph": "X"', '"ph": "M"',
+        '"args": {"correlation": 99999999999999999999}', '"args": {"stream": 99999999999}',
+        '"args": {"Collective name": "all_reduce", "dtype": "Float", "In msg nelems": 1e18}',
+        '"args": {"Collective name": "x", "Process Group Ranks": "[Infinity]"}',
+        '"args": {"Collective name": "x", "Process Group Ranks": "[99999999999]"}',
+        '"args": {"Collective name": "x", "Seq": 99999999999999999999, "Dst Rank": 1e12}',
+    ],
+)  # fmt: skip
+def test_an_odd_value_breaks_nothing(tmp_path: Path, odd: str) -> None:
+    text = json.dumps(GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).events)
+    file = tmp_path / "trace.json"
+    file.write_text(f"{text[:-1]}, {x()[:-1]}, {odd}}}]")
+    report = analyze(file)
+    assert [row.step for row in report.steps] == [1]
+    assert report.steps[0].compute_ns >= 5_000
+
+
+@for_each("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
+def test_odd_shapes_are_no_size(tmp_path: Path, dims: list[Any]) -> None:
+    args = {"Input Dims": dims, "Input type": ["float"], "Collective name": "allreduce"}
+    trace = GpuTrace().step(1, 0, 10).kernel("ncclDevKernel_AllReduce", 2, 5, launched=1)
+    trace.events.append({"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 1,
+                         "tid": 100, "ts": 0, "dur": 3, "args": args})  # fmt: skip
+    assert len(analyze(trace.write(tmp_path)).steps) == 1
+
+
+def test_a_time_of_another_phase_may_be_anything(tmp_path: Path) -> None:
+    late = x(ts=5).replace(": 5,", ": 1721000000000001.123,")
+    assert names(read(tmp_path, f'[{late},{{"ph":"M","ts":{{}}}}]')) == ["x"]
+
+
+@pytest.mark.parametrize("fields", [b'"\xff": 1', b'"a": ' + b"[" * 5000 + b"]" * 5000])
+def test_a_header_that_cannot_be_read_hides_no_event(tmp_path: Path, fields: bytes) -> None:
+    content = b"{" + fields + f', "traceEvents": [{A}]}}'.encode()
+    assert names(read(tmp_path, content)) == ["a"]
+
+
+def test_a_world_beyond_a_million_ranks_is_not_believed(tmp_path: Path) -> None:
+    body = GpuTrace(0, 2**31).step(1, 0, 10).kernel("gemm", 0, 5).body()
+    assert read(tmp_path, json.dumps(body)).header.distributed.world_size == -1
+
+
+def test_a_long_damage_costs_no_more_than_it_holds(tmp_path: Path) -> None:
+    odd = '{"ph": "X", "ts": 1, "args": {"a": 1}'
+    found = read(tmp_path, f"[{A},{','.join([odd] * 50_000)},{','.join([B] * 2_000)}]")
+    assert names(found)[:1] == ["a"]
+    assert len(names(found)) > 1_000
+
+
+def test_the_fields_behind_the_events_are_read_to_their_end(tmp_path: Path) -> None:
+    filler = np.random.default_rng(1).bytes(400_000).hex()
+    body = {"traceEvents": [json.loads(A)], "x": filler, "distributedInfo": {"rank": 5}}
+    packed = gzip.compress(json.dumps(body).encode())
+    assert read(tmp_path, packed, "t.json.gz").header.distributed.rank == 5
+
+
+@for_each("size", [100, 1 << 16, 2 << 20])
+@for_each("at", [30, 9_000, 20_000, -5])
+def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, size: int) -> None:
+    content = np.random.default_rng(1).integers(97, 105, 60_000, dtype=np.uint8).tobytes()
+    packed = bytearray(gzip.compress(content))
+    packed[at] ^= 0x10
+    file = tmp_path / "t.gz"
+    file.write_bytes(packed)
+    with unpacked(DiskFile(file)) as stream:
+        found = b"".join(iter(lambda: stream.read(size), b""))
+    assert found == _by_bytes(packed)
+    assert stream.torn
+
+
+def _by_bytes(packed: bytes | bytearray) -> bytes:
+    state, found = zlib.decompressobj(wbits=31), b""
+    for byte in packed:
+        try:
+            found += state.decompress(bytes([byte]))
+        except zlib.error:
+            break
+    return found
+
+
+def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).bytes(1_000_000)
+    file = tmp_path / "t.zst"
+    file.write_bytes(pa.compress(content, codec="zstd", asbytes=True)[:900_000])
+    with unpacked(DiskFile(file)) as stream:
+        found = stream.read(2 << 20)
+    assert content.startswith(found)
+    assert len(found) > 700_000
+
+
+@pytest.mark.parametrize("sample", ["dp4/rank0", "pp2_m8/rank1", "tp2_pp2_dp2/rank7"])
+def test_ranges_of_a_sample_are_the_trace(
+    sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
+    file = tmp_path / "trace.json"
+    file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
+    opening, whole = opening_of_file(DiskFile(file)), read_kineto(DiskFile(file))
+    assert opening is not None
+    assert whole is not None
+    for most in (2, 7):
+        ranges = ranges_of(file, opening.array_at, most)
+        assert 2 <= len(ranges) <= most
+        found = joined(opening, [read_range(file, one) for one in ranges])
+        assert _told(found) == _told(whole)
+
+
+def _told(file: KinetoFile) -> tuple[object, ...]:
+    events = file.rows.events
+    lanes = [events.lanes[lane] for lane in events.lane.tolist()]
+    columns = (events.start_ns, events.dur_ns, events.category, events.correlation)
+    return (file.header, file.notes, file.rows.counts, file.rows.t0_unix_ns, names(file), lanes,
+            *(column.tolist() for column in columns))  # fmt: skip
+
+
+def bomb_in_a_zip(path: Path) -> None:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("rank0_trace.json", "w") as member,
+    ):
+        for _ in range(64):
+            member.write(b" " * (16 << 20))
+
+
+def bomb_in_a_tar(path: Path) -> None:
+    head = io.BytesIO()
+    member = tarfile.TarInfo("rank0_trace.json")
+    member.size = 1 << 30
+    head.write(member.tobuf())
+    path.write_bytes(gzip.compress(head.getvalue()) + gzip.compress(bytes(16 << 20)) * 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "make"), [("t.zip", bomb_in_a_zip), ("t.tar.gz", bomb_in_a_tar)])
+def test_an_archive_of_a_gigabyte_of_nothing_is_refused(
+    tmp_path: Path, name: str, make: Any
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        analyze(tmp_path / name)
+
+
+def test_a_step_inside_of_another_leaves_windows_that_do_not_overlap(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100).step(2, 5, 20).step(3, 20, 30).op("op", 1, 3)
+    file = tmp_path / "rank0_trace.json"
+    file.write_text(json.dumps(trace.events))
+    assert analyze(file).steps

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from databases import database_url, postgres  # noqa: F401
 from ground_truth import SEED
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, seed, settings
 from turns import describe_turn, select_in_turn
 
 MOST_WORKERS = 4
@@ -37,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the samples' reports and tests/golden"
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Hypothesis draws by STEPSPLIT_SEED too."""
+    test = getattr(item, "obj", None)
+    if is_hypothesis_test(test):
+        item.add_marker("seeded")
+        if "STEPSPLIT_SEED" in os.environ:
+            seed(SEED)(test)
 
 
 @pytest.hookimpl(trylast=True)

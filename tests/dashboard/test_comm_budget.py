@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-IN_TURN = pytest.mark.in_turn("dashboard/pytest_plugin.py", "dashboard/comm_budget.py")
+IN_TURN = pytest.mark.in_turn("dashboard/pytest_plugin.py")
 
 STEP = '''
 import os

@@ -33,7 +33,7 @@ PAIR = [("0", "mesh_tp", [0, 1])]
 
 
 SLOW = [
-    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.in_turn("analyzer/compare/causes")))
+    pytest.param(name, marks=(pytest.mark.slow, pytest.mark.in_turn("analyzer/diagnose")))
     for name in PLANTED
     if name not in QUICK
 ]

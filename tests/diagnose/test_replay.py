@@ -127,7 +127,7 @@ def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer/compare/replay")
+@pytest.mark.in_turn("analyzer/diagnose")
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in QUICK])
 def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
     test_simulated_jobs_replay_as_they_were(name, tmp_path)

@@ -19,7 +19,7 @@ from stepsplit.collectors.launch import Recipe, launch_workload
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.alone,
-    pytest.mark.in_turn("analyzer/compare/calibrate"),
+    pytest.mark.in_turn("analyzer/gap/calibrate.py"),
     pytest.mark.timeout(1800),
 ]
 

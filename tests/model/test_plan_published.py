@@ -27,7 +27,7 @@ def behind(job: Job, gpus: int, keep: frozenset[str], own_keep: frozenset[str] =
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer/compare/plan")
+@pytest.mark.in_turn("analyzer/model/plan.py", "analyzer/model/plan_space.py")
 def test_gpt3_on_1024_a100_with_megatron() -> None:
     """Jiang et al., MegaScale, table 2, Megatron-LM's row of 1,024: tp 8, pp 8, dp 16.
 
@@ -41,7 +41,7 @@ def test_gpt3_on_1024_a100_with_megatron() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer/compare/plan")
+@pytest.mark.in_turn("analyzer/model/plan.py", "analyzer/model/plan_space.py")
 @pytest.mark.parametrize("keep", [frozenset(), frozenset({"cp"})], ids=["free", "cp 1"])
 def test_llama_3_405b_on_8192_h100(keep: frozenset[str]) -> None:
     """Grattafiori et al., table 4, first row: tp 8, cp 1, pp 16, dp 64.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.prediction import Prediction
     from stepsplit.analyzer.readers.kernel_rules import Rules, read_rules
     from stepsplit.analyzer.readers.registry import FileRead, read_files
-    from stepsplit.analyzer.regression.check_result import Verdict
+    from stepsplit.analyzer.regression.checks import Verdict
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.report.report import Report
     from stepsplit.analyzer.validation import validate
@@ -73,7 +73,7 @@ _HOME = {
     "RunComparison": "regression.compare",
     "StepsplitError": "errors",
     "UsageError": "errors",
-    "Verdict": "regression.check_result",
+    "Verdict": "regression.checks",
     "WhatIfs": "diagnose.what_if",
     "analyze": "analysis",
     "calibrate": "gap.calibrate",

@@ -14,8 +14,7 @@ from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.readers.workers import Progress, no_progress
-from stepsplit.analyzer.regression.budgets import DEFAULT, budgets_of
-from stepsplit.analyzer.regression.check_result import Verdict
+from stepsplit.analyzer.regression.checks import DEFAULT, Verdict, budgets_of
 from stepsplit.analyzer.regression.compare import RunComparison, compare_reports
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import RunFacts, facts_of, is_baseline, read_baseline

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from stepsplit.collectors.attach.client import attach_and_wait
-from stepsplit.collectors.attach.protocol import identity, is_rank
+from stepsplit.collectors.attach.protocol import identity
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.plan import Plan
 from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.record import NcclLogs, default_out, record
+from stepsplit.collectors.record import NcclLogs, Plan, default_out, is_rank, record
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from stepsplit.collectors.launch import FOLLOW_STDIN, Command, Recipe, parse_command
 from stepsplit.collectors.profiler import profile_run
+from stepsplit.collectors.record import FOLLOW_STDIN, Command, Recipe, parse_command
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
 
 # The demo training: a small GPT under TP, PP and DP, recorded. One process a rank:

@@ -24,7 +24,6 @@ from stepsplit.collectors.job_info import (
     versions,
 )
 from stepsplit.collectors.memory import MemoryMeter
-from stepsplit.collectors.plan import Detail, Plan, detail
 from stepsplit.collectors.rank_files import RankFiles
 from stepsplit.collectors.rank_record import (
     GpuState,
@@ -33,6 +32,7 @@ from stepsplit.collectors.rank_record import (
     StepClock,
     write_record,
 )
+from stepsplit.collectors.record import Detail, Plan, detail
 from stepsplit.collectors.run_spec import (
     Mesh,
     ModelSpec,

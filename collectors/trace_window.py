@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, record_function
 
-from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.record import Plan
 
 # torch.profiler over some steps: when it warms up, starts and ends, and who else may have it.
 

@@ -213,7 +213,7 @@ class CommBudget:
     def _outcome(self, update: bool) -> Outcome:
         if update:
             return self._updated()
-        from stepsplit.analyzer.regression.budgets import budgets_of
+        from stepsplit.analyzer.regression.checks import budgets_of
         from stepsplit.analyzer.regression.judge import judge
 
         budgets = budgets_of(self.rules or COUNTED)

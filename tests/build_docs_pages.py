@@ -13,7 +13,7 @@ from browser_builders import ARGS, CHROMIUM
 from dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer import UsageError, examine
-from stepsplit.analyzer.regression.budgets import budgets_of
+from stepsplit.analyzer.regression.checks import budgets_of
 from stepsplit.analyzer.regression.judge import judge as check
 from stepsplit.analyzer.regression.metrics import facts_of
 from stepsplit.dashboard.reporters.verdict import headline

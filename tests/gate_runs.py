@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from stepsplit.collectors.launch import Recipe
+from stepsplit.collectors.record import Recipe
 
 JOBS = Path(__file__).parent / "collector_jobs"
 RECIPE = Recipe(steps=11, active=8, layers=2, hidden=256, microbatches=2, micro_batch=8, seq_len=64)

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 from gate_builders import CALLS, run
 
-from stepsplit.analyzer.regression.budgets import Budget, parse_budget
+from stepsplit.analyzer.regression.checks import Budget, parse_budget
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import CallsFact, RunFacts
 

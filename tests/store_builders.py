@@ -9,8 +9,7 @@ from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.dashboard.store.queue import Job
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.runs import Job, RunRow
 from stepsplit.dashboard.store.store import FileRow, Store
 
 

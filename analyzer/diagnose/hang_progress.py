@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, FlightEntry, Frame, op_of
-from stepsplit.analyzer.readers.ranks import MOST_RANKS
+from stepsplit.analyzer.readers.recording import MOST_RANKS
 from stepsplit.analyzer.trace import Group
 
 # Who waits for whom, followed to the end: the ranks at which the chains of waits stop.

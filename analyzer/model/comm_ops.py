@@ -4,8 +4,350 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config import Job, Stage, chunk_count, chunks_of_rank
 from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.parameters import StageParameters, of_experts, share, vocabulary_share
+
+# Communication volume of a step: every message of one rank of each pipeline stage.
+
+# What tensor parallelism sends, with and without sequence parallelism.
+
+TENSOR = Formula(
+    "comm.tensor",
+    "m (4 L + 2) all_reduces of T h bytes, m (6 L + 2) with full recomputation;"
+    " a layer's share of a microbatch: 8 b s h (t-1)/t elements sent",
+    "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, section 3.2",
+)
+
+SEQUENCE = Formula(
+    "comm.sequence",
+    "each all_reduce becomes a reduce_scatter of T h and an all_gather of T h/t; Megatron-LM"
+    " gathers the input of column-parallel products again in the backward pass",
+    "Korthikanti et al., arXiv:2205.05198, section 4.2.2",
+)
+
+LOSS = Formula(
+    "comm.loss",
+    "3 all_reduces of 4 T bytes a microbatch: maximum, target's logit and sum over the vocabulary",
+    "NVIDIA/Megatron-LM, tensor_parallel/cross_entropy.py; Shoeybi et al., arXiv:1909.08053",
+)
+
+LOSS_BYTES = 4
+"""The loss sums in fp32."""
+
+
+def tensor_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
+    """The calls over tp of one rank of a stage in a step; none where tp is 1."""
+    if job.layout.tp == 1:
+        return ()
+    if not job.layout.sequence_parallel:
+        return (*_whole(job, stage), *_loss(job, stage))
+    return (*_split(job, stage), *_loss(job, stage), _replicated(job, stage, held))
+
+
+def _whole(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """Every pair of products sums its result forward and the gradient of its input backward."""
+    pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.layout.tp
+    counts = {
+        "forward": pairs + (stage.embedding and job.layout.split_vocab),
+        "backward": pairs + (stage.head and job.layout.split_vocab),
+        "recompute": _again(job, pairs),
+    }
+    return tuple(
+        all_reduce(Place("tp", "tp", stage.index, phase), rounds(job) * count, size, tp)
+        for phase, count in counts.items()
+    )
+
+
+def _split(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """Every pair gathers its input and scatters the sum of its result, backward the reverse."""
+    pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
+    first, last = int(stage.embedding), int(stage.head)
+    regathered = pairs + last if job.recipe.framework == "megatron" else 0
+    counts = {
+        "forward": (pairs + last, pairs + first),
+        "backward": (pairs + first + regathered, pairs + last),
+        "recompute": (again, again),
+    }
+    return tuple(
+        message
+        for phase, (gathers, scatters) in counts.items()
+        for message in _gathers_and_scatters(job, stage, phase, gathers, scatters)
+    )
+
+
+def _gathers_and_scatters(
+    job: Job, stage: Stage, phase: str, gathers: int, scatters: int
+) -> tuple[Message, ...]:
+    place, tp, size = Place("sp", "tp", stage.index, phase), job.layout.tp, hidden_bytes(job)
+    return (
+        all_gather(place, rounds(job) * gathers, size // tp, tp),
+        reduce_scatter(place, rounds(job) * scatters, size, tp),
+    )
+
+
+def _pairs(job: Job, stage: Stage) -> int:
+    """Pairs of a column- and a row-parallel product: attention and MLP of each layer.
+
+    Under sequence parallelism routed tokens go to their experts directly (expert messages), so
+    that of a mixture only a shared expert is such a pair.
+    """
+    experts = job.model.experts
+    whole = experts is not None and (experts.shared_ffn > 0 or not job.layout.sequence_parallel)
+    return 2 * stage.dense_layers + (2 if whole else 1) * stage.expert_layers
+
+
+def _again(job: Job, pairs: int) -> int:
+    return pairs if job.recipe.recompute in FULL_RECOMPUTE else 0
+
+
+def _loss(job: Job, stage: Stage) -> tuple[Message, ...]:
+    if not (stage.head and job.layout.split_vocab):
+        return ()
+    place = Place("loss", "tp", stage.index, "forward")
+    return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.layout.tp),)
+
+
+def _replicated(job: Job, stage: Stage, held: StageParameters) -> Message:
+    """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
+    size = (held.replicated + _positions_in_parts(job, stage)) * job.recipe.gradient_bytes
+    if job.layout.zero == 3:
+        size //= job.layout.shard_size
+    return all_reduce(Place("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
+
+
+def _positions_in_parts(job: Job, stage: Stage) -> int:
+    """Learned positions, where each rank adds those of its part of the sequence only.
+
+    Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
+    """
+    whole = not stage.embedding or job.recipe.framework == "megatron"
+    return 0 if whole else job.model.positions * job.model.hidden
+
+
+# What context parallelism sends around each layer's attention.
+
+CONTEXT_RING = Formula(
+    "comm.context_ring",
+    "(c-1) sends of keys and values forward, 2 (c-1) backward (them and their gradients):"
+    " 2 T k d/t numbers each",
+    "Liu et al., Ring Attention, arXiv:2310.01889; NVIDIA/TransformerEngine, context_parallel.py",
+)
+
+GATHER = Formula(
+    "comm.context_all_gather",
+    "all_gather of keys and values forward and again backward, for only the own are kept, and"
+    " reduce_scatter of their gradients",
+    "Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.3.2; NVIDIA/TransformerEngine,"
+    " context_parallel.py; PyTorch 2.13, _context_parallel/_attention.py, _AllGatherRotater",
+)
+
+ULYSSES = Formula(
+    "comm.context_ulysses",
+    "4 all_to_alls forward and 4 backward: queries and output T a d/t, keys and values T k d/t",
+    "Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509",
+)
+
+
+def context_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """The calls over cp of one rank of a stage in a step; none where cp is 1.
+
+    What recomputes attention repeats its forward communication.
+    """
+    if job.layout.cp == 1:
+        return ()
+    phases = ["forward", "backward"]
+    stored = job.recipe.recompute == "selective" and not job.recipe.flash_attention
+    if stored or job.recipe.recompute in FULL_RECOMPUTE:
+        phases.append("recompute")
+    calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.layout.context_kind]
+    return tuple(
+        message
+        for phase in phases
+        for message in calls(job, Place("cp", "cp", stage.index, phase), rounds(job) * stage.layers)
+    )
+
+
+def _ring(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+    hops = (job.layout.cp - 1) * (2 if place.phase == "backward" else 1)
+    size = _pair_bytes(job)
+    return send(place, count * hops, size), receive(place, count * hops, size)
+
+
+def _gather(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+    size, cp = _pair_bytes(job), job.layout.cp
+    gathered = all_gather(place, count, size, cp)
+    if place.phase != "backward":
+        return (gathered,)
+    return gathered, reduce_scatter(place, count, size * cp, cp)
+
+
+def _ulysses(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+    """Each rank gets whole sequences of some heads: at least one key-value head, copied if need."""
+    model, cp, tp = job.model, job.layout.cp, job.layout.tp
+    token = job.tokens * job.recipe.activation_bytes * model.head_size
+    wide = token * share(model.heads, tp)
+    narrow = token * max(share(model.kv_heads, tp), cp)
+    return (
+        all_to_all(place, 2 * count, wide, cp),
+        all_to_all(place, 2 * count, narrow, cp),
+    )
+
+
+def _pair_bytes(job: Job) -> int:
+    """Keys and values of a rank's tokens in one layer; latent attention hands them on widened."""
+    latent, tp = job.model.latent, job.layout.tp
+    if latent is None:
+        width = 2 * share(job.model.kv_heads, tp) * job.model.head_size
+    else:
+        width = share(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
+    return job.tokens * width * job.recipe.activation_bytes
+
+
+# What expert parallelism sends: tokens to their experts and back.
+
+EXPERT_ROUTING = Formula(
+    "comm.experts",
+    "4 all_to_alls a layer and microbatch (dispatch and combine, forward and backward) of"
+    " (T/t) top_k h numbers; 6 with full recomputation; routing taken as balanced",
+    "Lepikhin et al., GShard, arXiv:2006.16668; DeepSeek-V3, arXiv:2412.19437, section 3.2.2",
+)
+
+
+def expert_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """The calls around the experts of one rank of a stage in a step."""
+    if stage.expert_layers == 0:
+        return ()
+    phases = ["forward", "backward"]
+    if job.recipe.recompute in FULL_RECOMPUTE:
+        phases.append("recompute")
+    count = rounds(job) * stage.expert_layers
+    return tuple(
+        message for phase in phases for message in _of_phase(job, stage.index, phase, count)
+    )
+
+
+def _of_phase(job: Job, stage: int, phase: str, count: int) -> tuple[Message, ...]:
+    """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
+    layout, size, found = job.layout, _routed_bytes(job), []
+    if layout.ep > 1:
+        found.append(all_to_all(Place("ep", "ep", stage, phase), 2 * count, size, layout.ep))
+    if layout.expert_tp > 1:
+        place = Place("expert-tp", "tp", stage, phase)
+        found.append(all_gather(place, count, size, layout.expert_tp))
+        found.append(reduce_scatter(place, count, size * layout.expert_tp, layout.expert_tp))
+    return tuple(found)
+
+
+def _routed_bytes(job: Job) -> int:
+    """A rank's tokens of one microbatch, each once for every expert that it goes to."""
+    tokens = share(job.tokens, job.layout.tp) * of_experts(job.model).top_k
+    return tokens * job.model.hidden * job.recipe.activation_bytes
+
+
+# What pipeline ranks hand to each other.
+
+PIPELINE = Formula(
+    "comm.pipeline",
+    "m sends of T h each way over every boundary between model stages on different ranks"
+    " (interleaved: v times as many), T h/t under sequence parallelism or scatter/gather",
+    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.2, 3.2 and 4.1",
+)
+
+COPIES = Formula(
+    "comm.dualpipe",
+    "1 all_reduce of the gradients of both chunks with the mirrored rank, which holds them too",
+    "DeepSeek-V3, arXiv:2412.19437, section 3.2.1: two copies of the parameters",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbors:
+    """Chunks of a rank that another rank feeds, and those that feed another rank."""
+
+    fed: int
+    feeding: int
+
+
+def pipeline_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """Sends and receives of one rank of a stage in a step."""
+    if job.layout.pp == 1:
+        return ()
+    found = neighbors(job, stage.index)
+    parts = job.layout.tp if job.layout.scatter_gather else job.layout.sequence_split
+    size, count = hidden_bytes(job) // parts, rounds(job)
+    forward = Place("pp", "pp", stage.index, "forward")
+    backward = Place("pp", "pp", stage.index, "backward")
+    return (
+        receive(forward, count * found.fed, size),
+        send(forward, count * found.feeding, size),
+        receive(backward, count * found.feeding, size),
+        send(backward, count * found.fed, size),
+    )
+
+
+def neighbors(job: Job, rank: int) -> Neighbors:
+    """How many of a rank's chunks have a neighbor on another rank."""
+    held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
+    # The two chunks of a dualpipe rank belong to different copies of the model.
+    own = () if job.layout.schedule == "dualpipe" else held
+    fed = sum(chunk > 0 and chunk - 1 not in own for chunk in held)
+    return Neighbors(fed, sum(chunk < last and chunk + 1 not in own for chunk in held))
+
+
+def copy_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
+    """Gradients that dualpipe's two copies of the model add up."""
+    if job.layout.schedule != "dualpipe" or job.layout.pp == 1:
+        return ()
+    size = held.total * job.recipe.gradient_bytes
+    if job.layout.zero == 3:
+        size //= job.layout.shard_size
+    return (all_reduce(Place("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
+
+
+# What tied embeddings on two pipeline ranks send.
+
+TIED = Formula(
+    "comm.tied",
+    "1 all_reduce of g V'h/t between the first and the last stage",
+    "NVIDIA/Megatron-LM, core/distributed/finalize_model_grads.py",
+)
+
+
+def embedding_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+    """The sum of the two gradients of one matrix; none where both uses lie on one rank."""
+    if not job.model.tied or stage.embedding == stage.head:
+        return ()
+    size = vocabulary_share(job) * job.recipe.gradient_bytes
+    if job.layout.zero == 3:
+        size //= job.layout.shard_size
+    return (all_reduce(Place("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
+
+
+# What clipping gradients sends: their norm over all parameters.
+
+NORM = Formula(
+    "comm.norm",
+    "1 all_reduce of 4 bytes over each axis whose ranks hold different gradients",
+    "NVIDIA/Megatron-LM, core/optimizer/clip_grads.py; pytorch/torchtitan, clip_grad_norm_",
+)
+
+NORM_BYTES = 4
+
+
+def norm_messages(job: Job, stage: int) -> tuple[Message, ...]:
+    """Frameworks that sum over several axes in one call (Megatron-LM) send no more."""
+    layout = job.layout
+    sizes = {"tp": layout.tp, "pp": layout.pp}
+    if layout.zero == 3:
+        sizes["dp_shard"] = layout.shard_size
+    elif layout.zero:
+        sizes["dp"] = layout.shard_size
+    return tuple(
+        all_reduce(Place("norm", axis, stage, "optimizer"), 1, NORM_BYTES, ranks)
+        for axis, ranks in sizes.items()
+        if ranks > 1
+    )
 
 
 @dataclass(frozen=True, slots=True)

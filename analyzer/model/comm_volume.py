@@ -1,38 +1,33 @@
-"""Communication volume of a step: every message of one rank of each pipeline stage."""
+"""Communication volume of data parallelism: DDP, ZeRO and FSDP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.comm_ops import (
-    FULL_RECOMPUTE,
     Message,
+    Neighbors,
     Place,
     all_gather,
     all_reduce,
-    all_to_all,
-    hidden_bytes,
-    receive,
+    broadcast,
+    context_messages,
+    copy_messages,
+    embedding_messages,
+    expert_messages,
+    neighbors,
+    norm_messages,
+    pipeline_messages,
     reduce_scatter,
-    rounds,
-    send,
+    tensor_messages,
 )
-from stepsplit.analyzer.model.comm_volume_data import data_messages, sharded_messages
-from stepsplit.analyzer.model.config import (
-    Chunk,
-    Job,
-    Stage,
-    chunk_count,
-    chunks_of_rank,
-    stages_of,
-)
+from stepsplit.analyzer.model.config import Chunk, Job, Stage, stages_of
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
+    LayerParameters,
     StageParameters,
-    of_experts,
-    share,
+    norm_parameters,
     stage_parameters,
-    vocabulary_share,
 )
 
 # Every message of one step, of one rank of each pipeline stage.
@@ -79,341 +74,298 @@ def _of_stage(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, .
     return tuple(message for message in found if message.count and message.input_bytes)
 
 
-# What tensor parallelism sends, with and without sequence parallelism.
+# What ZeRO-3 and FSDP send: weights before each use, gradients after.
 
-TENSOR = Formula(
-    "comm.tensor",
-    "m (4 L + 2) all_reduces of T h bytes, m (6 L + 2) with full recomputation;"
-    " a layer's share of a microbatch: 8 b s h (t-1)/t elements sent",
-    "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, section 3.2",
+FSDP_MESSAGES = Formula(
+    "comm.fsdp",
+    "a unit and microbatch: all_gather of w P_u/N forward and again backward, reduce_scatter of"
+    " g P_u; what stays gathered after its forward is not gathered again",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.2; Zhao et al., PyTorch FSDP,"
+    " arXiv:2304.11277; pytorch/torchtitan, fsdp_reshard_after_forward",
 )
 
-SEQUENCE = Formula(
-    "comm.sequence",
-    "each all_reduce becomes a reduce_scatter of T h and an all_gather of T h/t; Megatron-LM"
-    " gathers the input of column-parallel products again in the backward pass",
-    "Korthikanti et al., arXiv:2205.05198, section 4.2.2",
-)
-
-LOSS = Formula(
-    "comm.loss",
-    "3 all_reduces of 4 T bytes a microbatch: maximum, target's logit and sum over the vocabulary",
-    "NVIDIA/Megatron-LM, tensor_parallel/cross_entropy.py; Shoeybi et al., arXiv:1909.08053",
-)
-
-LOSS_BYTES = 4
-"""The loss sums in fp32."""
-
-
-def tensor_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
-    """The calls over tp of one rank of a stage in a step; none where tp is 1."""
-    if job.layout.tp == 1:
-        return ()
-    if not job.layout.sequence_parallel:
-        return (*_whole(job, stage), *_loss(job, stage))
-    return (*_split(job, stage), *_loss(job, stage), _replicated(job, stage, held))
-
-
-def _whole(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """Every pair of products sums its result forward and the gradient of its input backward."""
-    pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.layout.tp
-    counts = {
-        "forward": pairs + (stage.embedding and job.layout.split_vocab),
-        "backward": pairs + (stage.head and job.layout.split_vocab),
-        "recompute": _again(job, pairs),
-    }
-    return tuple(
-        all_reduce(Place("tp", "tp", stage.index, phase), rounds(job) * count, size, tp)
-        for phase, count in counts.items()
-    )
-
-
-def _split(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """Every pair gathers its input and scatters the sum of its result, backward the reverse."""
-    pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
-    first, last = int(stage.embedding), int(stage.head)
-    regathered = pairs + last if job.recipe.framework == "megatron" else 0
-    counts = {
-        "forward": (pairs + last, pairs + first),
-        "backward": (pairs + first + regathered, pairs + last),
-        "recompute": (again, again),
-    }
-    return tuple(
-        message
-        for phase, (gathers, scatters) in counts.items()
-        for message in _gathers_and_scatters(job, stage, phase, gathers, scatters)
-    )
-
-
-def _gathers_and_scatters(
-    job: Job, stage: Stage, phase: str, gathers: int, scatters: int
-) -> tuple[Message, ...]:
-    place, tp, size = Place("sp", "tp", stage.index, phase), job.layout.tp, hidden_bytes(job)
-    return (
-        all_gather(place, rounds(job) * gathers, size // tp, tp),
-        reduce_scatter(place, rounds(job) * scatters, size, tp),
-    )
-
-
-def _pairs(job: Job, stage: Stage) -> int:
-    """Pairs of a column- and a row-parallel product: attention and MLP of each layer.
-
-    Under sequence parallelism routed tokens go to their experts directly (expert messages), so
-    that of a mixture only a shared expert is such a pair.
-    """
-    experts = job.model.experts
-    whole = experts is not None and (experts.shared_ffn > 0 or not job.layout.sequence_parallel)
-    return 2 * stage.dense_layers + (2 if whole else 1) * stage.expert_layers
-
-
-def _again(job: Job, pairs: int) -> int:
-    return pairs if job.recipe.recompute in FULL_RECOMPUTE else 0
-
-
-def _loss(job: Job, stage: Stage) -> tuple[Message, ...]:
-    if not (stage.head and job.layout.split_vocab):
-        return ()
-    place = Place("loss", "tp", stage.index, "forward")
-    return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.layout.tp),)
-
-
-def _replicated(job: Job, stage: Stage, held: StageParameters) -> Message:
-    """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
-    size = (held.replicated + _positions_in_parts(job, stage)) * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
-    return all_reduce(Place("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
-
-
-def _positions_in_parts(job: Job, stage: Stage) -> int:
-    """Learned positions, where each rank adds those of its part of the sequence only.
-
-    Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
-    """
-    whole = not stage.embedding or job.recipe.framework == "megatron"
-    return 0 if whole else job.model.positions * job.model.hidden
-
-
-# What context parallelism sends around each layer's attention.
-
-CONTEXT_RING = Formula(
-    "comm.context_ring",
-    "(c-1) sends of keys and values forward, 2 (c-1) backward (them and their gradients):"
-    " 2 T k d/t numbers each",
-    "Liu et al., Ring Attention, arXiv:2310.01889; NVIDIA/TransformerEngine, context_parallel.py",
-)
-
-GATHER = Formula(
-    "comm.context_all_gather",
-    "all_gather of keys and values forward and again backward, for only the own are kept, and"
-    " reduce_scatter of their gradients",
-    "Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.3.2; NVIDIA/TransformerEngine,"
-    " context_parallel.py; PyTorch 2.13, _context_parallel/_attention.py, _AllGatherRotater",
-)
-
-ULYSSES = Formula(
-    "comm.context_ulysses",
-    "4 all_to_alls forward and 4 backward: queries and output T a d/t, keys and values T k d/t",
-    "Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509",
-)
-
-
-def context_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """The calls over cp of one rank of a stage in a step; none where cp is 1.
-
-    What recomputes attention repeats its forward communication.
-    """
-    if job.layout.cp == 1:
-        return ()
-    phases = ["forward", "backward"]
-    stored = job.recipe.recompute == "selective" and not job.recipe.flash_attention
-    if stored or job.recipe.recompute in FULL_RECOMPUTE:
-        phases.append("recompute")
-    calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.layout.context_kind]
-    return tuple(
-        message
-        for phase in phases
-        for message in calls(job, Place("cp", "cp", stage.index, phase), rounds(job) * stage.layers)
-    )
-
-
-def _ring(job: Job, place: Place, count: int) -> tuple[Message, ...]:
-    hops = (job.layout.cp - 1) * (2 if place.phase == "backward" else 1)
-    size = _pair_bytes(job)
-    return send(place, count * hops, size), receive(place, count * hops, size)
-
-
-def _gather(job: Job, place: Place, count: int) -> tuple[Message, ...]:
-    size, cp = _pair_bytes(job), job.layout.cp
-    gathered = all_gather(place, count, size, cp)
-    if place.phase != "backward":
-        return (gathered,)
-    return gathered, reduce_scatter(place, count, size * cp, cp)
-
-
-def _ulysses(job: Job, place: Place, count: int) -> tuple[Message, ...]:
-    """Each rank gets whole sequences of some heads: at least one key-value head, copied if need."""
-    model, cp, tp = job.model, job.layout.cp, job.layout.tp
-    token = job.tokens * job.recipe.activation_bytes * model.head_size
-    wide = token * share(model.heads, tp)
-    narrow = token * max(share(model.kv_heads, tp), cp)
-    return (
-        all_to_all(place, 2 * count, wide, cp),
-        all_to_all(place, 2 * count, narrow, cp),
-    )
-
-
-def _pair_bytes(job: Job) -> int:
-    """Keys and values of a rank's tokens in one layer; latent attention hands them on widened."""
-    latent, tp = job.model.latent, job.layout.tp
-    if latent is None:
-        width = 2 * share(job.model.kv_heads, tp) * job.model.head_size
-    else:
-        width = share(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
-    return job.tokens * width * job.recipe.activation_bytes
-
-
-# What expert parallelism sends: tokens to their experts and back.
-
-EXPERT_ROUTING = Formula(
-    "comm.experts",
-    "4 all_to_alls a layer and microbatch (dispatch and combine, forward and backward) of"
-    " (T/t) top_k h numbers; 6 with full recomputation; routing taken as balanced",
-    "Lepikhin et al., GShard, arXiv:2006.16668; DeepSeek-V3, arXiv:2412.19437, section 3.2.2",
-)
-
-
-def expert_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """The calls around the experts of one rank of a stage in a step."""
-    if stage.expert_layers == 0:
-        return ()
-    phases = ["forward", "backward"]
-    if job.recipe.recompute in FULL_RECOMPUTE:
-        phases.append("recompute")
-    count = rounds(job) * stage.expert_layers
-    return tuple(
-        message for phase in phases for message in _of_phase(job, stage.index, phase, count)
-    )
-
-
-def _of_phase(job: Job, stage: int, phase: str, count: int) -> tuple[Message, ...]:
-    """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
-    layout, size, found = job.layout, _routed_bytes(job), []
-    if layout.ep > 1:
-        found.append(all_to_all(Place("ep", "ep", stage, phase), 2 * count, size, layout.ep))
-    if layout.expert_tp > 1:
-        place = Place("expert-tp", "tp", stage, phase)
-        found.append(all_gather(place, count, size, layout.expert_tp))
-        found.append(reduce_scatter(place, count, size * layout.expert_tp, layout.expert_tp))
-    return tuple(found)
-
-
-def _routed_bytes(job: Job) -> int:
-    """A rank's tokens of one microbatch, each once for every expert that it goes to."""
-    tokens = share(job.tokens, job.layout.tp) * of_experts(job.model).top_k
-    return tokens * job.model.hidden * job.recipe.activation_bytes
-
-
-# What pipeline ranks hand to each other.
-
-PIPELINE = Formula(
-    "comm.pipeline",
-    "m sends of T h each way over every boundary between model stages on different ranks"
-    " (interleaved: v times as many), T h/t under sequence parallelism or scatter/gather",
-    "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.2, 3.2 and 4.1",
-)
-
-COPIES = Formula(
-    "comm.dualpipe",
-    "1 all_reduce of the gradients of both chunks with the mirrored rank, which holds them too",
-    "DeepSeek-V3, arXiv:2412.19437, section 3.2.1: two copies of the parameters",
+HSDP = Formula(
+    "comm.hsdp",
+    "beside FSDP's, an all_reduce of g P_u/N over the replicas after each reduce_scatter",
+    "Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2.2",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbors:
-    """Chunks of a rank that another rank feeds, and those that feed another rank."""
+class Unit:
+    """count modules that are gathered as one, each of so many parameters on this rank.
 
-    fed: int
-    feeding: int
+    last: it is used last in the forward pass and first in the backward pass.
+    """
 
-
-def pipeline_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """Sends and receives of one rank of a stage in a step."""
-    if job.layout.pp == 1:
-        return ()
-    found = neighbors(job, stage.index)
-    parts = job.layout.tp if job.layout.scatter_gather else job.layout.sequence_split
-    size, count = hidden_bytes(job) // parts, rounds(job)
-    forward = Place("pp", "pp", stage.index, "forward")
-    backward = Place("pp", "pp", stage.index, "backward")
-    return (
-        receive(forward, count * found.fed, size),
-        send(forward, count * found.feeding, size),
-        receive(backward, count * found.feeding, size),
-        send(backward, count * found.fed, size),
-    )
+    count: int
+    parameters: int
+    last: bool = False
 
 
-def neighbors(job: Job, rank: int) -> Neighbors:
-    """How many of a rank's chunks have a neighbor on another rank."""
-    held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
-    # The two chunks of a dualpipe rank belong to different copies of the model.
-    own = () if job.layout.schedule == "dualpipe" else held
-    fed = sum(chunk > 0 and chunk - 1 not in own for chunk in held)
-    return Neighbors(fed, sum(chunk < last and chunk + 1 not in own for chunk in held))
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How often in a step a unit is gathered forward and backward, and its gradients summed."""
+
+    forward: int
+    backward: int
+    gradients: int
 
 
-def copy_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
-    """Gradients that dualpipe's two copies of the model add up."""
-    if job.layout.schedule != "dualpipe" or job.layout.pp == 1:
-        return ()
-    size = held.total * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
-    return (all_reduce(Place("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
-
-
-# What tied embeddings on two pipeline ranks send.
-
-TIED = Formula(
-    "comm.tied",
-    "1 all_reduce of g V'h/t between the first and the last stage",
-    "NVIDIA/Megatron-LM, core/distributed/finalize_model_grads.py",
-)
-
-
-def embedding_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
-    """The sum of the two gradients of one matrix; none where both uses lie on one rank."""
-    if not job.model.tied or stage.embedding == stage.head:
-        return ()
-    size = vocabulary_share(job) * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
-    return (all_reduce(Place("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
-
-
-# What clipping gradients sends: their norm over all parameters.
-
-NORM = Formula(
-    "comm.norm",
-    "1 all_reduce of 4 bytes over each axis whose ranks hold different gradients",
-    "NVIDIA/Megatron-LM, core/optimizer/clip_grads.py; pytorch/torchtitan, clip_grad_norm_",
-)
-
-NORM_BYTES = 4
-
-
-def norm_messages(job: Job, stage: int) -> tuple[Message, ...]:
-    """Frameworks that sum over several axes in one call (Megatron-LM) send no more."""
+def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+    """The calls of one rank of a stage under zero = 3; experts have groups of their own."""
     layout = job.layout
-    sizes = {"tp": layout.tp, "pp": layout.pp}
-    if layout.zero == 3:
-        sizes["dp_shard"] = layout.shard_size
-    elif layout.zero:
-        sizes["dp"] = layout.shard_size
-    return tuple(
-        all_reduce(Place("norm", axis, stage, "optimizer"), 1, NORM_BYTES, ranks)
-        for axis, ranks in sizes.items()
-        if ranks > 1
+    if layout.zero != 3:
+        return ()
+    together = layout.ep == 1 and layout.expert_tp == layout.tp
+    dense, experts = units(held, together, layout.root_unit)
+    if job.recipe.framework == "deepspeed":
+        dense = _ends_apart(job, dense)
+    return (
+        *_shard_messages(job, held.stage, dense, "dp_shard", layout.shard_size),
+        *_shard_messages(job, held.stage, experts, "expert_dp", layout.expert_shards),
     )
+
+
+def units(
+    held: StageParameters, together: bool, root: bool = False
+) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """The units of dense parameters and those of experts; together: a layer holds its experts,
+    root: all that is in no layer is one unit.
+
+    A tied embedding is the head as well, and so the last unit.
+    """
+    routed = held.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
+    mixture = routed.total if together else routed.dense
+    ends = [Unit(1, held.embedding), Unit(1, held.head + held.final_norm, last=True)]
+    if held.embedding and held.final_norm and not held.head:
+        root = True
+    if root:
+        ends = [Unit(1, held.embedding + held.head + held.final_norm, last=True)]
+    layers = [Unit(held.dense_layers, held.dense_layer.dense), Unit(held.expert_layers, mixture)]
+    experts = () if together else (Unit(held.expert_layers, routed.experts),)
+    return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
+
+
+def _ends_apart(job: Job, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """DeepSpeed gathers positions and the final norm by themselves, as modules of their own.
+
+    A layer is one unit where it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
+    """
+    positions, norm = job.model.positions * job.model.hidden, norm_parameters(job.model)
+    apart: list[Unit] = []
+    for unit in found:
+        own = (norm if unit.last else positions) if unit.count == 1 else 0
+        apart += [replace(unit, parameters=unit.parameters - own), Unit(1, own)]
+    return tuple(_present(apart))
+
+
+def _present(found: list[Unit]) -> list[Unit]:
+    return [unit for unit in found if unit.count and unit.parameters]
+
+
+def _shard_messages(
+    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> tuple[Message, ...]:
+    if job.recipe.framework != "deepspeed":
+        return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
+    gathered = [
+        m
+        for unit in found
+        for m in _of_unit(job, stage, unit, axis, ranks)
+        if m.op != "reduce_scatter"
+    ]
+    return (*gathered, *_in_buckets(job, stage, found, axis, ranks))
+
+
+def _in_buckets(
+    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> list[Message]:
+    """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
+    if ranks == 1:
+        return []
+    place, size = Place("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
+    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
+    return [
+        reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
+        for each in buckets(job, padded, ranks)
+    ]
+
+
+def _of_unit(job: Job, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[Message, ...]:
+    name = "hsdp" if job.layout.dp_replicate > 1 else "fsdp"
+    times, own, found = times_of(job, unit), -(-unit.parameters // ranks), []
+    if ranks > 1:
+        size = own * job.recipe.weight_bytes
+        for phase, each in (("forward", times.forward), ("backward", times.backward)):
+            found.append(
+                all_gather(Place(name, axis, stage, phase), unit.count * each, size, ranks)
+            )
+    count, size = unit.count * times.gradients, own * job.recipe.gradient_bytes
+    if ranks > 1:
+        place = Place(name, axis, stage, "grad_sync")
+        found.append(reduce_scatter(place, count, size * ranks, ranks))
+    if job.layout.dp_replicate > 1:
+        place = Place(name, "dp_replicate", stage, "grad_sync")
+        found.append(all_reduce(place, count, size, job.layout.dp_replicate))
+    return tuple(found)
+
+
+def times_of(job: Job, unit: Unit) -> Times:
+    """In a pipeline gradients are summed once, and weights stay between two backward passes.
+
+    A microbatch's backward then finds what the one before gathered, unless a forward pass freed
+    it; that one was spared its own gather. So m + 1 gathers remain, whatever the schedule.
+    """
+    m, policy = job.microbatches, _reshards(job)
+    if job.layout.pp > 1:
+        return Times(1, 0, 1) if stays_gathered(job) else Times(m, 1, 1)
+    freed = policy == "always" or (policy == "default" and not unit.last)
+    return Times(m, m if freed else 0, 1 if job.layout.sum_once else m)
+
+
+def stays_gathered(job: Job) -> bool:
+    """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
+    return job.layout.zero == 3 and job.layout.pp > 1 and _reshards(job) != "always"
+
+
+def _reshards(job: Job) -> str:
+    """ZeRO-3 as published and DeepSpeed's free every unit after its forward."""
+    if job.recipe.framework in ("zero-paper", "deepspeed"):
+        return "always"
+    return job.layout.reshard_after_forward
+
+
+# What data parallelism sends where every rank keeps whole weights: DDP, ZeRO-1 and ZeRO-2.
+
+DDP = Formula(
+    "comm.ddp",
+    "all_reduces of the gradients once a step, g P bytes in ceil(g P/bucket) calls",
+    "Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2",
+)
+
+ZERO = Formula(
+    "comm.zero",
+    "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once a step"
+    " (ZeRO-2 outside Megatron-LM: gradients every microbatch)",
+    "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
+)
+
+REDUNDANCY = Formula(
+    "comm.zero_redundancy",
+    "DDP's all_reduces, then N broadcasts of w P/N bytes: each rank's updated share",
+    "pytorch/pytorch, torch/distributed/optim/zero_redundancy_optimizer.py (_sync_params,"
+    " parameters_as_bucket_view)",
+)
+
+ALL_REDUCED = Formula(
+    "comm.zero_deepspeed",
+    "all_reduces of g P bytes of gradients (ZeRO-2: every microbatch), all_gathers of w P/N bytes",
+    "deepspeedai/DeepSpeed, runtime/zero/stage_1_and_2.py, use_multi_rank_bucket_allreduce",
+)
+
+MIB = 2**20
+
+MEGATRON_BUCKET = 40_000_000
+
+MEGATRON_BUCKET_PER_RANK = 1_000_000
+"""Parameters in a bucket where gradients overlap the backward pass; else one bucket holds all.
+NVIDIA/Megatron-LM, core/distributed/distributed_data_parallel.py."""
+
+DEEPSPEED_BUCKET = 500_000_000
+"""Numbers in a bucket: reduce_bucket_size and allgather_bucket_size, DeepSpeed's config-json."""
+
+DDP_FIRST_BYTES, DDP_BYTES = 1 * MIB, 25 * MIB
+"""PyTorch's kDefaultFirstBucketBytes and bucket_cap_mb."""
+
+EVERY_MICROBATCH = ("deepspeed", "zero-paper")
+"""Frameworks whose ZeRO-2 cannot keep whole gradients from one microbatch to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """count buckets of so many parameters."""
+
+    count: int
+    parameters: int
+
+
+def data_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+    """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
+    layout = job.layout
+    if layout.zero == 3:
+        return ()
+    return (
+        *_replica_messages(job, held.stage, held.dense, "dp", layout.gradient_ranks),
+        *_replica_messages(job, held.stage, held.experts, "expert_dp", layout.expert_dp),
+    )
+
+
+def _replica_messages(
+    job: Job, stage: int, parameters: int, axis: str, ranks: int
+) -> tuple[Message, ...]:
+    if ranks == 1 or parameters == 0:
+        return ()
+    found = []
+    for bucket in buckets(job, parameters, ranks):
+        found += _summed(job, stage, bucket, axis, ranks)
+    if hands_out(job):
+        share = -(-parameters * job.recipe.weight_bytes // ranks)
+        found.append(broadcast(Place("zero-1", axis, stage, "optimizer"), ranks, share))
+    return tuple(found)
+
+
+def hands_out(job: Job) -> bool:
+    """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
+    return job.layout.zero == 1 and job.recipe.framework == "ddp"
+
+
+def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[Message]:
+    zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
+    place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
+    if zero == 0 or hands_out(job):
+        return [all_reduce(place, bucket.count, size, ranks)]
+    times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
+    summed = all_reduce if sums_whole(job) else reduce_scatter
+    after = Place(place.strategy, axis, stage, "optimizer")
+    weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
+    return [
+        summed(place, times, size, ranks),
+        all_gather(after, bucket.count, weights, ranks),
+    ]
+
+
+def sums_whole(job: Job) -> bool:
+    """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
+    return job.recipe.framework == "deepspeed"
+
+
+def sums_every_microbatch(job: Job) -> bool:
+    """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
+    return job.layout.zero == 2 and job.recipe.framework in EVERY_MICROBATCH
+
+
+def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+    """How the framework cuts a rank's parameters; the parts add up to them.
+
+    Real buckets end where a tensor does, so that their number is a little smaller.
+    """
+    first, each = _capacity(job, ranks)
+    head = min(first, parameters)
+    count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
+    found = (Bucket(1, head), Bucket(count, each), Bucket(1, rest))
+    return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
+
+
+def _capacity(job: Job, ranks: int) -> tuple[int, int]:
+    """Parameters in the first bucket and in each other one; 0: no bound."""
+    match job.recipe.framework:
+        case "ddp" | "huggingface" | "fsdp2":
+            size = job.recipe.gradient_bytes
+            stated = job.layout.bucket_bytes
+            return (stated or DDP_FIRST_BYTES) // size, (stated or DDP_BYTES) // size
+        case "deepspeed":
+            return 0, DEEPSPEED_BUCKET
+        case "megatron" if "dp" in job.layout.overlap:
+            return 0, max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
+    return 0, 0

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.model.comm_measured import SWEEP, TUNER
-from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE, Message
+from stepsplit.analyzer.model.comm_ops import (
+    EXPERT_ROUTING,
+    FULL_RECOMPUTE,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    Message,
+)
 from stepsplit.analyzer.model.comm_time import (
     ALL_TO_ALL,
     CHOICE,
@@ -21,8 +28,7 @@ from stepsplit.analyzer.model.comm_time import (
     ring_ns,
     tree_ns,
 )
-from stepsplit.analyzer.model.comm_volume import EXPERT_ROUTING, PIPELINE, SEQUENCE, TENSOR
-from stepsplit.analyzer.model.comm_volume_data import (
+from stepsplit.analyzer.model.comm_volume import (
     ALL_REDUCED,
     DDP,
     FSDP_MESSAGES,

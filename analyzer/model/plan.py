@@ -15,7 +15,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.comm_volume import context_messages, expert_messages, tensor_messages
+from stepsplit.analyzer.model.comm_ops import context_messages, expert_messages, tensor_messages
 from stepsplit.analyzer.model.config import Chunk, Experts, Job, Stage, stages_of
 from stepsplit.analyzer.model.config_checks import first_fault
 from stepsplit.analyzer.model.layer_time import chunk_passes, launches, speed_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import Message, rounds
-from stepsplit.analyzer.model.comm_volume_data import stays_gathered, sums_every_microbatch
+from stepsplit.analyzer.model.comm_volume import stays_gathered, sums_every_microbatch
 from stepsplit.analyzer.model.config import Chunk, Job, Stage, chunk_count, chunks_of_rank, span_of
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (

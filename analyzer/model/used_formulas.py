@@ -7,7 +7,21 @@ from collections.abc import Iterator
 
 from stepsplit.analyzer.model import flops, parameters
 from stepsplit.analyzer.model.comm_measured import SWEEP, TUNER, Rates
-from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE, WIRE
+from stepsplit.analyzer.model.comm_ops import (
+    CONTEXT_RING,
+    COPIES,
+    EXPERT_ROUTING,
+    FULL_RECOMPUTE,
+    GATHER,
+    LOSS,
+    NORM,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    TIED,
+    ULYSSES,
+    WIRE,
+)
 from stepsplit.analyzer.model.comm_time import (
     ALL_TO_ALL,
     CHOICE,
@@ -18,19 +32,6 @@ from stepsplit.analyzer.model.comm_time import (
     nvls_ns,
 )
 from stepsplit.analyzer.model.comm_volume import (
-    CONTEXT_RING,
-    COPIES,
-    EXPERT_ROUTING,
-    GATHER,
-    LOSS,
-    NORM,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    TIED,
-    ULYSSES,
-)
-from stepsplit.analyzer.model.comm_volume_data import (
     ALL_REDUCED,
     DDP,
     FSDP_MESSAGES,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy.special import stdtr, stdtrit
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.regression.budgets import Budget
+from stepsplit.analyzer.regression.checks import Budget
 from stepsplit.analyzer.regression.metrics import RunFacts
 
 # A metric's values on both sides, one a run.

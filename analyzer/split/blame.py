@@ -13,8 +13,8 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.split.attribute import Attribution
 from stepsplit.analyzer.split.classify import computing
-from stepsplit.analyzer.split.clocks import Clock
 from stepsplit.analyzer.split.kernels import own_ns
+from stepsplit.analyzer.split.matching import Clock
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
 from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import distinct, firsts_of, labels_of, most_of, runs_of
-from stepsplit.analyzer.split.clocks import Alignment, Clock
-from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.matching import TOGETHER, Alignment, Clock, Matched
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, wall_lead_ns
 
 # One clock for all ranks: from collectives that end together, else from what causality allows.

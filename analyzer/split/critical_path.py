@@ -18,7 +18,7 @@ import numpy as np
 from stepsplit.analyzer.arrays import Intervals, meet
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE, Attribution
-from stepsplit.analyzer.split.clocks import Clock
+from stepsplit.analyzer.split.matching import Clock
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW
 from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 

@@ -29,7 +29,6 @@ from stepsplit.analyzer.split.bandwidth import (
 from stepsplit.analyzer.split.blame import Blame, RankTime, Workload, blame, rank_time, workloads
 from stepsplit.analyzer.split.classify import Work, work_of
 from stepsplit.analyzer.split.clock_sync import align
-from stepsplit.analyzer.split.clocks import Alignment, Clock
 from stepsplit.analyzer.split.critical_path import CriticalPaths, critical_paths, timeline_of
 from stepsplit.analyzer.split.idle import IdleCause, idle_causes
 from stepsplit.analyzer.split.kernels import (
@@ -39,7 +38,7 @@ from stepsplit.analyzer.split.kernels import (
     slowdown_under_communication,
 )
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel, lateness_of, slow_kernels
-from stepsplit.analyzer.split.matching import Matched, match
+from stepsplit.analyzer.split.matching import Alignment, Clock, Matched, match
 from stepsplit.analyzer.split.mesh import RankLayout, layout_of
 from stepsplit.analyzer.split.pipeline import (
     Box,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, labels_of, least_of, most_of, runs_of
-from stepsplit.analyzer.split.clocks import Alignment, Clock
-from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.matching import TOGETHER, Alignment, Clock, Matched
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 

@@ -8,11 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.validation.collective_times import (
-    busbw_checks,
-    collective_checks,
-    eager_checks,
-)
 from stepsplit.analyzer.validation.equalities import (
     activation_checks,
     bubble_checks,
@@ -23,7 +18,10 @@ from stepsplit.analyzer.validation.equalities import (
     wire_checks,
 )
 from stepsplit.analyzer.validation.predictions import (
+    busbw_checks,
     calibrated_checks,
+    collective_checks,
+    eager_checks,
     memory_checks,
     step_time_checks,
 )

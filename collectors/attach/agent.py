@@ -35,7 +35,7 @@ from stepsplit.collectors.attach.protocol import (
 from stepsplit.collectors.guard import guarded
 from stepsplit.collectors.nccl import cut, keep_small, log_path
 from stepsplit.collectors.optimizers import Listener, call, listen
-from stepsplit.collectors.plan import PLAN_VARIABLE, Plan, plan
+from stepsplit.collectors.record import PLAN_VARIABLE, Plan, plan
 
 if TYPE_CHECKING:
     from stepsplit.collectors.profiler import Recording

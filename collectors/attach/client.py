@@ -13,7 +13,6 @@ from pathlib import Path
 from stepsplit.collectors.attach.protocol import (
     MARGIN_STEPS,
     POLL_S,
-    SITE,
     Answer,
     Captured,
     Status,
@@ -28,9 +27,9 @@ from stepsplit.collectors.attach.protocol import (
     ranks_with_daemon,
 )
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
 from stepsplit.collectors.rank_files import Packed, Packer
 from stepsplit.collectors.rank_record import record_path, trace_path
+from stepsplit.collectors.record import PLAN_VARIABLE, SITE, Plan
 from stepsplit.collectors.run_spec import RankInfo, RunSpec, write_run_json
 
 # attach by whichever way the job can be reached: its agents, Kineto's protocol, or PEP 768.

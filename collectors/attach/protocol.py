@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.plan import Plan, plan_of
+from stepsplit.collectors.record import _RANK, Plan, is_rank, plan_of
 from stepsplit.collectors.run_spec import named
 
 MARGIN_STEPS = 3
 """An attach names a step at least so far ahead, so that every rank hears of it in time."""
 
-SITE = Path(__file__).parents[1] / "site"
-
 POLL_S = 2.0
 """How often one rank of each host asks whether there is a plan."""
-
 
 # What attach and the agents say to each other: one JSON object a line, over a Unix socket.
 
@@ -295,10 +292,6 @@ def _whole(trace: Path) -> bool:
         return False
 
 
-# Which rank of which job this process is, by what its launcher has put into the environment.
-
-_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
 _SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -327,11 +320,6 @@ def identity(environment: Mapping[str, str] = os.environ) -> Identity:
         local_rank=_number(environment, _LOCAL_RANK, 0),
         local_world_size=max(1, _number(environment, _LOCAL_SIZE, world_size)),
     )
-
-
-def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has made the process a rank."""
-    return any(environment.get(name, "").isdigit() for name in _RANK)
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:

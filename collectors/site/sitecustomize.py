@@ -24,7 +24,7 @@ def _start_agent() -> None:
     def install() -> None:
         _make_importable()
         from stepsplit.collectors.attach.agent import Agent
-        from stepsplit.collectors.plan import plan
+        from stepsplit.collectors.record import plan
 
         Agent(plan(text)).install()
 

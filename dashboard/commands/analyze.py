@@ -92,7 +92,7 @@ def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None)
     from stepsplit.analyzer.diagnose.hang import read_calls
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
     from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
-    from stepsplit.dashboard.reporters.hang import hang_screen
+    from stepsplit.dashboard.reporters.terminal import hang_screen
 
     hang = read_calls(places)
     if out is not None:

@@ -21,7 +21,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.regression.check_result import Verdict
+    from stepsplit.analyzer.regression.checks import Verdict
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunFacts
     from stepsplit.dashboard.store.runs import RunRow
@@ -89,7 +89,7 @@ def check_command(
     a side: one run does not tell its noise.
     """
     # What judges is loaded here, so that the list of commands stays quick.
-    from stepsplit.analyzer.regression.check_result import to_json
+    from stepsplit.analyzer.regression.checks import to_json
 
     store = cache(lambda: open_store(url, artifacts))
     before, own = runs_at(baselines, store), runs_at(candidates, store, run_file)
@@ -111,7 +111,7 @@ def _judged(
 ) -> Verdict:
     from msgspec.structs import replace
 
-    from stepsplit.analyzer.regression.budgets import DEFAULT, budgets_of
+    from stepsplit.analyzer.regression.checks import DEFAULT, budgets_of
     from stepsplit.analyzer.regression.judge import judge
 
     own = {run.id for run in candidate if run.id}

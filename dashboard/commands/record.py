@@ -105,7 +105,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
 def _mesh(parallel: str) -> Mesh:
     """The layout asked for, or what of it this machine's memory holds."""
     from stepsplit.analyzer import units
-    from stepsplit.collectors.launch import Recipe, affordable, check, parallel_text, parse_parallel
+    from stepsplit.collectors.record import Recipe, affordable, check, parallel_text, parse_parallel
 
     try:
         wanted = parse_parallel(parallel)
@@ -123,7 +123,7 @@ def _mesh(parallel: str) -> Mesh:
 
 
 def _train(mesh: Mesh, folder: Path) -> None:
-    from stepsplit.collectors.launch import LaunchError, launch_workload, parallel_text
+    from stepsplit.collectors.record import LaunchError, launch_workload, parallel_text
 
     ranks = mesh.world_size
     click.echo(

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as xml
 
 import msgspec
 
-from stepsplit.analyzer.regression.check_result import Judged, Verdict
+from stepsplit.analyzer.regression.checks import Judged, Verdict
 from stepsplit.analyzer.regression.metrics import Unit, meaning_of
 from stepsplit.dashboard.reporters.verdict import markdown, one_line
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.regression.check_result import Answer, Judged, Shifted, SideFacts, Verdict
+from stepsplit.analyzer.regression.checks import Answer, Judged, Shifted, SideFacts, Verdict
 from stepsplit.analyzer.regression.metrics import meaning_of
 from stepsplit.dashboard.reporters.tables import bare_table
 

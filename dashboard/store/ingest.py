@@ -27,7 +27,7 @@ from stepsplit.analyzer.model.config_table import read_table
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
-from stepsplit.dashboard.store.queue import LEASE_S, Job
+from stepsplit.dashboard.store.runs import LEASE_S, Job
 from stepsplit.dashboard.store.store import Store
 
 # A worker: takes analyses from the queue, one after the other, and shows that it lives.

@@ -22,8 +22,7 @@ from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
 from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
 from stepsplit.dashboard.store.metrics import Numbers, Verdicts
-from stepsplit.dashboard.store.queue import Jobs, add_job
-from stepsplit.dashboard.store.runs import RunRow, Tag, waits_for_files
+from stepsplit.dashboard.store.runs import Jobs, RunRow, Tag, add_job, waits_for_files
 from stepsplit.dashboard.store.tokens import Tokens
 
 # Runs in SQL, their files beside: what a dashboard is of.

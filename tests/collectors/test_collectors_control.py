@@ -35,7 +35,7 @@ from stepsplit.collectors.attach.protocol import (
     socket_path,
 )
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.plan import Plan
+from stepsplit.collectors.record import Plan
 
 NO_PROCESS = 1 << 22
 """Linux gives no process this id or a higher one."""

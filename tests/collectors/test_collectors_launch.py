@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cases import for_each
 
-from stepsplit.collectors import launch
-from stepsplit.collectors.launch import (
+from stepsplit.collectors import record
+from stepsplit.collectors.record import (
     RANK_BYTES,
     Command,
     LaunchError,
@@ -73,8 +73,8 @@ def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float 
     """Runs the code as every rank under the launcher's care; the seconds it took."""
     begin = time.monotonic()
     with ExitStack() as stack:
-        ranks = launch._start([sys.executable, "-c", code], world_size, tmp_path, stack)
-        launch._wait(ranks, begin + patience_s)
+        ranks = record._start([sys.executable, "-c", code], world_size, tmp_path, stack)
+        record._wait(ranks, begin + patience_s)
     return time.monotonic() - begin
 
 

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stepsplit.collectors.attach.protocol import SITE
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.nccl import inspector_environment, log_environment
-from stepsplit.collectors.plan import PLAN_VARIABLE, Plan
-from stepsplit.collectors.record import NcclLogs, environment
+from stepsplit.collectors.record import PLAN_VARIABLE, SITE, NcclLogs, Plan, environment
 
 OUT = Path("/runs/a")
 ASKED = Plan(out=str(OUT), name="a", first=10)

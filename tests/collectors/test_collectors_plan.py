@@ -3,7 +3,7 @@
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.plan import Plan, detail, listed, plan
+from stepsplit.collectors.record import Plan, detail, listed, plan
 from stepsplit.collectors.run_spec import GroupInfo
 
 

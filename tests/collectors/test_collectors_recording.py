@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepsplit.collectors import Mesh, ModelSpec
-from stepsplit.collectors.launch import LaunchError, LaunchResult, Recipe, launch_workload
+from stepsplit.collectors.record import LaunchError, LaunchResult, Recipe, launch_workload
 from stepsplit.collectors.run_spec import GroupInfo, RunSpec, from_json
 
 torch = pytest.importorskip("torch")

@@ -78,7 +78,7 @@ def test_other_json_is_refused(text: str) -> None:
 
 
 def test_importing_the_collectors_leaves_torch_alone() -> None:
-    code = "import sys, stepsplit.collectors.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, stepsplit.collectors.record; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

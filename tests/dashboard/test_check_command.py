@@ -12,7 +12,7 @@ from report_builders import analysis
 from rich.console import Console
 
 from stepsplit.analyzer.analysis import check_runs
-from stepsplit.analyzer.regression.check_result import from_json
+from stepsplit.analyzer.regression.checks import from_json
 from stepsplit.analyzer.regression.metrics import CallsFact, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli

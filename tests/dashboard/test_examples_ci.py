@@ -12,7 +12,7 @@ import pytest
 from gate_builders import run
 from required import absent
 
-from stepsplit.analyzer.regression.budgets import read_budgets
+from stepsplit.analyzer.regression.checks import read_budgets
 from stepsplit.analyzer.regression.metrics import to_json
 
 CI = Path(__file__).parents[2] / "examples" / "ci"

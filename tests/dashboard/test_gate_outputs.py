@@ -14,8 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from required import absent
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.regression.budgets import parse_budget
-from stepsplit.analyzer.regression.check_result import Judged, Verdict, from_json, to_json
+from stepsplit.analyzer.regression.checks import Judged, Verdict, from_json, parse_budget, to_json
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
 from stepsplit.dashboard.reporters.ci import (

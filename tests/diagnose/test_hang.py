@@ -26,7 +26,7 @@ from stepsplit.analyzer.diagnose.hang_progress import (
 )
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.hang import hang_screen
+from stepsplit.dashboard.reporters.terminal import hang_screen
 
 T0 = 1_790_000_000_000_000_000
 WORLD = StuckGroup("0", "default_pg", (0, 1, 2))

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.gap.calibrate import Calibration, RunSeen, calibration_of, run_seen
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.collectors.launch import Recipe, launch_workload
+from stepsplit.collectors.record import Recipe, launch_workload
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,7 @@ from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.comm_ops import Message
-from stepsplit.analyzer.model.comm_volume import messages_of
-from stepsplit.analyzer.model.comm_volume_data import Bucket, buckets
+from stepsplit.analyzer.model.comm_volume import Bucket, buckets, messages_of
 from stepsplit.analyzer.model.config import Experts, Job, Layout, Transformer
 
 M = Message

@@ -8,7 +8,7 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.regression.budgets import DEFAULT, Budget, budgets_of, parse_budget
+from stepsplit.analyzer.regression.checks import DEFAULT, Budget, budgets_of, parse_budget
 
 
 @for_each(

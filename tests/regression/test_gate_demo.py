@@ -12,8 +12,7 @@ from gate_runs import STRAGGLER, record
 pytest.importorskip("torch")
 
 from stepsplit.analyzer.analysis import facts_at
-from stepsplit.analyzer.regression.budgets import DEFAULT, budgets_of
-from stepsplit.analyzer.regression.check_result import Verdict
+from stepsplit.analyzer.regression.checks import DEFAULT, Verdict, budgets_of
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import RunFacts
 

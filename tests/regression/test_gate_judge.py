@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from scipy import stats
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.regression.budgets import parse_budget
-from stepsplit.analyzer.regression.check_result import Judged
+from stepsplit.analyzer.regression.checks import Judged, parse_budget
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
 

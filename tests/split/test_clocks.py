@@ -11,7 +11,7 @@ from builders import BASE_NS, GpuTrace
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.report.report import ClockRow
 from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fitted
-from stepsplit.analyzer.split.clocks import Clock
+from stepsplit.analyzer.split.matching import Clock
 
 PAIR = [("0", "", [0, 1])]
 MS = 1_000_000

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.launch import Recipe, launch_workload
+from stepsplit.collectors.record import Recipe, launch_workload
 
 LATE_MS = 400
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

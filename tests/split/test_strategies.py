@@ -13,7 +13,7 @@ from required import shared_trace
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.io import from_json, to_json
 from stepsplit.analyzer.split.strategy_evidence import NAMES, Strategy
-from stepsplit.collectors.launch import launch_workload
+from stepsplit.collectors.record import launch_workload
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 OPS = {

@@ -14,11 +14,15 @@ from stepsplit.analyzer.ops import op_named
 from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.nccl.messages import (
     Channels,
+    Graph,
+    Graphs,
     Init,
     InitTime,
     Network,
     Said,
+    Tables,
     Topology,
+    is_table,
     parser_of,
 )
 from stepsplit.analyzer.readers.nccl.records import (
@@ -40,7 +44,6 @@ from stepsplit.analyzer.readers.nccl.records import (
     Warned,
     versions_in,
 )
-from stepsplit.analyzer.readers.nccl.tuning import Graph, Graphs, Tables, is_table
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
 

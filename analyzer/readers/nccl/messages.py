@@ -1,19 +1,26 @@
-"""One message of NCCL 2.4 to 2.30 or RCCL -> what it says; None where it is cut."""
+"""Messages of an NCCL or RCCL debug log: lines, cost tables, algorithm choices, rings and trees."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from stepsplit.analyzer.readers.nccl.records import Choice, GraphPattern, Setting, SystemBandwidth
-from stepsplit.analyzer.readers.nccl.tuning import (
-    Graphs,
-    choice_in,
-    graphs_in,
-    pattern_in,
-    system_in,
+from stepsplit.analyzer.ops import op_named
+from stepsplit.analyzer.readers.nccl.records import (
+    Choice,
+    CostCell,
+    GraphPattern,
+    Link,
+    Ring,
+    RingNeighbors,
+    Setting,
+    Speaker,
+    SystemBandwidth,
+    TreeNode,
 )
+
+# One message of NCCL 2.4 to 2.30 or RCCL -> what it says; None where it is cut.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,7 @@ class Init:
 
 
 _INIT = re.compile(r"\bcomm (\S+) rank (\d{1,6}) n[Rr]anks (\d{1,6}) (.*)- Init (START|COMPLETE)")
+
 _FIELD = re.compile(
     r"\b(cudaDev|nvmlDev|busId|commId|parent|splitCount|childCount|color|key) (-?[^\s-]+)"
 )
@@ -141,6 +149,7 @@ class Network:
 
 
 _NETWORK = re.compile(r"(?:Using network |Assigned NET plugin (?=.* to comm))(.+?)(?: to comm)?$")
+
 _SETTING = re.compile(
     r"\b(\w+) set by environment to (.*?)\.?$|Comm config \w+ reset to (\w+)=(\S+)$"
 )
@@ -158,11 +167,60 @@ def setting_in(text: str) -> Setting | None:
     return match and Setting(match[1] or match[3], match[2] or match[4] or "")
 
 
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """Rings, trees or links that one message names; pointer is the communicator's, mostly ""."""
+
+    pointer: str
+    graphs: tuple[Graph, ...]
+
+
 Said = (
     Init | Topology | InitTime | Channels | Graphs | GraphPattern | SystemBandwidth | Network
     | Setting | Choice
 )  # fmt: skip
+
 _GRAPHS = re.compile(r"(?:Channel|Ring|Tree|CollNet) \d{1,6}(?:/\d{1,6})? :|Trees \[")
+
+
+def choice_in(text: str) -> Choice | None:
+    """The choice of an "N Bytes -> ..."; None where the line is cut.
+
+    The bytes of the numbered lines (to 2.23) are those of the full buffer, those of the named
+    lines (from 2.24) what one rank hands in: https://github.com/NVIDIA/nccl, src/enqueue.cc.
+    """
+    if match := _NAMED.match(text):
+        names = (_name(match[3]), _name(match[4]))
+        channels = int(match[6]) - int(match[5]) + 1
+        return Choice(op_named(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1)
+    if match := _NUMBERED.match(text):
+        op = op_named(match[1]) if match[1] else ""
+        names = (_of(_ALGORITHMS, int(match[3])), _of(_PROTOCOLS, int(match[4])))
+        time_ns = round(float(match[5]) * 1000)
+        return Choice(op, int(match[2]), "global", *names, time_ns, -1, 1)
+    if match := _OTHER.match(text):
+        channels = int(match[5]) if match[5] else -1
+        op = op_named(match[1])
+        return Choice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
+    return None
+
+
+def pattern_in(text: str) -> GraphPattern | None:
+    """What NCCL's search found for one pattern."""
+    match = _PATTERN.match(text)
+    if match is None:
+        return None
+    cross_nic, channels = int(match[2]), int(match[3])
+    intra, inter = _gigabytes(match[4]), _gigabytes(match[5])
+    return GraphPattern(int(match[1]), cross_nic, channels, intra, inter, match[6], match[7])
+
+
+def system_in(text: str) -> SystemBandwidth | None:
+    """The bandwidths of a "=== System : maxBw 48.0 totalBw 370.8 ==="."""
+    match = _SYSTEM.match(text)
+    return match and SystemBandwidth(_gigabytes(match[1]), _gigabytes(match[2]))
+
+
 _FAMILIES: tuple[tuple[str, Callable[[str], Said | None]], ...] = (
     (" Init START", init_in),
     (" Init COMPLETE", init_in),
@@ -184,3 +242,241 @@ def parser_of(text: str) -> Callable[[str], Said | None] | None:
     if _GRAPHS.match(text):
         return graphs_in
     return next((parse for words, parse in _FAMILIES if words in text), None)
+
+
+# NCCL's tuning output: cost tables, algorithm choices, rings and trees.
+
+# What NCCL expects an op to cost, and how it decides to run it.
+
+_ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
+
+_PROTOCOLS = ("LL", "LL128", "Simple")
+
+_AS_IN_TABLES = {name.upper(): name for name in (*_ALGORITHMS, *_PROTOCOLS)}
+
+_NUMBERED = re.compile(
+    r"(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\d{1,2}) +proto (\d{1,2}) +time (\d{1,12}\.\d+)"
+)
+
+_NAMED = re.compile(
+    r"(\w+): +(\d{1,18}) Bytes -> Algo (\w+) +proto (\w+) +"
+    r"channel\{Lo\.\.Hi\}=\{(\d{1,4})\.\.(\d{1,4})\}"
+)
+
+_OTHER = re.compile(
+    r"(\w+) \[([^\]]+)\]: +(\d{1,18}) Bytes -> (?:Kernel )?(\S.*?)(?: nchannels (\d{1,4}).*)?$"
+)
+
+
+def _name(upper: str) -> str:
+    return _AS_IN_TABLES.get(upper.replace("_", ""), upper)
+
+
+def _of(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a cost table as its heading names them, so far."""
+
+    algorithms: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = ()
+    max_threads: tuple[int, ...] = ()
+
+
+_CELL = re.compile(r"(\d{1,12}\.\d{1,6})/ *(\d{1,12}\.\d{1,6})")
+
+_OPS = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce")
+
+
+def is_table(text: str) -> bool:
+    """Whether the message is a line of a cost table."""
+    return text.endswith("|") and text.partition("|")[0].strip() in (
+        "Latency/AlgBw", "Algorithm", "Protocol", "Max NThreads", *_OPS,
+    )  # fmt: skip
+
+
+def _columns_after(columns: Columns, text: str) -> Columns | None:
+    """The columns with what this line of the heading says; None for a line of costs."""
+    name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
+    if name == "Latency/AlgBw":
+        pairs = [[part.strip() for part in cell.partition("/")] for cell in cells]
+        return Columns(tuple(pair[0] for pair in pairs), tuple(pair[2] for pair in pairs))
+    if name == "Algorithm":
+        return Columns(tuple(algorithm for algorithm in cells for _ in _PROTOCOLS))
+    if name == "Protocol":  # names three algorithms' even in a last block of one
+        return Columns(columns.algorithms, tuple(cells[: len(columns.algorithms)]))
+    if name == "Max NThreads":
+        threads = tuple(int(cell) if cell.isdecimal() and len(cell) < 10 else -1 for cell in cells)
+        return Columns(columns.algorithms, columns.protocols, threads)
+    return None
+
+
+def _cells_in(columns: Columns, text: str) -> tuple[CostCell, ...]:
+    """The costs of one op; () where cells and columns differ in number."""
+    name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
+    costs = [_CELL.fullmatch(cell) for cell in cells]
+    if len(costs) != len(columns.algorithms) or len(costs) != len(columns.protocols):
+        return ()
+    return tuple(_cells(columns, op_named(name), costs))
+
+
+def _cells(columns: Columns, op: str, costs: list[re.Match[str] | None]) -> Iterator[CostCell]:
+    for i, cost in enumerate(costs):
+        if cost is None:
+            continue
+        threads = columns.max_threads[i] if i < len(columns.max_threads) else -1
+        latency_ns, bytes_per_s = round(float(cost[1]) * 1e3), round(float(cost[2]) * 1e9)
+        yield CostCell(
+            op, columns.algorithms[i], columns.protocols[i], latency_ns, bytes_per_s, threads
+        )
+
+
+@dataclass(slots=True)
+class Table:
+    """A cost table while its lines come in; slot is of the thread that prints it."""
+
+    slot: int
+    host: str
+    pid: int
+    cells: list[CostCell] = field(default_factory=list)
+    columns: Columns = field(default_factory=Columns)
+
+
+@dataclass(slots=True)
+class Tables:
+    """The cost tables of a log; each thread prints one at a time, in one or several blocks."""
+
+    all: list[Table] = field(default_factory=list)
+    _open: dict[tuple[str, int, int], Table] = field(default_factory=dict)
+
+    def take(self, by: Speaker, slot: int, text: str) -> bool:
+        """Takes a line over; False where it does not fit its heading."""
+        table = self._open.get(by[:3])
+        columns = _columns_after(table.columns if table else Columns(), text)
+        if table is None or (columns and not columns.max_threads and _again(table, columns)):
+            table = self._open[by[:3]] = Table(slot, by.host, by.pid)
+            self.all.append(table)
+        if columns is not None:
+            table.columns = columns
+            return True
+        cells = _cells_in(table.columns, text)
+        table.cells += cells
+        return bool(cells)
+
+
+def _again(table: Table, columns: Columns) -> bool:
+    """Whether the table holds costs of these algorithms already: the next table begins."""
+    return not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
+
+
+# Rings, trees and links that NCCL builds, and the bandwidths that it found before.
+
+Graph = Ring | RingNeighbors | TreeNode | Link
+
+_RING = re.compile(r"Channel (\d{1,6})(?:/\d{1,6})? : +(\d{1,6}(?: +\d{1,6})*)$")
+
+_NEIGHBORS = re.compile(r"Ring (\d{1,6}) : (-?\d{1,6}) -> (-?\d{1,6}) -> (-?\d{1,6})$")
+
+_TREE = re.compile(r"Tree (\d{1,6}) : (-?\d{1,6}) -> (-?\d{1,6}) -> (-?\d{1,6}(?:/-?\d{1,6})+)$")
+
+_TREES = re.compile(
+    r"\[(\d{1,6})\] (-?\d{1,6}(?:/-?\d{1,6})*)->(-?\d{1,6})->(-?\d{1,6}(?:/-?\d{1,6})*)"
+)
+
+
+def ring_in(text: str) -> Ring | None:
+    """The ring of a "Channel 00/02 : 0 1 2 3"."""
+    match = _RING.match(text)
+    return match and Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
+
+
+def neighbors_in(text: str) -> RingNeighbors | None:
+    """The neighbors of a "Ring 00 : 3 -> 0 -> 1"."""
+    match = _NEIGHBORS.match(text)
+    return match and RingNeighbors(-1, *(int(number) for number in match.groups()))
+
+
+def tree_nodes_in(text: str) -> tuple[TreeNode, ...]:
+    """The nodes of a "Tree 0 : -1 -> 0 -> 1/2/-1" or of "Trees [0] 1/2/-1->0->-1 [1] ...".
+
+    Before 2.8 a second direction follows each of them, which says the same; before 2.5 the parent
+    comes first. The children are where the slashes are.
+    """
+    match = _TREE.match(text)
+    found = [match.groups()] if match else _TREES.findall(text)
+    return tuple(
+        _node(int(channel), one, int(rank), other)
+        for channel, one, rank, other in found
+        if ("/" in one) != ("/" in other)
+    )
+
+
+def _node(channel: int, one: str, rank: int, other: str) -> TreeNode:
+    up, down = (other, one) if "/" in one else (one, other)
+    children = tuple(int(child) for child in down.split("/") if child.isdecimal())
+    return TreeNode(-1, channel, int(up), rank, children)
+
+
+_LINK = re.compile(
+    r"(?:Channel|Ring|CollNet) (\d{1,6})(?:/\d{1,6})? : "
+    r"(\d{1,6})(?:\[\w+\])?(?: -> (\d{1,6})(?:\[\w+\])?)?"
+    r" (?:\[(send|receive)\] )?via (\S.*)$"
+)
+
+_NET = re.compile(r"(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
+
+
+def link_in(text: str) -> Link | None:
+    """The connection of a "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
+    match = _LINK.match(text)
+    if match is None:
+        return None
+    ends = (-1, int(match[2]), int(match[3] or -1), int(match[1]))
+    transport, _, detail = match[5].partition("/")
+    if match[5] == "direct shared memory":
+        transport, detail = "SHM", match[5]
+    net = _NET.match(detail) if transport in ("NET", "COLLNET") else None
+    if net is None:
+        return Link(*ends, transport, detail, match[4] or "")
+    flags = net[3] or ""
+    return Link(
+        *ends, transport, flags, match[4] or "", net[1], int(net[2]), flags.startswith("GDRDMA")
+    )
+
+
+_POINTER = re.compile(r" comm (0x[0-9a-f]+)(?: .*)?$")
+
+
+def graphs_in(text: str) -> Graphs | None:
+    """What a message that begins with Channel, CollNet, Ring or Tree tells; RCCL adds a pointer."""
+    match = _POINTER.search(text)
+    text, pointer = (text, "") if match is None else (text[: match.start()], match[1])
+    if text.startswith("Tree"):
+        found: tuple[Graph | None, ...] = tree_nodes_in(text)
+    else:
+        found = (link_in(text) or ring_in(text) or neighbors_in(text),)
+    whole = tuple(graph for graph in found if graph is not None)
+    return Graphs(pointer, whole) if whole else None
+
+
+_PATTERN = re.compile(
+    r"Pattern (\d{1,6}), crossNic (\d{1,6}), nChannels (\d{1,6}), (?:speed|bw) ([\d.]+)/([\d.]+),"
+    r"(?: nHops \d{1,6},)? type (\w+)/(\w+), "
+)
+
+_SYSTEM = re.compile(
+    r"=== System : max(?:Width|Bw) (\d[\d.]*)(?: total(?:Width|Bw) (\d[\d.]*))? ==="
+)
+
+
+def _gigabytes(text: str | None) -> int:
+    return -1 if text is None else _scaled(text, 1e9)
+
+
+def _scaled(text: str, factor: float) -> int:
+    try:
+        return round(float(text) * factor)
+    except (ValueError, OverflowError):
+        return -1

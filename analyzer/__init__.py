@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.what_if import WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.gap.calibrate import calibrate
-    from stepsplit.analyzer.model.config import Job
+    from stepsplit.analyzer.model.config import JobConfig
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.plan import plan
     from stepsplit.analyzer.model.plan_space import Plan
@@ -34,7 +34,7 @@ __all__ = [
     "DataError",
     "FileRead",
     "Hang",
-    "Job",
+    "JobConfig",
     "Plan",
     "Prediction",
     "Report",
@@ -65,7 +65,7 @@ _HOME = {
     "DataError": "errors",
     "FileRead": "readers.registry",
     "Hang": "diagnose.hang_progress",
-    "Job": "model.config",
+    "JobConfig": "model.config",
     "Plan": "model.plan_space",
     "Prediction": "model.prediction",
     "Report": "report.report",

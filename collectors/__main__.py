@@ -14,7 +14,7 @@ from stepsplit.collectors.attach.client import attach_and_wait
 from stepsplit.collectors.attach.protocol import identity
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.record import NcclLogs, Plan, default_out, is_rank, record
+from stepsplit.collectors.record import NcclLogs, RecordPlan, default_out, is_rank, record
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
@@ -169,8 +169,8 @@ def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--stacks", action="store_true", help="Python stacks: large and slow")
 
 
-def _plan(options: argparse.Namespace, out: Path, first: int | None) -> Plan:
-    return Plan(
+def _plan(options: argparse.Namespace, out: Path, first: int | None) -> RecordPlan:
+    return RecordPlan(
         out=str(out),
         name=options.name or out.name,
         first=first,

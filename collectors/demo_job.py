@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from stepsplit.collectors.profiler import profile_run
-from stepsplit.collectors.record import FOLLOW_STDIN, Command, Recipe, parse_command
+from stepsplit.collectors.record import FOLLOW_STDIN, Command, DemoArgs, parse_command
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
 
 # The demo training: a small GPT under TP, PP and DP, recorded. One process a rank:
@@ -41,7 +41,7 @@ WARMUP = 1
 class Trainer:
     """One rank's share of the training."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, device: Any) -> None:
+    def __init__(self, recipe: DemoArgs, mesh: Mesh, device: Any) -> None:
         self.recipe, self.mesh, self.device = recipe, mesh, device
         self.rank = distributed.get_rank()
         self.device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.axes)
@@ -49,7 +49,7 @@ class Trainer:
         self.first, self.last = stage == 0, stage == stages - 1
         # The same start on every rank that shares the stage.
         torch.manual_seed(stage)
-        module = Stage(recipe, stage, stages).to(device)
+        module = GptStage(recipe, stage, stages).to(device)
         make_late(module, recipe, self.rank)
         self.module = spread(module, mesh, self.device_mesh)
         self.parameters = list(self.module.parameters())
@@ -134,7 +134,7 @@ def _touch_memory() -> None:
     del blocks
 
 
-def training(recipe: Recipe, mesh: Mesh) -> Training:
+def training(recipe: DemoArgs, mesh: Mesh) -> Training:
     """How a step of this recipe is made."""
     replicas = mesh.size("dp_replicate") * mesh.size("dp_shard")
     return Training(
@@ -152,7 +152,7 @@ def training(recipe: Recipe, mesh: Mesh) -> Training:
     )
 
 
-def make_late(module: Any, recipe: Recipe, rank: int) -> None:
+def make_late(module: Any, recipe: DemoArgs, rank: int) -> None:
     """Makes every forward of the slow rank take its share of slow_ms longer."""
     if rank != recipe.slow_rank or recipe.slow_ms <= 0:
         return
@@ -234,7 +234,7 @@ def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     return stage
 
 
-def pipeline(module: Any, recipe: Recipe, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
+def pipeline(module: Any, recipe: DemoArgs, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
     """The schedule that runs this rank's stage."""
     group = device_mesh["pp"].get_group()
     stage = PipelineStage(module, group.rank(), mesh.size("pp"), device, group=group)
@@ -290,11 +290,11 @@ def _local(tensor: Any) -> Any:
 _FFN = 4  # the feed-forward layer is this many times as wide as the model
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class GptBlock(nn.Module):  # type: ignore[misc]
     """One transformer layer. (sequences * seq_len, hidden) in and out: linear layers on two dims
     take half the ops that they take on three."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: DemoArgs) -> None:
         super().__init__()
         hidden = recipe.hidden
         self.seq_len = recipe.seq_len
@@ -318,16 +318,16 @@ class Block(nn.Module):  # type: ignore[misc]
         return attended.transpose(1, 2).reshape(qkv.shape[0], -1)
 
 
-class Stage(nn.Module):  # type: ignore[misc]
+class GptStage(nn.Module):  # type: ignore[misc]
     """The share of the model that one pipeline stage holds; of one stage, all of it."""
 
-    def __init__(self, recipe: Recipe, stage: int, stages: int) -> None:
+    def __init__(self, recipe: DemoArgs, stage: int, stages: int) -> None:
         super().__init__()
         hidden, first, last = recipe.hidden, stage == 0, stage == stages - 1
         layers = recipe.layers // stages
         self.embed = nn.Embedding(VOCAB, hidden) if first else None
         self.position = nn.Embedding(recipe.seq_len, hidden) if first else None
-        self.blocks = nn.ModuleList(Block(recipe) for _ in range(layers))
+        self.blocks = nn.ModuleList(GptBlock(recipe) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden, bias=False) if last else None
         self.head = nn.Linear(hidden, VOCAB, bias=False) if last else None
 
@@ -346,10 +346,10 @@ def stage_loss(scores: Any, targets: Any) -> Any:
     return functional.cross_entropy(scores, targets.flatten())
 
 
-def model_spec(recipe: Recipe) -> ModelSpec:
+def model_spec(recipe: DemoArgs) -> ModelSpec:
     """The shape of the whole model, all stages together."""
     with torch.device("meta"):
-        whole = Stage(recipe, 0, 1)
+        whole = GptStage(recipe, 0, 1)
     return ModelSpec(
         layers=recipe.layers,
         hidden=recipe.hidden,

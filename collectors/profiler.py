@@ -32,7 +32,7 @@ from stepsplit.collectors.rank_record import (
     StepClock,
     write_record,
 )
-from stepsplit.collectors.record import Detail, Plan, detail
+from stepsplit.collectors.record import Detail, RecordPlan, detail
 from stepsplit.collectors.run_spec import (
     Mesh,
     ModelSpec,
@@ -99,14 +99,14 @@ class RunFile:
 LATE_RANKS_S = 10.0
 
 
-class Recording:
+class ActiveRecording:
     """One rank's share of a recording, by a plan that says when it begins.
 
     begin(), then after(step) at the end of every step, then close(). Whatever fails is lost with a
     warning: none of these raises or makes a collective, and only close() waits for others.
     """
 
-    def __init__(self, plan: Plan, stated: Stated) -> None:
+    def __init__(self, plan: RecordPlan, stated: Stated) -> None:
         self._plan, self._first = plan, plan.first or 0
         self._last = self._first + plan.steps - 1
         self._folder = Path(plan.out)
@@ -281,7 +281,7 @@ def profile_run(
     profiler a process: ours ends where another is started. Steps beyond the recorded ones are
     timed, so that the report can say what the profiler cost.
     """
-    plan = Plan(
+    plan = RecordPlan(
         out=str(out),
         name=name or Path(out).resolve().name,
         first=wait + warmup,
@@ -303,20 +303,20 @@ class ProfiledRun:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RecordPlan,
         mesh: MeshLike = None,
         model: ModelSpec | None = None,
         training: Training | None = None,
     ) -> None:
         self._plan, self._mesh = plan, mesh
         self._model, self._training = model, training
-        self._recording: Recording | None = None
+        self._recording: ActiveRecording | None = None
         self._step = 0
 
     def start(self) -> Self:
         """Begins; the next step is number 0."""
         mesh = mesh_of(self._mesh, job()[1])
-        self._recording = Recording(self._plan, Stated(mesh, self._model, self._training))
+        self._recording = ActiveRecording(self._plan, Stated(mesh, self._model, self._training))
         self._recording.begin(0)
         return self
 

@@ -43,7 +43,7 @@ class NcclLogs:
     inspector: bool = False
 
 
-def record(command: Sequence[str], plan: Plan, nccl: NcclLogs = NcclLogs()) -> int:
+def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()) -> int:
     """Runs the command to its end, each rank of it recorded by the plan; its exit status.
 
     Raises CollectError where it cannot be started or the folder cannot be written.
@@ -66,7 +66,7 @@ def record(command: Sequence[str], plan: Plan, nccl: NcclLogs = NcclLogs()) -> i
     return 128 - status if status < 0 else status
 
 
-def environment(given: Mapping[str, str], plan: Plan, nccl: NcclLogs) -> dict[str, str]:
+def environment(given: Mapping[str, str], plan: RecordPlan, nccl: NcclLogs) -> dict[str, str]:
     """What is added to the environment of the job; what its user has set himself stays."""
     out, version = Path(plan.out), installed_version()
     wanted = _FLIGHT | log_environment(out, version, nccl.calls)
@@ -119,7 +119,7 @@ SMALL_JOB = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecordPlan:
     """One recording. Steps count from 0, the first that the process makes.
 
     The steps first to first + steps - 1 are recorded; the profiler warms up in the `warmup` steps
@@ -149,7 +149,7 @@ class Plan:
         return json.dumps(asdict(self))
 
 
-def plan(text: str | bytes) -> Plan:
+def parse_plan(text: str | bytes) -> RecordPlan:
     """The plan of its text. Raises ValueError where the text is none."""
     body = json.loads(text)
     try:
@@ -158,9 +158,9 @@ def plan(text: str | bytes) -> Plan:
         raise ValueError(f"no plan: {error}") from None
 
 
-def plan_of(body: Mapping[str, Any]) -> Plan:
+def plan_of(body: Mapping[str, Any]) -> RecordPlan:
     """The plan of its fields; those of another version are passed over. Raises TypeError."""
-    return Plan(**named(Plan, body))
+    return RecordPlan(**named(RecordPlan, body))
 
 
 def listed(ranks: str) -> frozenset[int]:
@@ -219,13 +219,13 @@ class LaunchResult:
 
 
 def launch_workload(
-    parallel: str | Mesh, out: str | Path, recipe: Recipe | None = None, timeout_s: float = 300.0
+    parallel: str | Mesh, out: str | Path, recipe: DemoArgs | None = None, timeout_s: float = 300.0
 ) -> LaunchResult:
     """Trains on the mesh ("tp=2,pp=2,dp=2") and records into `out`. Raises LaunchError."""
     mesh = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     command = [sys.executable, "-m", "stepsplit.collectors.demo_job"]
     command += ["--out", str(out), "--parallel", parallel_text(mesh)]
-    command += (recipe or Recipe()).arguments()
+    command += (recipe or DemoArgs()).arguments()
     begin = time.monotonic_ns()
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as logs, ExitStack() as stack:
         ranks = _start(command, mesh.world_size, Path(logs), stack)
@@ -336,7 +336,7 @@ _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class DemoArgs:
     """The size of the model, the length of the run, and a rank that is made late on purpose."""
 
     steps: int = field(default=20, metadata={"help": "training steps in all"})
@@ -368,7 +368,7 @@ class Command:
 
     out: Path
     mesh: Mesh
-    recipe: Recipe
+    recipe: DemoArgs
 
 
 def parse_command(arguments: Sequence[str] | None = None) -> Command:
@@ -379,11 +379,11 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the recording")
     parser.add_argument("--parallel", default="dp=1", help="such as tp=2,pp=2,dp=2 or fsdp=4")
-    for each in fields(Recipe):
+    for each in fields(DemoArgs):
         kind = type(each.default)
         parser.add_argument(_flag(each.name), type=kind, default=each.default, **each.metadata)
     values = parser.parse_args(arguments)
-    recipe = Recipe(**{f.name: getattr(values, f.name) for f in fields(Recipe)})
+    recipe = DemoArgs(**{f.name: getattr(values, f.name) for f in fields(DemoArgs)})
     try:
         mesh = parse_parallel(values.parallel)
         check(recipe, mesh)
@@ -419,7 +419,7 @@ def without_singles(mesh: Mesh) -> Mesh:
     return Mesh.of(sizes or {"dp_replicate": 1})
 
 
-def check(recipe: Recipe, mesh: Mesh) -> None:
+def check(recipe: DemoArgs, mesh: Mesh) -> None:
     """Raises ValueError, one line, where the mesh cannot hold the model."""
     stages, shards = mesh.size("pp"), mesh.size("tp")
     if recipe.layers % stages:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, record_function
 
-from stepsplit.collectors.record import Plan
+from stepsplit.collectors.record import RecordPlan
 
 # torch.profiler over some steps: when it warms up, starts and ends, and who else may have it.
 
@@ -32,7 +32,7 @@ class TraceWindow:
     _open: ClassVar[TraceWindow | None] = None
     """The one that has torch's profiler."""
 
-    def __init__(self, plan: Plan, first: int, give_way: Callable[[], None]) -> None:
+    def __init__(self, plan: RecordPlan, first: int, give_way: Callable[[], None]) -> None:
         self._plan, self._first, self._give_way = plan, first, give_way
         self._profiler: Any = None
         self._mark: Any = None

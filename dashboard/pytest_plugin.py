@@ -179,13 +179,13 @@ class CommBudget:
 
     def __call__(
         self, *budgets: str, mesh: MeshLike = None, steps: int = 3, warmup: int = 1
-    ) -> Block:
+    ) -> RecordedBlock:
         """A block to record, with these budgets (calls and bytes exact where none is named).
 
         mesh is as for profile_run; so many steps are recorded after the warm-up.
         """
         self.rules += budgets
-        return Block(self, mesh, steps, warmup)
+        return RecordedBlock(self, mesh, steps, warmup)
 
     def recorded(self, recording: str | Path, *budgets: str) -> None:
         """Takes a recording that the test has made itself, such as one by torchrun, for a run."""
@@ -243,7 +243,7 @@ class CommBudget:
         return [facts for recording in self.recordings for facts in facts_at(recording)]
 
 
-class Block:
+class RecordedBlock:
     """Steps of a test under the recorder: call step() at the end of each of them.
 
     total_steps is how many it takes until all are recorded.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServerFile:
     """What the server holds of a file."""
 
     bytes: int
@@ -55,7 +55,7 @@ class Sender:
         answer = self._patiently(lambda: self._post(_RUNS, body))
         return str(_good(answer).body["id"])
 
-    def send(self, run_id: str, one: Chosen) -> None:
+    def send(self, run_id: str, one: FileToSend) -> None:
         """Sends what the server does not hold of the file. Raises UsageError, GaveUp."""
         place = f"{_RUNS}/{run_id}/files/{quote(one.path)}"
         failures = 0
@@ -86,11 +86,11 @@ class Sender:
         asked = f"{_RUNS}/{quote(run_id)}"
         return _good(self._patiently(lambda: self._connection.ask("GET", asked))).body
 
-    def _held(self, place: str) -> Held:
+    def _held(self, place: str) -> ServerFile:
         answer = self._connection.ask("HEAD", place)
-        return Held(0, False) if answer.status == 404 else _held_by(_good(answer))
+        return ServerFile(0, False) if answer.status == 404 else _held_by(_good(answer))
 
-    def _append(self, place: str, file: BinaryIO, offset: int, size: int) -> Held:
+    def _append(self, place: str, file: BinaryIO, offset: int, size: int) -> ServerFile:
         file.seek(offset)
         part = file.read(PART_BYTES)
         ends = offset + len(part) >= size
@@ -108,7 +108,7 @@ class Sender:
             raise Passing(told(answer), answer.wait_s)
         return _held_by(_good(answer))
 
-    def _post(self, path: str, body: bytes) -> Answer:
+    def _post(self, path: str, body: bytes) -> ServerAnswer:
         headers = {"Content-Type": "application/json"}
         return self._connection.ask("POST", path, body, headers)
 
@@ -128,12 +128,12 @@ class Sender:
         return failures + 1
 
 
-def _held_by(answer: Answer) -> Held:
+def _held_by(answer: ServerAnswer) -> ServerFile:
     offset = int(answer.headers.get("Upload-Offset", "0"))
-    return Held(offset, answer.headers.get("Upload-Complete") == "?1")
+    return ServerFile(offset, answer.headers.get("Upload-Complete") == "?1")
 
 
-def _good(answer: Answer) -> Answer:
+def _good(answer: ServerAnswer) -> ServerAnswer:
     if answer.status == 401:
         raise UsageError(f"{told(answer)}; give it by --token or STEPSPLIT_TOKEN")
     if answer.status >= 300:
@@ -145,7 +145,7 @@ def _good(answer: Answer) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class FileToSend:
     """A file to send; path is what the run calls it, with slashes."""
 
     file: Path
@@ -153,7 +153,7 @@ class Chosen:
     size_bytes: int
 
 
-def chosen(places: Sequence[Path]) -> tuple[Chosen, ...]:
+def chosen(places: Sequence[Path]) -> tuple[FileToSend, ...]:
     """The files of the places; a folder's keep their paths below it. Hidden ones are no part of a
     recording. Raises UsageError."""
     found = [one for place in places for one in _of(place)]
@@ -166,15 +166,15 @@ def chosen(places: Sequence[Path]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def _of(place: Path) -> list[Chosen]:
+def _of(place: Path) -> list[FileToSend]:
     if place.is_file():
-        return [Chosen(place, place.name, place.stat().st_size)]
+        return [FileToSend(place, place.name, place.stat().st_size)]
     if not place.is_dir():
         raise UsageError(f"{place}: no such file or folder; check the path")
     root = place.resolve()
     files = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
     return [
-        Chosen(path, path.relative_to(root.parent).as_posix(), path.stat().st_size)
+        FileToSend(path, path.relative_to(root.parent).as_posix(), path.stat().st_size)
         for path in files
     ]
 
@@ -199,7 +199,7 @@ class Passing(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerAnswer:
     """What the server said. body is {} where it was no JSON object."""
 
     status: int
@@ -231,7 +231,7 @@ class Connection:
 
     def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> ServerAnswer:
         """The server's answer, whatever it is. Raises Passing where there is none, or where it is
         that the server is not well."""
         own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -242,7 +242,7 @@ class Connection:
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
             raise Passing(f"{self.url}: {_reason(error)}") from None
-        answer = Answer(response.status, dict(response.headers), _object(content))
+        answer = ServerAnswer(response.status, dict(response.headers), _object(content))
         if answer.status in _PASSING:
             raise Passing(f"{self.url}: {told(answer)}", answer.wait_s)
         return answer
@@ -252,7 +252,7 @@ class Connection:
         self._http.close()
 
 
-def told(answer: Answer) -> str:
+def told(answer: ServerAnswer) -> str:
     """The line that the server gave for its refusal."""
     return str(answer.body.get("error") or f"the server answered {answer.status}")
 

@@ -13,7 +13,7 @@ from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import StepTimes
+from stepsplit.analyzer.split.steps import StepDurations
 
 MS = 1_000_000
 GEMM = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT<float, __nv_bfloat16, __nv_bfloat16, 192>"
@@ -29,7 +29,7 @@ class Detail:
     lateness: tuple[Lateness, ...]
     critical_path: tuple[PathPart, ...]
     path_steps: tuple[PathStep, ...]
-    step_times: tuple[StepTimes, ...]
+    step_times: tuple[StepDurations, ...]
     coverage: tuple[Coverage, ...]
 
 
@@ -106,7 +106,7 @@ def _path(row: StepRow) -> Iterable[PathPart]:
     yield PathPart(row.step, 3, "compute", None, rest)
 
 
-def _times(rank: int | None, own: Sequence[StepRow]) -> StepTimes:
+def _times(rank: int | None, own: Sequence[StepRow]) -> StepDurations:
     took = sorted(row.step_ns for row in own)
     middle = (took[(len(took) - 1) // 2] + took[len(took) // 2]) // 2
-    return StepTimes(rank, len(took), middle, took[-1], took[-1], ())
+    return StepDurations(rank, len(took), middle, took[-1], took[-1], ())

@@ -13,7 +13,7 @@ from prediction_builders import prediction
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.gap.gap import gap_of
 from stepsplit.analyzer.gap.waterfall import Price
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
@@ -85,7 +85,7 @@ def model(each: Split, *calls: Expected, stages: int = 1) -> Prediction:
     """A prediction of that split and these calls of SIZE bytes on every stage, free of doubt."""
     found = (
         Communication(
-            Message("any", op, axis, stage, "forward", count, SIZE, SIZE, SIZE),
+            CommOp("any", op, axis, stage, "forward", count, SIZE, SIZE, SIZE),
             Band(took * US, took * US, took * US),
             held * US,
         )

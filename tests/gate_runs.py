@@ -8,10 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from stepsplit.collectors.record import Recipe
+from stepsplit.collectors.record import DemoArgs
 
 JOBS = Path(__file__).parent / "collector_jobs"
-RECIPE = Recipe(steps=11, active=8, layers=2, hidden=256, microbatches=2, micro_batch=8, seq_len=64)
+RECIPE = DemoArgs(
+    steps=11, active=8, layers=2, hidden=256, microbatches=2, micro_batch=8, seq_len=64
+)
 STRAGGLER = replace(RECIPE, slow_rank=1, slow_ms=300)
 _QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -22,7 +24,7 @@ _QUIET = {
 _LONGEST_S = 120
 
 
-def record(out: Path, plant: str = "nothing", recipe: Recipe = RECIPE) -> Path:
+def record(out: Path, plant: str = "nothing", recipe: DemoArgs = RECIPE) -> Path:
     """A recording of two data-parallel ranks under the folder out. Raises where a rank fails."""
     command = [sys.executable, str(JOBS / "ranks.py"), str(JOBS / "planted_demo.py"), plant]
     command += ["--out", str(out), "--parallel", "dp=2", *recipe.arguments()]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import (
     Efficiency,
-    Hardware,
-    Job,
-    Layout,
+    HardwareConfig,
+    JobConfig,
     Link,
-    Recipe,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction, StageMemory
@@ -20,7 +20,7 @@ MS = 1_000_000
 GIB = 2**30
 MIB = 2**20
 
-H100 = Hardware(
+H100 = HardwareConfig(
     name="h100-sxm",
     family="hopper",
     peaks_flops_per_s=(("bf16", 1e15), ("fp32", 5e14)),
@@ -36,23 +36,23 @@ H100 = Hardware(
     nvls=1.0,
 )
 
-GPT = Transformer(
+GPT = ModelConfig(
     layers=24, hidden=2048, heads=16, kv_heads=16, head_size=128, ffn=8192, vocab=50_000,
     positions=2048, name="gpt-1.3b",
 )  # fmt: skip
 
 
 def job(
-    model: Transformer = GPT,
-    layout: Layout | None = None,
-    recipe: Recipe | None = None,
-    hardware: Hardware = H100,
-) -> Job:
+    model: ModelConfig = GPT,
+    layout: ParallelConfig | None = None,
+    recipe: TrainingConfig | None = None,
+    hardware: HardwareConfig = H100,
+) -> JobConfig:
     """A GPT of 1.3 billion parameters on one node: pp 2, tp 2, dp 2, eight microbatches."""
-    return Job(
+    return JobConfig(
         model,
-        layout or Layout(tp=2, pp=2, dp_replicate=2),
-        recipe or Recipe(seq_len=2048, micro_batch=1, global_batch=16, recompute="full"),
+        layout or ParallelConfig(tp=2, pp=2, dp_replicate=2),
+        recipe or TrainingConfig(seq_len=2048, micro_batch=1, global_batch=16, recompute="full"),
         hardware,
     )
 
@@ -98,7 +98,7 @@ def _communication(
     strategy: str, op: str, axis: str, stage: int, phase: str, count: int, message_bytes: int,
     time_ms: int, hidden_ms: int,
 ) -> Communication:  # fmt: skip
-    message = Message(
+    message = CommOp(
         strategy, op, axis, stage, phase, count, message_bytes, message_bytes, message_bytes
     )
     time = Band(time_ms * MS, (time_ms - 1) * MS, (time_ms + 2) * MS)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import Efficiency, Hardware, Link, Span
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Link, Span
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 MIB, GIB = 2**20, 2**30
 
 
-def cluster(intra: Link, inter: Link, gpus_per_node: int = 8, nvls: float = 0.0) -> Hardware:
+def cluster(intra: Link, inter: Link, gpus_per_node: int = 8, nvls: float = 0.0) -> HardwareConfig:
     """Hardware of which only the links matter."""
     host = Link("pcie-5", 63e9, 0.76, 5_700)
     efficiency = Efficiency(0.7, 0.4, 0.5, 0.8, 5_000)
-    return Hardware("", "", (), 1, 1.0, gpus_per_node, intra, inter, host, efficiency, nvls)
+    return HardwareConfig("", "", (), 1, 1.0, gpus_per_node, intra, inter, host, efficiency, nvls)
 
 
 NDR = Link("ib-ndr-400", 50e9, 0.95, 14_000)
@@ -40,7 +40,7 @@ class Measured:
     """One all_reduce as published."""
 
     system: str
-    hardware: Hardware
+    hardware: HardwareConfig
     span: Span
     message_bytes: int
     ns: float

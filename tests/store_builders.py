@@ -9,7 +9,7 @@ from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.dashboard.store.runs import Job, RunRow
+from stepsplit.dashboard.store.runs import AnalysisJob, RunRow
 from stepsplit.dashboard.store.store import FileRow, Store
 
 
@@ -37,7 +37,7 @@ def queued(store: Store, name: str = "run", **files: bytes) -> str:
     return run_id
 
 
-def claimed(store: Store, worker: str = "w1", lease_s: float = 60.0) -> Job:
+def claimed(store: Store, worker: str = "w1", lease_s: float = 60.0) -> AnalysisJob:
     """The next job, taken by the worker."""
     job = store.jobs.claim(worker, lease_s)
     assert job is not None

@@ -11,32 +11,32 @@ from required import SHARED_TRACES, absent
 from stepsplit.analyzer.model.config import (
     Efficiency,
     Experts,
-    Hardware,
-    Job,
+    HardwareConfig,
+    JobConfig,
     LatentAttention,
-    Layout,
     Link,
-    Recipe,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
 )
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)
-DEVICE = Hardware(
+DEVICE = HardwareConfig(
     "device", "none", (("bf16", 1e12),), 2**30, 1e12, 8, WIRE, WIRE, WIRE,
     Efficiency(gemm=1.0, attention=1.0, unfused_attention=1.0, memory=1.0, launch_ns=0.0),
 )  # fmt: skip
 
-TINY = Transformer(
+TINY = ModelConfig(
     layers=4, hidden=8, heads=4, kv_heads=4, head_size=2, ffn=32, vocab=512,
     tied=False, norm="rms", biases=False,
 )  # fmt: skip
 """A layer holds 256 in attention, 512 in its MLP and 16 in norms: 784. Embedding and head 4096."""
 
-RECIPE = Recipe(seq_len=16, micro_batch=1, global_batch=1)
+RECIPE = TrainingConfig(seq_len=16, micro_batch=1, global_batch=1)
 """16 tokens of 8 numbers in bf16: 256 bytes from layer to layer."""
 
-LITE = Transformer(
+LITE = ModelConfig(
     layers=27, hidden=2048, heads=16, kv_heads=16, head_size=128, ffn=10944, vocab=102400,
     gated=True, tied=False, norm="rms", biases=False,
     experts=Experts(64, 6, 1408, 2816, dense_layers=1),
@@ -55,21 +55,23 @@ MPT = {
 """layers, hidden, heads of mosaicml/llm-foundry's family."""
 
 
-def job(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any) -> Job:
+def job(
+    model: ModelConfig = TINY, layout: ParallelConfig | None = None, **recipe: Any
+) -> JobConfig:
     """A job on the device; recipe replaces what RECIPE says."""
-    return Job(model, layout or Layout(), replace(RECIPE, **recipe), DEVICE)
+    return JobConfig(model, layout or ParallelConfig(), replace(RECIPE, **recipe), DEVICE)
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int) -> Transformer:
+def gpt(layers: int, hidden: int, heads: int, vocab: int, seq: int) -> ModelConfig:
     """As GPT-2 and GPT-3 are: learned positions, biases, layer norms, tied."""
-    return Transformer(
+    return ModelConfig(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, positions=seq
     )
 
 
-def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Transformer:
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelConfig:
     """As Llama and Mistral are: gated, RMS norms, no biases, head of its own."""
-    return Transformer(
+    return ModelConfig(
         layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab,
         gated=True, tied=False, norm="rms", biases=False,
     )  # fmt: skip
@@ -87,7 +89,7 @@ def published(table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def gpt_of(row: dict[str, str]) -> Transformer:
+def gpt_of(row: dict[str, str]) -> ModelConfig:
     """The GPT of a row that names its sizes."""
     layers, hidden, heads, vocab, seq = (
         int(row[name]) for name in ("layers", "hidden", "heads", "vocab", "seq")

@@ -12,8 +12,15 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import labels_of, mean_within
 from stepsplit.analyzer.diagnose.comm_causes import lost_overlap, needless_calls, slow_links
-from stepsplit.analyzer.diagnose.dependency_graph import Graph
-from stepsplit.analyzer.diagnose.replay import Float, Scene, capped, moved_faster, paced, scene_of
+from stepsplit.analyzer.diagnose.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.replay import (
+    Float,
+    ReplayContext,
+    capped,
+    moved_faster,
+    paced,
+    scene_of,
+)
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.report.build import why_idle
 from stepsplit.analyzer.report.report import EventRef, Finding
@@ -61,7 +68,7 @@ def find_causes(found: RunSplit, origin_ns: int, records: Sequence[RankRecord] =
     return Causes(_worth(scene) if scene.mean_ns > 0 else ())
 
 
-def _worth(scene: Scene) -> tuple[Finding, ...]:
+def _worth(scene: ReplayContext) -> tuple[Finding, ...]:
     causes = [
         *slow_paces(scene),
         *uneven_shares(scene),
@@ -78,7 +85,7 @@ def _worth(scene: Scene) -> tuple[Finding, ...]:
 # What the schedule itself costs with so few microbatches.
 
 
-def few_microbatches(scene: Scene) -> list[Finding]:
+def few_microbatches(scene: ReplayContext) -> list[Finding]:
     """As if the same work came in twice as many microbatches of the same size.
 
     What the schedule's window works stays; its ideal bubble is that of so many.
@@ -120,7 +127,7 @@ _UNEVEN = 1.02
 """Below so many times the mean a share of work is even."""
 
 
-def uneven_shares(scene: Scene) -> list[Finding]:
+def uneven_shares(scene: ReplayContext) -> list[Finding]:
     """Findings for stages of unequal compute, and for unequal ranks within a stage.
 
     Compute is taken at the peers' pace: a slow device has no more work.
@@ -135,7 +142,7 @@ def uneven_shares(scene: Scene) -> list[Finding]:
     return [one for one in found if one is not None]
 
 
-def _uneven_stages(scene: Scene, of_stage: Float, mean: Float) -> Finding | None:
+def _uneven_stages(scene: ReplayContext, of_stage: Float, mean: Float) -> Finding | None:
     heaviest = _heaviest(scene, scene.stage, of_stage / np.maximum(mean, 1))
     if heaviest is None:
         return None
@@ -159,13 +166,13 @@ def _uneven_stages(scene: Scene, of_stage: Float, mean: Float) -> Finding | None
     )
 
 
-def _with_layers(scene: Scene, graph: Graph, times: Float) -> Graph:
+def _with_layers(scene: ReplayContext, graph: DependencyGraph, times: Float) -> DependencyGraph:
     """What layers communicate within their stage comes and goes with them."""
     kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= STAGE_AXES)
     return moved_faster(graph, kernels, times[graph.kernels.step[kernels]])
 
 
-def _uneven_ranks(scene: Scene, work: Float, of_stage: Float) -> Finding | None:
+def _uneven_ranks(scene: ReplayContext, work: Float, of_stage: Float) -> Finding | None:
     rank = scene.ranks[scene.graph.steps.rank]
     heaviest = _heaviest(scene, rank, work / np.maximum(of_stage, 1))
     if heaviest is None:
@@ -189,7 +196,7 @@ def _uneven_ranks(scene: Scene, work: Float, of_stage: Float) -> Finding | None:
     )
 
 
-def _heaviest(scene: Scene, who: Int64, ratio: Float) -> tuple[int, float] | None:
+def _heaviest(scene: ReplayContext, who: Int64, ratio: Float) -> tuple[int, float] | None:
     """(who has the most work on average, how many times the mean); None where all is even."""
     numbers, place = np.unique(who[scene.counted], return_inverse=True)
     mean = np.bincount(place, ratio[scene.counted]) / np.bincount(place)
@@ -200,7 +207,7 @@ def _heaviest(scene: Scene, who: Int64, ratio: Float) -> tuple[int, float] | Non
 # Ranks whose device computes the same kernels more slowly than its peers do.
 
 
-def pace_of(scene: Scene) -> Float:
+def pace_of(scene: ReplayContext) -> Float:
     """For each row how long its compute would take at the peers' pace, a ratio of what it took.
 
     What all ranks of a stage are slower by is the stage's own work, no device's.
@@ -217,7 +224,7 @@ def pace_of(scene: Scene) -> Float:
     return np.clip(1 - share, 0.0, 1.0)
 
 
-def _usual_compute(scene: Scene) -> Float:
+def _usual_compute(scene: ReplayContext) -> Float:
     """The mean compute of each row's rank in its full steps."""
     compute, steps = scene.bucket_ns("compute"), scene.graph.steps
     counted = scene.counted
@@ -226,14 +233,14 @@ def _usual_compute(scene: Scene) -> Float:
     return np.maximum(total / np.maximum(count, 1), 1.0)[steps.rank]
 
 
-def slow_paces(scene: Scene) -> list[Finding]:
+def slow_paces(scene: ReplayContext) -> list[Finding]:
     """A finding for each slow rank, as if it alone kept its peers' pace."""
     pace = pace_of(scene)
     slow = {scene.ranks[index] for index in scene.graph.steps.rank[pace < 1].tolist()}
     return [_slow_rank_finding(scene, int(rank), pace) for rank in sorted(slow)]
 
 
-def _slow_rank_finding(scene: Scene, rank: int, pace: Float) -> Finding:
+def _slow_rank_finding(scene: ReplayContext, rank: int, pace: Float) -> Finding:
     mine = scene.ranks[scene.graph.steps.rank] == rank
     changed = paced(scene.graph, "compute", np.where(mine, pace, 1.0))
     rows = [one for one in slow_ranks(scene.found.detail.slow_kernels) if one.rank == rank]
@@ -254,7 +261,7 @@ def _slow_rank_finding(scene: Scene, rank: int, pace: Float) -> Finding:
     )
 
 
-def _slowest(scene: Scene, rank: int, slow: SlowRank) -> tuple[EventRef, ...]:
+def _slowest(scene: ReplayContext, rank: int, slow: SlowRank) -> tuple[EventRef, ...]:
     index = int(np.flatnonzero(scene.ranks == rank)[0])
     events = scene.found.ranks[index].trace.events
     rows = np.flatnonzero(events.named(slow.kernel))
@@ -320,14 +327,14 @@ _LEAST = 0.005
 """Of the mean step; a rank that idles or copies for less beyond the others is not looked at."""
 
 
-def late_hosts(scene: Scene) -> list[Finding]:
+def late_hosts(scene: ReplayContext) -> list[Finding]:
     """A finding for each rank that idles or copies longer than the others, and one for what all
     of them idle."""
     found = [one for work in _SAYS for one in _beyond_others(scene, work)]
     return [*found, _host_bound(scene, _usual(scene, _of_host_ns(scene)))]
 
 
-def _of_host_ns(scene: Scene) -> Float:
+def _of_host_ns(scene: ReplayContext) -> Float:
     """What each row idles because of its host.
 
     A device's own latencies are left out, and what the trace does not tell.
@@ -341,7 +348,7 @@ def _of_host_ns(scene: Scene) -> Float:
     return found
 
 
-def _usual(scene: Scene, values: Float) -> Float:
+def _usual(scene: ReplayContext, values: Float) -> Float:
     """For each row the lower median over the ranks in its step."""
     steps = scene.graph.steps
     found = np.zeros(len(values))
@@ -351,7 +358,7 @@ def _usual(scene: Scene, values: Float) -> Float:
     return found
 
 
-def _beyond_others(scene: Scene, work: str) -> list[Finding]:
+def _beyond_others(scene: ReplayContext, work: str) -> list[Finding]:
     spent, steps = scene.work_ns(work), scene.graph.steps
     usual = _usual(scene, spent.astype(np.float64))
     beyond = np.maximum(spent - usual, 0) * scene.counted
@@ -361,7 +368,7 @@ def _beyond_others(scene: Scene, work: str) -> list[Finding]:
     return [_of_rank(scene, work, index, usual) for index in late]
 
 
-def _of_rank(scene: Scene, work: str, index: int, usual: Float) -> Finding:
+def _of_rank(scene: ReplayContext, work: str, index: int, usual: Float) -> Finding:
     spent = scene.work_ns(work)
     mine = (scene.graph.steps.rank == index) & (spent > usual) & scene.counted
     changed = capped(scene.graph, work, np.where(mine, usual, spent))
@@ -380,7 +387,7 @@ def _of_rank(scene: Scene, work: str, index: int, usual: Float) -> Finding:
     )
 
 
-def _host_bound(scene: Scene, common: Float) -> Finding:
+def _host_bound(scene: ReplayContext, common: Float) -> Finding:
     """As if no rank had the idle time that all have."""
     idle = scene.work_ns("idle")
     share = float(common[scene.counted].mean()) / scene.mean_ns
@@ -401,12 +408,12 @@ def _host_bound(scene: Scene, common: Float) -> Finding:
     )
 
 
-def _why(scene: Scene, index: int, work: str) -> str:
+def _why(scene: ReplayContext, index: int, work: str) -> str:
     said = why_idle(scene.found.detail.idle[index]) if work == "idle" else ""
     return f"; {said}" if said else ""
 
 
-def _host_causes(scene: Scene) -> list[IdleCause]:
+def _host_causes(scene: ReplayContext) -> list[IdleCause]:
     return [
         one for causes in scene.found.detail.idle for one in causes if one.cause not in _OF_NO_HOST
     ]

@@ -12,7 +12,7 @@ from stepsplit.analyzer.arrays import inside, union
 from stepsplit.analyzer.diagnose.replay import (
     Earlier,
     Float,
-    Scene,
+    ReplayContext,
     earlier,
     left_out,
     moved_faster,
@@ -80,7 +80,7 @@ class _Link:
     took_ns: Int64
 
 
-def slow_links(scene: Scene) -> list[Finding]:
+def slow_links(scene: ReplayContext) -> list[Finding]:
     """A finding for each set of ranks between which data moves slowly, as if it moved as fast as
     between others: of as many ranks on as many hosts, by the same op, of the same size."""
     slow: dict[tuple[int, ...], list[tuple[Int64, Float]]] = defaultdict(list)
@@ -90,7 +90,7 @@ def slow_links(scene: Scene) -> list[Finding]:
     return [_slow_link_finding(scene, ranks, parts) for ranks, parts in slow.items()]
 
 
-def _alike(scene: Scene) -> dict[tuple[int, ...], list[_Link]]:
+def _alike(scene: ReplayContext) -> dict[tuple[int, ...], list[_Link]]:
     """The links by what they carry: op, size, how many ranks and hosts."""
     kernels, matched = scene.graph.kernels, scene.found.matched
     took = scene.graph.rest_ns[kernels.end]
@@ -113,7 +113,7 @@ def _alike(scene: Scene) -> dict[tuple[int, ...], list[_Link]]:
     }
 
 
-def _carries(scene: Scene) -> Int64:
+def _carries(scene: ReplayContext) -> Int64:
     """For each kernel the row that its end waited for: of several messages the last to move."""
     kernels, found = scene.graph.kernels, scene.found
     rows = kernels.row.copy()
@@ -125,7 +125,7 @@ def _carries(scene: Scene) -> Int64:
     return rows
 
 
-def _ends(scene: Scene, kernel: int, row: int) -> tuple[int, ...]:
+def _ends(scene: ReplayContext, kernel: int, row: int) -> tuple[int, ...]:
     """The ranks between which a call moves data."""
     matched, found = scene.found.matched, scene.found
     if matched.op[row] < OPS.index("send"):
@@ -152,7 +152,7 @@ def _slower(links: list[_Link]) -> list[tuple[_Link, float]]:
 
 
 def _slow_link_finding(
-    scene: Scene, ranks: tuple[int, ...], parts: list[tuple[Int64, Float]]
+    scene: ReplayContext, ranks: tuple[int, ...], parts: list[tuple[Int64, Float]]
 ) -> Finding:
     kernels, times = (np.concatenate(side) for side in zip(*parts, strict=True))
     took = scene.graph.rest_ns[scene.graph.kernels.end[kernels]]
@@ -183,7 +183,7 @@ _PADDING = 1e-3
 """What weights may take of the bytes of their gradients, and how exactly they do."""
 
 
-def needless_calls(scene: Scene) -> list[Finding]:
+def needless_calls(scene: ReplayContext) -> list[Finding]:
     """A finding for each axis on which more is gathered than its reductions tell that it needs, as
     if those gathers were not there."""
     found: dict[str, list[Int64]] = defaultdict(list)
@@ -201,7 +201,7 @@ class _Gathers:
     """What a group gathers and reduces of tensors in all steps: kernels of all its ranks, in order
     of start, with op and message_bytes; one marks those of its first rank."""
 
-    def __init__(self, scene: Scene, kernels: Int64) -> None:
+    def __init__(self, scene: ReplayContext, kernels: Int64) -> None:
         table, matched = scene.graph.kernels, scene.found.matched
         self._scene, self._kernels = scene, kernels
         row = table.row[kernels]
@@ -214,7 +214,7 @@ class _Gathers:
         self._step = scene.graph.steps.step[table.step[kernels]]
 
     @classmethod
-    def of(cls, scene: Scene, group: int) -> _Gathers:
+    def of(cls, scene: ReplayContext, group: int) -> _Gathers:
         row = scene.graph.kernels.row
         matched = scene.found.matched
         large = matched.message_bytes[row] > SCALAR_BYTES
@@ -279,7 +279,7 @@ class _Gathers:
         return gathers & np.isin(self._call, chosen) & (self._call >= 0)
 
 
-def _redundant_call_finding(scene: Scene, axis: str, kernels: Int64) -> Finding:
+def _redundant_call_finding(scene: ReplayContext, axis: str, kernels: Int64) -> Finding:
     table, matched = scene.graph.kernels, scene.found.matched
     steps = max(1, len(np.unique(table.step[kernels])))
     size = int(matched.message_bytes[table.row[kernels]].sum()) // steps
@@ -308,7 +308,7 @@ _HIDDEN = 0.1
 """Where compute hides as much of the sums as this, they overlap already."""
 
 
-def lost_overlap(scene: Scene) -> list[Finding]:
+def lost_overlap(scene: ReplayContext) -> list[Finding]:
     """As if each bucket of gradients were summed as soon as the backward has made it, in the order
     in which they are summed now, and only what follows waited."""
     if _hidden_share(scene) >= _HIDDEN:
@@ -337,19 +337,19 @@ def lost_overlap(scene: Scene) -> list[Finding]:
     ]
 
 
-def moves_of(scene: Scene) -> list[Earlier]:
+def moves_of(scene: ReplayContext) -> list[Earlier]:
     """The sums of gradients that held ranks up, and when each bucket of them was there."""
     return [move for index in range(len(scene.found.ranks)) for move in _moves(scene, index)]
 
 
-def _hidden_share(scene: Scene) -> float:
+def _hidden_share(scene: ReplayContext) -> float:
     overlaps = scene.found.detail.overlaps
     rows = [row for row in overlaps if row.op in _SUMS and row.axis in DATA_AXES]
     moved = sum(row.moved_ns for row in rows)
     return sum(row.hidden_ns for row in rows) / moved if moved else 1.0
 
 
-def _moves(scene: Scene, index: int) -> list[Earlier]:
+def _moves(scene: ReplayContext, index: int) -> list[Earlier]:
     """What one rank would sum earlier, step by step."""
     rank, kernels = scene.found.ranks[index], scene.graph.kernels
     exposed = rank.attribution.exposed
@@ -375,7 +375,7 @@ def _moves(scene: Scene, index: int) -> list[Earlier]:
     ]
 
 
-def _passes(scene: Scene) -> int:
+def _passes(scene: ReplayContext) -> int:
     """How many backwards a step has outside of a pipeline: gradients are whole with the last."""
     return accumulated_microbatches(scene.found.strategies) or 1
 

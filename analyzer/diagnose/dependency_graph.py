@@ -78,7 +78,7 @@ class StepEdges:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class DependencyGraph:
     """The run's instants, and what each waits for.
 
     A node is an instant of a rank's own time line, the arrival at a call, its meeting or its end.
@@ -114,7 +114,7 @@ class _Parts:
     """
 
     mains: tuple[Main, ...]
-    calls: tuple[RankCalls, ...]
+    calls: tuple[CommCalls, ...]
     node: tuple[int, ...]
     kernel: tuple[int, ...]
     step: tuple[int, ...]
@@ -151,7 +151,7 @@ def _begins(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(np.cumsum([0, *counts]).tolist())
 
 
-def graph_of(found: RunSplit) -> Graph:
+def graph_of(found: RunSplit) -> DependencyGraph:
     """The graph of a recording whose ranks have steps."""
     parts = _Parts.of(found)
     kernels = _kernels(parts, found)
@@ -166,7 +166,7 @@ def graph_of(found: RunSplit) -> Graph:
         [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
     )
     guessed = _guessed_ns(measured, edges, count)
-    graph = Graph(
+    graph = DependencyGraph(
         before=before,
         work_ns=work,
         step=step,
@@ -257,7 +257,7 @@ def _steps(parts: _Parts, found: RunSplit) -> StepEdges:
     )
 
 
-def _rest_ns(graph: Graph, measured: Int64) -> Int64:
+def _rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
     """How long after all that it needs each arrival and each end came, as measured."""
     times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
     work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
@@ -306,7 +306,7 @@ class Main:
         return self.window[np.clip(self.cut_at(when_ns) + 1, 0, len(self.window) - 1)]
 
 
-def main_of(rank: RankSplit, made: RankCalls) -> Main:
+def main_of(rank: RankSplit, made: CommCalls) -> Main:
     """The time line of a rank that has steps, cut by what it called."""
     clock, band = rank.clock, rank.attribution.band
     windows = rank.windows.windows
@@ -336,7 +336,7 @@ def _box_edges(rank: RankSplit) -> Int64:
     return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
 
 
-def _with_idle(rank: RankSplit, made: RankCalls) -> UInt8:
+def _with_idle(rank: RankSplit, made: CommCalls) -> UInt8:
     """The bucket of each part of the rank's band; what it did not wait for hid that it idled."""
     band, compute = rank.attribution.band, rank.work.compute
     over = np.append(np.sort(rank.clock.own_ns(made.end_ns[made.held])), _NO_MORE)
@@ -415,7 +415,7 @@ _ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class RankCalls:
+class CommCalls:
     """The events that carried out a rank's calls, in order of start; columns of one length.
 
     of_call says of each of the rank's calls which event it was. hangs_ns is the instant of the
@@ -432,7 +432,7 @@ class RankCalls:
     held: Bool
 
 
-def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> RankCalls:
+def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
     """The events of the rank, whose calls have those rows among all."""
     label = _events(rank.trace)
     count = int(label.max(initial=-1)) + 1
@@ -448,7 +448,7 @@ def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> RankCalls:
     lane = _lanes(rank.trace, call)
     start, end = start[order], end[order]
     behind = _behind(lane, start, end)
-    return RankCalls(
+    return CommCalls(
         call=call,
         of_call=of_call,
         start_ns=start,

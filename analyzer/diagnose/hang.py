@@ -38,7 +38,7 @@ from stepsplit.analyzer.readers.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class HangInputs:
     """What is stuck, on what members disagree, and how far each rank with a dump came."""
 
     stuck: tuple[Stuck, ...]
@@ -124,7 +124,7 @@ def how_calls_stand(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning]
     ranks = progress_of(dumps, groups)
     mismatches = find_mismatches(ranks)
     stuck = (*stuck_collectives(ranks, mismatches), *stuck_messages(ranks))
-    scene = Scene(stuck, mismatches if stuck else (), ranks)
+    scene = HangInputs(stuck, mismatches if stuck else (), ranks)
     culprits = find_culprits(scene)
     return Hang(
         verdict="; ".join(whole([one.message for one in culprits])),
@@ -198,7 +198,7 @@ def whole(messages: Sequence[str]) -> tuple[str, ...]:
     return (*messages[:_MOST_TOLD], *told) or (NOTHING_STUCK,)
 
 
-def how_long_held(ranks: tuple[int, ...], held: tuple[int, ...], scene: Scene) -> str:
+def how_long_held(ranks: tuple[int, ...], held: tuple[int, ...], scene: HangInputs) -> str:
     """Who holds whom up."""
     others = {one.rank for one in scene.ranks} - set(ranks)
     whom = "everybody" if others <= set(held) else f"{len(held)} of {len(others)} other ranks"
@@ -212,7 +212,7 @@ def not_called(ranks: tuple[int, ...], call: Stuck) -> str:
     return f"{_verb(ranks, 'it has', 'they have')} not called {_call(call)}"
 
 
-def unfinished(ranks: tuple[int, ...], call: Stuck, scene: Scene) -> str:
+def unfinished(ranks: tuple[int, ...], call: Stuck, scene: HangInputs) -> str:
     """They have not come to a call, for they stand in an older one."""
     stands = f"{_verb(ranks, 'does', 'do')} not finish {_open_call(ranks, scene)}"
     return f"{not_called(ranks, call)}, and {stands}"
@@ -246,7 +246,7 @@ def not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
     return f"{there}: look at the devices and the network of {_named(ranks)}"
 
 
-def alone(ranks: tuple[int, ...], scene: Scene) -> str:
+def alone(ranks: tuple[int, ...], scene: HangInputs) -> str:
     """They do not finish what nobody else is missing from."""
     verb = _verb(ranks, "does", "do")
     return f"{_named(ranks)} {verb} not finish {_open_call(ranks, scene)}: nobody is missing"
@@ -274,7 +274,7 @@ def _verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def _open_call(ranks: tuple[int, ...], scene: Scene) -> str:
+def _open_call(ranks: tuple[int, ...], scene: HangInputs) -> str:
     """The oldest call in which all of them stand, alone where there is one; else the first's."""
     shared = [call for call in scene.stuck if set(ranks) <= set(call.waiting)]
     if shared:
@@ -290,7 +290,7 @@ def _open_call(ranks: tuple[int, ...], scene: Scene) -> str:
 # Who holds the job up, and why: what is found where the chains of waits end.
 
 
-def find_culprits(scene: Scene) -> tuple[Culprit, ...]:
+def find_culprits(scene: HangInputs) -> tuple[Culprit, ...]:
     """The ranks at which the chains of waits end, those of one cause and call as one."""
     ends = chain_ends(scene.stuck)
     if not ends:
@@ -301,7 +301,7 @@ def find_culprits(scene: Scene) -> tuple[Culprit, ...]:
     return tuple(_culprit(cause, at, found, scene) for (cause, at), found in same.items())
 
 
-def _cause(end: ChainEnd, scene: Scene) -> str:
+def _cause(end: ChainEnd, scene: HangInputs) -> str:
     calls = [scene.stuck[place] for place in end.calls]
     if any(scene.mismatch_of(call) for call in calls):
         return "mismatch"
@@ -320,7 +320,7 @@ def _awaited(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
     return max(places, key=lambda at: (len(stuck[at].waiting), -int(stuck[at].called_unix_ns)))
 
 
-def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: Scene) -> Culprit:
+def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: HangInputs) -> Culprit:
     ranks = tuple(sorted({rank for end in ends for rank in end.ranks}))
     held = tuple(sorted({rank for end in ends for rank in end.held} - set(ranks)))
     call = scene.stuck[at]
@@ -343,7 +343,7 @@ def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: Scene) -> Cul
 
 
 def _disagreeing(
-    ranks: tuple[int, ...], held: tuple[int, ...], calls: Sequence[Stuck], scene: Scene
+    ranks: tuple[int, ...], held: tuple[int, ...], calls: Sequence[Stuck], scene: HangInputs
 ) -> Culprit:
     """The odd ones alone are to blame; those who wait with them are held."""
     mismatch: Mismatch = next(one for call in calls if (one := scene.mismatch_of(call)))
@@ -353,7 +353,7 @@ def _disagreeing(
     return Culprit(odd, "mismatch", held, message)
 
 
-def _nobody_waits(scene: Scene) -> tuple[Culprit, ...]:
+def _nobody_waits(scene: HangInputs) -> tuple[Culprit, ...]:
     """The ranks whose own calls are open, where nobody is waited for."""
     ranks = tuple(sorted({rank for call in scene.stuck for rank in call.waiting}))
     if not ranks:

@@ -328,7 +328,7 @@ def _mismatch(calls: Sequence[Called]) -> Mismatch | None:
                 sides[value].append(call.rank)
         if len(sides) > 1:
             ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), min(side[1])))
-            told_sides = tuple(Side(value, tuple(sorted(at))) for value, at in ordered)
+            told_sides = tuple(MismatchSide(value, tuple(sorted(at))) for value, at in ordered)
             return Mismatch(named(calls[0].group), calls[0].seq, what, told_sides)
     return None
 
@@ -394,7 +394,7 @@ class Stuck(Struct, frozen=True, kw_only=True):
         return tuple(sorted(self.enqueued + self.started))
 
 
-class Side(Struct, frozen=True):
+class MismatchSide(Struct, frozen=True):
     """What some members say of a call on which they all should agree."""
 
     value: str
@@ -407,7 +407,7 @@ class Mismatch(Struct, frozen=True):
     group: StuckGroup
     seq: int
     what: str
-    sides: tuple[Side, ...]
+    sides: tuple[MismatchSide, ...]
 
     @property
     def odd(self) -> tuple[int, ...]:

@@ -12,7 +12,13 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import inside, runs_of, union
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.dependency_graph import NEVER, WORK, Graph, graph_of, in_order
+from stepsplit.analyzer.diagnose.dependency_graph import (
+    NEVER,
+    WORK,
+    DependencyGraph,
+    graph_of,
+    in_order,
+)
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Int64
@@ -23,7 +29,7 @@ from stepsplit.collectors.rank_record import RankRecord
 Float = npt.NDArray[np.float64]
 
 
-def paced(graph: Graph, work: str, times: Float) -> Graph:
+def paced(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
     """One kind of WORK takes so many times as long, a factor each row of the steps."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
@@ -32,7 +38,7 @@ def paced(graph: Graph, work: str, times: Float) -> Graph:
     return replace(graph, work_ns=changed)
 
 
-def capped(graph: Graph, work: str, least_ns: Float) -> Graph:
+def capped(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
     """One kind of WORK shortened where it is longest, to so much in each row of the steps."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
@@ -56,7 +62,7 @@ def _level(values: Int64, total: float) -> Int64:
     return np.minimum(values, np.int64(max(0.0, heights[fits[0]])))
 
 
-def moved_faster(graph: Graph, kernels: Int64, times: Float) -> Graph:
+def moved_faster(graph: DependencyGraph, kernels: Int64, times: Float) -> DependencyGraph:
     """The data of these collectives and messages takes so many times as long."""
     rest = graph.rest_ns.copy()
     ends = graph.kernels.end[kernels]
@@ -64,7 +70,7 @@ def moved_faster(graph: Graph, kernels: Int64, times: Float) -> Graph:
     return replace(graph, rest_ns=rest)
 
 
-def left_out(graph: Graph, kernels: Int64) -> Graph:
+def left_out(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
     """Without these collectives and messages, on all their ranks."""
     rest = graph.rest_ns.copy()
     rest[graph.kernels.start[kernels]] = NEVER
@@ -84,7 +90,7 @@ class Earlier:
     ready_ns: Int64
 
 
-def earlier(graph: Graph, moves: Sequence[Earlier]) -> Graph:
+def earlier(graph: DependencyGraph, moves: Sequence[Earlier]) -> DependencyGraph:
     """The collectives begin when they can, one after the other; the rank waits for all of them
     where it waited for the last one."""
     times = times_of(graph)
@@ -109,7 +115,7 @@ class _Branch:
     step: int
 
 
-def _wait_at_the_end(graph: Graph, needs: list[list[int]], move: Earlier) -> None:
+def _wait_at_the_end(graph: DependencyGraph, needs: list[list[int]], move: Earlier) -> None:
     resumes = graph.kernels.resume[move.kernels].tolist()
     ends = graph.kernels.end[move.kernels].tolist()
     for resume, end in zip(resumes, ends, strict=True):
@@ -118,7 +124,7 @@ def _wait_at_the_end(graph: Graph, needs: list[list[int]], move: Earlier) -> Non
     needs[max(resumes)] += ends
 
 
-def _branch(graph: Graph, times: list[int], rank: int, ready_ns: int) -> _Branch:
+def _branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) -> _Branch:
     """The instant of the rank's time line, its work cut in proportion to time."""
     own = graph.mains.of_rank(rank)
     at = bisect_right(times, ready_ns, own.start, own.stop) - 1
@@ -130,8 +136,8 @@ def _branch(graph: Graph, times: list[int], rank: int, ready_ns: int) -> _Branch
 
 
 def _with_branches(
-    graph: Graph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
-) -> Graph:
+    graph: DependencyGraph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
+) -> DependencyGraph:
     """The graph with these nodes behind its own, and other needs."""
     every = tuple(map(tuple, needs)) + ((),) * len(branches)
     before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int64)
@@ -152,7 +158,7 @@ def _with_branches(
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ReplayContext:
     """A recording with its graph. mean_ns is the mean full step; the steps of all ranks are rows.
 
     ranks holds the numbers of the ranks, stage and split_ns are of the rows: their pp coordinate
@@ -161,7 +167,7 @@ class Scene:
     """
 
     found: RunSplit
-    graph: Graph
+    graph: DependencyGraph
     mean_ns: float
     ranks: Int64
     stage: Int64
@@ -223,11 +229,11 @@ class Scene:
         of_group = np.array([*(chosen(axes_of(group)) for group in matched.groups), False])
         return np.flatnonzero(of_group[matched.group[self.graph.kernels.row]])
 
-    def gain_ns(self, changed: Graph) -> int:
+    def gain_ns(self, changed: DependencyGraph) -> int:
         """How much shorter the mean step is with the graph changed."""
         return round(self.mean_ns - play(changed).mean_ns)
 
-    def over(self, changed: Graph) -> Scene:
+    def over(self, changed: DependencyGraph) -> ReplayContext:
         """The scene as it were with the graph changed."""
         return replace(self, graph=changed, mean_ns=play(changed).mean_ns)
 
@@ -268,13 +274,15 @@ class Scene:
         return tuple(self.event(*at) for at in longest[:most])
 
 
-def scene_of(found: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()) -> Scene:
+def scene_of(
+    found: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()
+) -> ReplayContext:
     """The scene of a recording with at least one step."""
     graph = graph_of(found)
     splits = [step.split.buckets_ns for rank in found.ranks for step in rank.steps]
     numbers = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int64)
     stages = np.array([found.layout.stage(rank) for rank in numbers.tolist()], dtype=np.int64)
-    return Scene(
+    return ReplayContext(
         found=found,
         graph=graph,
         mean_ns=play(graph).mean_ns,
@@ -303,14 +311,14 @@ class Played:
         return float(rows.mean()) if len(rows) else 0.0
 
 
-def play(graph: Graph) -> Played:
+def play(graph: DependencyGraph) -> Played:
     """The steps as they would have been."""
     times = np.array(times_of(graph), dtype=np.int64)
     steps = graph.steps
     return Played(times[steps.end] - times[steps.begin], steps.full)
 
 
-def times_of(graph: Graph) -> list[int]:
+def times_of(graph: DependencyGraph) -> list[int]:
     """When each node comes, in ns of the common clock."""
     before, needs, rest = graph.before.tolist(), graph.needs, graph.rest_ns.tolist()
     work = graph.work_ns.sum(axis=1).tolist()

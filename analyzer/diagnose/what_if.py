@@ -15,14 +15,21 @@ import numpy as np
 from stepsplit.analyzer.arrays import Intervals, labels_of, mean_within, overlap_ns
 from stepsplit.analyzer.diagnose.causes import pace_of
 from stepsplit.analyzer.diagnose.comm_causes import moves_of
-from stepsplit.analyzer.diagnose.dependency_graph import WORK, Graph
-from stepsplit.analyzer.diagnose.replay import Scene, capped, earlier, moved_faster, paced, scene_of
+from stepsplit.analyzer.diagnose.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.replay import (
+    ReplayContext,
+    capped,
+    earlier,
+    moved_faster,
+    paced,
+    scene_of,
+)
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule import Order, Places, orders, places
 from stepsplit.analyzer.model.schedule_time import (
     Costs,
-    Timeline,
+    ScheduleTimeline,
     graph,
     ideal_bubble_fraction,
     pipeline_ns,
@@ -61,7 +68,7 @@ _BY_SCHEDULE = ("microbatches", "schedule")
 class WhatIf:
     """The mean full step with one change made, and by how much it is shorter (negative: longer)."""
 
-    change: Change
+    change: WhatIfChange
     step_ns: int
     gain_ns: int
 
@@ -94,16 +101,16 @@ def what_ifs(found: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
     return WhatIfs(round(scene.mean_ns), tuple(rows), slowdown_of(scene))
 
 
-def slowdown_of(scene: Scene) -> float:
+def slowdown_of(scene: ReplayContext) -> float:
     """The slowdown of a recording, as WhatIfs has it."""
-    idle = Change("no-idle")
+    idle = WhatIfChange("no-idle")
     before = scene.gain_ns(replayed(scene, idle))
-    even = scene.over(replayed(scene, Change("even")))
+    even = scene.over(replayed(scene, WhatIfChange("even")))
     after = even.gain_ns(replayed(even, idle))
     return (scene.mean_ns - before) / (even.mean_ns - after)
 
 
-def _with(scene: Scene, change: Change) -> WhatIf:
+def _with(scene: ReplayContext, change: WhatIfChange) -> WhatIf:
     if change.kind in _BY_SCHEDULE:
         gain = round(window_gain_ns(scene, change))
     else:
@@ -111,7 +118,7 @@ def _with(scene: Scene, change: Change) -> WhatIf:
     return WhatIf(change, round(scene.mean_ns) - gain, gain)
 
 
-def _if_any(scene: Scene, change: Change) -> WhatIf | None:
+def _if_any(scene: ReplayContext, change: WhatIfChange) -> WhatIf | None:
     try:
         return _with(scene, change)
     except UsageError:
@@ -127,7 +134,7 @@ def what_if(*places: str | Path, changes: Sequence[str] = ()) -> WhatIfs:
 # The pipeline's window under another schedule, or with more microbatches.
 
 
-def window_gain_ns(scene: Scene, change: Change) -> float:
+def window_gain_ns(scene: ReplayContext, change: WhatIfChange) -> float:
     """How much shorter a pipeline of the measured forwards and backwards is, by the schedule's own
     order, both sides without messages; of more microbatches for the same work.
 
@@ -157,7 +164,7 @@ def _makespan_ns(
     return pipeline_ns(schedule, stages, microbatches, seen.chunks, costs).makespan_ns
 
 
-def _median_costs(scene: Scene) -> Costs:
+def _median_costs(scene: ReplayContext) -> Costs:
     """The median forward and backward of each model stage; a backward that was not split is half
     input and half weight gradient."""
     took: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -179,7 +186,7 @@ def _cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
 # Change -> Graph: what each change makes of the dependencies and their times.
 
 
-def replayed(scene: Scene, change: Change) -> Graph:
+def replayed(scene: ReplayContext, change: WhatIfChange) -> DependencyGraph:
     """The graph with the change made. Raises UsageError where the run has nothing to change."""
     every = np.zeros(len(scene.stage), dtype=np.int64)
     match change.kind:
@@ -201,7 +208,7 @@ def replayed(scene: Scene, change: Change) -> Graph:
     return _replicas(scene, change.count)
 
 
-def _on(scene: Scene, axis: str) -> Int64:
+def _on(scene: ReplayContext, axis: str) -> Int64:
     """The collectives and messages along an axis; all of them for "all"."""
     if axis == "all":
         return np.arange(len(scene.graph.kernels))
@@ -213,7 +220,7 @@ def _on(scene: Scene, axis: str) -> Int64:
     return found
 
 
-def _replicas(scene: Scene, times: int) -> Graph:
+def _replicas(scene: ReplayContext, times: int) -> DependencyGraph:
     """So many times the data-parallel ranks on links as fast: of a ring's bytes each rank sends
     (n - 1) / n, which grows towards 1."""
     matched = scene.found.matched
@@ -242,7 +249,7 @@ _FORM = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WhatIfChange:
     """One change: kind is a word of PLAIN, link, microbatches, replicas or schedule.
 
     axis is the link's ("all" for every one), times how many times as fast, count how many
@@ -266,18 +273,18 @@ class Change:
         return self.kind
 
 
-def change_of(words: str) -> Change:
+def change_of(words: str) -> WhatIfChange:
     """The change that the words name. Raises UsageError, which shows how to write one."""
     if words in PLAIN:
-        return Change(words)
+        return WhatIfChange(words)
     found = _FORM.fullmatch(words)
     if found is None or float(found[3] or found[5] or 1) <= 0:
         raise UsageError(f"{words!r} is no change; write {', '.join(EXAMPLES)}")
     if found[1]:
-        return Change("link", axis=found[2], times=float(found[3]))
+        return WhatIfChange("link", axis=found[2], times=float(found[3]))
     if found[4]:
-        return Change(found[4], count=int(found[5]))
-    return Change("schedule", name=found[7])
+        return WhatIfChange(found[4], count=int(found[5]))
+    return WhatIfChange("schedule", name=found[7])
 
 
 # As if all ranks and stages were alike: the run without stragglers of any kind.
@@ -287,7 +294,7 @@ _PHASES = 3
 _COMPUTE = WORK.index("compute")
 
 
-def evened(scene: Scene, among: Int64) -> Graph:
+def evened(scene: ReplayContext, among: Int64) -> DependencyGraph:
     """Every row computes, forward and backward apart, what the mean of its step and among does.
 
     among has a number for each row: rows of one number share their work evenly.
@@ -305,7 +312,7 @@ def evened(scene: Scene, among: Int64) -> Graph:
     return replace(graph, work_ns=work)
 
 
-def usual_transfers(scene: Scene, graph: Graph) -> Graph:
+def usual_transfers(scene: ReplayContext, graph: DependencyGraph) -> DependencyGraph:
     """No call moves data longer than the median of its op and size."""
     kernels, matched = graph.kernels, scene.found.matched
     kind = labels_of(matched.op[kernels.row], matched.message_bytes[kernels.row])
@@ -354,7 +361,11 @@ def _by_coordinate(measured: Boxes, at: Places) -> list[int]:
 
 
 def _boxes(
-    measured: Boxes, ranks: list[int], ordered: tuple[Order, ...], at: Places, timeline: Timeline
+    measured: Boxes,
+    ranks: list[int],
+    ordered: tuple[Order, ...],
+    at: Places,
+    timeline: ScheduleTimeline,
 ) -> Boxes:
     rows = [
         (ranks[i], at[i][one.chunk], one.microbatch, PHASES.index(_PHASE[one.kind]), start, end)

@@ -19,15 +19,15 @@ from stepsplit.analyzer.model.comm_ops import rounds
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
     Efficiency,
-    Hardware,
-    Job,
+    HardwareConfig,
+    JobConfig,
     Learned,
     Link,
     Span,
-    Stage,
+    StageConfig,
     stages_of,
 )
-from stepsplit.analyzer.model.config_table import Table, read_table
+from stepsplit.analyzer.model.config_table import TomlTable, read_table
 from stepsplit.analyzer.model.layer_time import (
     Product,
     Speed,
@@ -68,7 +68,7 @@ def hardware_text(found: Calibration) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _hardware_lines(hardware: Hardware) -> Iterable[str]:
+def _hardware_lines(hardware: HardwareConfig) -> Iterable[str]:
     yield f"name = {_quoted(hardware.name)}"
     yield f"family = {_quoted(hardware.family)}"
     yield f"memory_bytes = {hardware.memory_bytes}"
@@ -148,7 +148,7 @@ def to_json(found: Calibration) -> str:
     return json.dumps(body, indent=1) + "\n"
 
 
-def _stage_json(one: Explained) -> dict[str, object]:
+def _stage_json(one: ExplainedStage) -> dict[str, object]:
     measured = _split(one.measured) | {"step_ns": one.step_ns}
     predicted = _split(one.predicted) | {"step_ns": one.predicted.step_ns}
     return {"run": one.run, "stage": one.stage, "measured": measured, "predicted": predicted}
@@ -169,7 +169,7 @@ LEAST_ERROR = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class ExplainedStage:
     """A stage of a run as it was measured, and as it is predicted with the fitted constants."""
 
     run: str
@@ -186,10 +186,10 @@ class Calibration:
     known is the hardware before.
     """
 
-    known: Hardware
-    hardware: Hardware
+    known: HardwareConfig
+    hardware: HardwareConfig
     transfers: tuple[TransferSweep, ...]
-    stages: tuple[Explained, ...]
+    stages: tuple[ExplainedStage, ...]
 
     @property
     def rates(self) -> Rates:
@@ -205,7 +205,7 @@ def calibrate(*places: str | Path, run: str | Path | None = None) -> Calibration
     """
     if not places:
         raise UsageError("no run to calibrate from; name the folder of a recording")
-    stated: Table | None = None if run is None else read_table(run)
+    stated: TomlTable | None = None if run is None else read_table(run)
     return calibration_of([run_seen(str(place), stated) for place in places])
 
 
@@ -225,7 +225,7 @@ def calibration_of(runs: Sequence[RunSeen]) -> Calibration:
     return Calibration(known, fitted, transfers, stages)
 
 
-def _calibrated_hardware(runs: Sequence[RunSeen], known: Hardware) -> Hardware:
+def _calibrated_hardware(runs: Sequence[RunSeen], known: HardwareConfig) -> HardwareConfig:
     linked = links_seen(runs, known)
     dtypes = dict.fromkeys(one.job.recipe.dtype for one in runs)
     efficiency = replace(
@@ -239,7 +239,7 @@ def _calibrated_hardware(runs: Sequence[RunSeen], known: Hardware) -> Hardware:
     return within_peaks(replace(linked, efficiency=efficiency, learned=learned))
 
 
-def _error(runs: Sequence[RunSeen], known: Hardware) -> float:
+def _error(runs: Sequence[RunSeen], known: HardwareConfig) -> float:
     """How far off the worst run is when the others alone are calibrated from."""
     if len(runs) == 1:
         return ONE_RUN_ERROR
@@ -251,13 +251,13 @@ def _error(runs: Sequence[RunSeen], known: Hardware) -> float:
     return max(missed)
 
 
-def _explained(run: RunSeen, hardware: Hardware, rates: Rates) -> list[Explained]:
+def _explained(run: RunSeen, hardware: HardwareConfig, rates: Rates) -> list[ExplainedStage]:
     splits = predict(replace(run.job, hardware=hardware), rates).splits
     return [_explained_stage(run.name, seen, splits[seen.stage]) for seen in run.stages]
 
 
-def _explained_stage(run: str, seen: StageSeen, predicted: Split) -> Explained:
-    return Explained(run, seen.stage, seen.step_ns, seen.split, predicted)
+def _explained_stage(run: str, seen: StageSeen, predicted: Split) -> ExplainedStage:
+    return ExplainedStage(run, seen.stage, seen.step_ns, seen.split, predicted)
 
 
 # The constants of compute and of the host, from the stages of recorded runs.
@@ -276,7 +276,7 @@ HOST_BOUND = 0.05
 class _Row:
     """One stage of one run: what its parts are, and what was measured."""
 
-    parts: Parts
+    parts: StageParts
     seen: StageSeen
 
 
@@ -298,7 +298,7 @@ def efficiency_seen(runs: Sequence[RunSeen], known: Efficiency) -> Efficiency:
     )
 
 
-def _both(run: RunSeen) -> list[tuple[Parts, StageSeen]]:
+def _both(run: RunSeen) -> list[tuple[StageParts, StageSeen]]:
     parts = parts_of(run.job)
     return [(parts[seen.stage], seen) for seen in run.stages]
 
@@ -426,7 +426,7 @@ AT_MOST = 0.25
 Place = tuple[str, int, int]
 """(op, ranks, ranks of a node)"""
 
-Put = Callable[[Hardware, Link], Hardware]
+Put = Callable[[HardwareConfig, Link], HardwareConfig]
 
 
 def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[TransferSweep, ...]:
@@ -443,7 +443,7 @@ def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[TransferSweep, ...]:
     )
 
 
-def links_seen(runs: Sequence[RunSeen], hardware: Hardware) -> Hardware:
+def links_seen(runs: Sequence[RunSeen], hardware: HardwareConfig) -> HardwareConfig:
     """The hardware with the links that explain the transfers; those of no transfer as known."""
     known = list(_known(runs))
     inside = [one for one in known if one.ranks == one.ranks_per_node]
@@ -452,11 +452,11 @@ def links_seen(runs: Sequence[RunSeen], hardware: Hardware) -> Hardware:
     return _fitted(across, hardware, hardware.inter, _inter)
 
 
-def _intra(hardware: Hardware, link: Link) -> Hardware:
+def _intra(hardware: HardwareConfig, link: Link) -> HardwareConfig:
     return replace(hardware, intra=link)
 
 
-def _inter(hardware: Hardware, link: Link) -> Hardware:
+def _inter(hardware: HardwareConfig, link: Link) -> HardwareConfig:
     return replace(hardware, inter=link)
 
 
@@ -464,7 +464,9 @@ def _known(runs: Sequence[RunSeen]) -> Iterable[Transfer]:
     return (one for run in runs for one in run.transfers if one.op in TIMED_OPS and one.ranks > 1)
 
 
-def _fitted(points: list[Transfer], hardware: Hardware, link: Link, put: Put) -> Hardware:
+def _fitted(
+    points: list[Transfer], hardware: HardwareConfig, link: Link, put: Put
+) -> HardwareConfig:
     """Latency from the small messages, bandwidth from the large ones, in turn."""
     small = [one for one in points if one.message_bytes <= SMALL_BYTES]
     large = [one for one in points if one.message_bytes >= LARGE_BYTES]
@@ -481,7 +483,7 @@ def _fitted(points: list[Transfer], hardware: Hardware, link: Link, put: Put) ->
     return put(hardware, link)
 
 
-def _slower(points: list[Transfer], hardware: Hardware) -> float:
+def _slower(points: list[Transfer], hardware: HardwareConfig) -> float:
     """How many times as long as predicted the calls took, in the geometric mean."""
     return geometric_mean(
         one.ns
@@ -515,7 +517,7 @@ _FREE = Speed(math.inf, math.inf, math.inf, math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StageParts:
     """One step of a stage's rank: compute = products / gemm + core / attention + (product_moves +
     other_moves) / memory + (product_launches + other_launches) x launch_ns; times in ns at the
     peaks. host counts launches of a layer's forward.
@@ -530,14 +532,14 @@ class Parts:
     host: float
 
 
-def parts_of(job: Job) -> tuple[Parts, ...]:
+def parts_of(job: JobConfig) -> tuple[StageParts, ...]:
     """The parts of every stage, in order."""
     held = stage_parameters(job)
     both = zip(stages_of(job), held, strict=True)
     return tuple(_parts(job, stage, parameters) for stage, parameters in both)
 
 
-def _parts(job: Job, stage: Stage, held: StageParameters) -> Parts:
+def _parts(job: JobConfig, stage: StageConfig, held: StageParameters) -> StageParts:
     peak = speed_of(_at_peak(job))
     work = replace(
         _FREE,
@@ -549,7 +551,7 @@ def _parts(job: Job, stage: Stage, held: StageParameters) -> Parts:
     core = replace(_FREE, attention_flops_per_ns=peak.attention_flops_per_ns)
     moves, starts = replace(_FREE, bytes_per_ns=peak.bytes_per_ns), replace(_FREE, launch_ns=1.0)
     product_moves, product_starts = (_products_ns(job, stage, each) for each in (moves, starts))
-    return Parts(
+    return StageParts(
         products=_compute_ns(job, stage, held, work),
         core=_compute_ns(job, stage, held, core),
         product_moves=product_moves,
@@ -560,18 +562,18 @@ def _parts(job: Job, stage: Stage, held: StageParameters) -> Parts:
     )
 
 
-def _at_peak(job: Job) -> Job:
+def _at_peak(job: JobConfig) -> JobConfig:
     known = job.hardware.efficiency
     peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile)
     return replace(job, hardware=replace(job.hardware, efficiency=peak))
 
 
-def _compute_ns(job: Job, stage: Stage, held: StageParameters, speed: Speed) -> float:
+def _compute_ns(job: JobConfig, stage: StageConfig, held: StageParameters, speed: Speed) -> float:
     found = stage_time(job, speed, stage, held, ())
     return rounds(job) * found.compute_ns + found.optimizer_ns
 
 
-def _products_ns(job: Job, stage: Stage, speed: Speed) -> float:
+def _products_ns(job: JobConfig, stage: StageConfig, speed: Speed) -> float:
     """The matrix products alone, recomputed ones again."""
     again = job.recipe.recompute in ("full", "every", "sqrt")
     dense = (*attention_products(job), *mlp_products(job, job.model.ffn))
@@ -591,7 +593,7 @@ def _passes_ns(products: tuple[Product, ...], speed: Speed, again: bool) -> floa
     )
 
 
-def _launches(job: Job, layers: int) -> float:
+def _launches(job: JobConfig, layers: int) -> float:
     unit = replace(job.hardware.efficiency, host_ns=1.0)
     found = launches(replace(job, hardware=replace(job.hardware, efficiency=unit)), layers)
     return found.forward_ns + found.input_ns
@@ -600,7 +602,7 @@ def _launches(job: Job, layers: int) -> float:
 # A peak that a run exceeded was none: it is raised to what was reached.
 
 
-def within_peaks(hardware: Hardware) -> Hardware:
+def within_peaks(hardware: HardwareConfig) -> HardwareConfig:
     """The same speeds with shares of at most 1, of peaks and of a bandwidth that allow them."""
     known = hardware.efficiency
     faster = max(1.0, known.gemm, known.attention, known.unfused_attention)
@@ -660,12 +662,12 @@ class RunSeen:
     """One recorded run: its job, its stages that are in the recording, its transfers."""
 
     name: str
-    job: Job
+    job: JobConfig
     stages: tuple[StageSeen, ...]
     transfers: tuple[Transfer, ...]
 
 
-def run_seen(place: str, stated: Table | None) -> RunSeen:
+def run_seen(place: str, stated: TomlTable | None) -> RunSeen:
     """The run recorded at the place; stated is a RUN.toml for what the recording does not tell.
 
     Raises DataError, also for a recording without a full step; UsageError where the job is not

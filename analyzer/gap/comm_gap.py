@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
-from stepsplit.analyzer.model.config import Job, span_of
+from stepsplit.analyzer.model.config import JobConfig, span_of
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.io import job_of_report
@@ -36,7 +36,7 @@ Sizes = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MeasuredComm:
     """A recording, its messages, and the prediction's word for each measured axis and op."""
 
     found: RunSplit
@@ -44,7 +44,7 @@ class Seen:
     words: Mapping[Call, str]
 
     @classmethod
-    def of(cls, found: RunSplit, prediction: Prediction) -> Seen:
+    def of(cls, found: RunSplit, prediction: Prediction) -> MeasuredComm:
         messages = measured_messages(found)
         return cls(found, messages, axis_words(messages, prediction))
 
@@ -110,7 +110,7 @@ def no_wires(axis: str) -> Wire | None:
 
 
 def compared_calls(
-    seen: Seen, prediction: Prediction, wires: Wires = no_wires
+    seen: MeasuredComm, prediction: Prediction, wires: Wires = no_wires
 ) -> tuple[ComparedCalls, ...]:
     """A row for each stage, axis and op of tensors, by the prediction's words for the axes."""
     rows = compare_messages(seen.messages, prediction).rows
@@ -153,7 +153,7 @@ def _busbw_of_calls(
     return total_bytes / (time_ns / 1e9) * busbw_factor(op, wire.ranks)
 
 
-def _measured_times(seen: Seen) -> _Times:
+def _measured_times(seen: MeasuredComm) -> _Times:
     """(how long it moved, how much of that was exposed) a step of the mean rank, by kind."""
     sums: dict[_Kind, list[int]] = defaultdict(lambda: [0, 0])
     steps: dict[int, int] = defaultdict(int)
@@ -272,7 +272,7 @@ def _message_row(
 _NONE = Amount(0, 0)
 
 
-def _predicted_amounts(messages: Iterable[Message]) -> dict[Kind, Amount]:
+def _predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
     parts: dict[Kind, list[Amount]] = defaultdict(list)
     for one in messages:
         kind = (one.stage, one.axis, one.op, one.message_bytes <= SCALAR_BYTES)
@@ -440,7 +440,7 @@ def modelled_busbw(
     )
 
 
-def _modelled_busbw(job: Job, axis: str, op: str, message_bytes: float) -> float:
+def _modelled_busbw(job: JobConfig, axis: str, op: str, message_bytes: float) -> float:
     span = span_of(job, axis)
     took_ns = time_of(op, message_bytes, span, job.hardware).ns
     return message_bytes / took_ns * 1e9 * busbw_factor(op, span.ranks)
@@ -466,7 +466,7 @@ _SUMS = {"dp_cp": "dp"}
 _KNOWN = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 
 
-def wires_of(job: Job) -> Wires:
+def wires_of(job: JobConfig) -> Wires:
     """The wires of the job's hardware."""
 
     def wire(axis: str) -> Wire | None:

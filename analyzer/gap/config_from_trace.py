@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import FRAMEWORKS, RANK_ORDER, SCHEDULES, TWO_STAGES, Job
+from stepsplit.analyzer.model.config import FRAMEWORKS, RANK_ORDER, SCHEDULES, TWO_STAGES, JobConfig
 from stepsplit.analyzer.model.config_file import SAME_FRAMEWORKS, job_in
-from stepsplit.analyzer.model.config_table import MOST, Table
+from stepsplit.analyzer.model.config_table import MOST, TomlTable
 from stepsplit.analyzer.split.pipeline import schedule_named
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
@@ -38,7 +38,7 @@ _AXES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
 """Keys of which one at least says over how many ranks a job runs."""
 
 
-def job_of_run(spec: RunSpec | None, found: RunSplit, stated: Table | None = None) -> Job:
+def job_of_run(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> JobConfig:
     """The job of the recording; what the tables of stated say wins over what was seen.
 
     spec is what run.json says, None where there is none; stated is a RUN.toml, whole or a part.
@@ -47,7 +47,7 @@ def job_of_run(spec: RunSpec | None, found: RunSplit, stated: Table | None = Non
     return job_in(run_table(spec, found, stated))
 
 
-def run_table(spec: RunSpec | None, found: RunSplit, stated: Table | None = None) -> Table:
+def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> TomlTable:
     """The RUN.toml of the recording, as a table. Raises UsageError where something is missing."""
     seen = (
         model_seen(spec),
@@ -60,10 +60,10 @@ def run_table(spec: RunSpec | None, found: RunSplit, stated: Table | None = None
         stated.knows(*NAMES)
     tables = {table.name: _merged(table, stated).values for table in seen}
     _complete(tables, found, stated)
-    return Table(where, "", tables)
+    return TomlTable(where, "", tables)
 
 
-def _merged(seen: Table, stated: Table | None) -> Table:
+def _merged(seen: TomlTable, stated: TomlTable | None) -> TomlTable:
     """The table of that name with what is stated, and what was seen where nothing is."""
     own = None if stated is None else stated.table(seen.name, None)
     if own is None:
@@ -72,11 +72,11 @@ def _merged(seen: Table, stated: Table | None) -> Table:
         return own
     replaced = {other for key in own.values for other in _INSTEAD.get(key, ())}
     kept = {key: value for key, value in seen.values.items() if key not in replaced}
-    return Table(own.where, seen.name, kept | dict(own.values))
+    return TomlTable(own.where, seen.name, kept | dict(own.values))
 
 
 def _complete(
-    tables: Mapping[str, Mapping[str, object]], found: RunSplit, stated: Table | None
+    tables: Mapping[str, Mapping[str, object]], found: RunSplit, stated: TomlTable | None
 ) -> None:
     """Raises UsageError that lists, table by table, what is needed and not told."""
     lacking = [
@@ -156,10 +156,10 @@ _PRESETS = (
 """What drivers call a device, in the order in which to try; None: no preset is of it."""
 
 
-def hardware_seen(spec: RunSpec | None, found: RunSplit) -> Table:
+def hardware_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """The preset of the run's device, and over several hosts how many ranks each holds."""
     values = {"preset": preset_of(_device(spec, found)), "gpus_per_node": _per_node(found)}
-    return Table("run.json", "hardware", {k: v for k, v in values.items() if v is not None})
+    return TomlTable("run.json", "hardware", {k: v for k, v in values.items() if v is not None})
 
 
 def preset_of(device: str) -> str | None:
@@ -186,11 +186,11 @@ _COUNTED = "parameters"
 """What a model's sizes make up; no RUN.toml states it."""
 
 
-def model_seen(spec: RunSpec | None) -> Table:
+def model_seen(spec: RunSpec | None) -> TomlTable:
     """What run.json says of the model's shape; empty where it says nothing."""
     shape = (spec.model if spec else None) or ModelSpec()
     told = {k: v for k, v in asdict(shape).items() if v is not None and k != _COUNTED}
-    return Table("run.json", "model", told)
+    return TomlTable("run.json", "model", told)
 
 
 # The [parallel] table of a recording.
@@ -201,7 +201,7 @@ _ZERO_BUBBLE = "zb-h1"
 _STAGES = {"fsdp": 3, "hsdp": 3, "zero-2": 2, "zero-1": 1}
 
 
-def parallel_seen(spec: RunSpec | None, found: RunSplit) -> Table:
+def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """The axes of the mesh, and how each works, by run.json and by what the steps show.
 
     Where no mesh is known all ranks are taken for replicas unless a RUN.toml states axes.
@@ -212,7 +212,7 @@ def parallel_seen(spec: RunSpec | None, found: RunSplit) -> Table:
     zero = said.zero if said.zero is not None else _zero(mesh, seen)
     values |= {"zero": zero} | _data(mesh, zero) | _strategies(said, seen, spec, found)
     values |= _pipeline(said, mesh, found)
-    return Table("run.json", "parallel", {k: v for k, v in values.items() if v is not None})
+    return TomlTable("run.json", "parallel", {k: v for k, v in values.items() if v is not None})
 
 
 def _axes(mesh: Mesh) -> dict[str, object]:
@@ -299,7 +299,7 @@ _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "f
 """Names of traces and of torch for RUN.toml's; 8 bits are in no message."""
 
 
-def training_seen(spec: RunSpec | None, found: RunSplit) -> Table:
+def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """What run.json says of a step, and where it is silent what the steps show."""
     said = (spec.training if spec else None) or Training()
     values = {
@@ -312,7 +312,7 @@ def training_seen(spec: RunSpec | None, found: RunSplit) -> Table:
     }
     if values["global_batch"] is not None:
         values["microbatches"] = None
-    return Table("run.json", "training", {k: v for k, v in values.items() if v is not None})
+    return TomlTable("run.json", "training", {k: v for k, v in values.items() if v is not None})
 
 
 def _microbatches(found: RunSplit) -> int | None:

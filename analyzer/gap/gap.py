@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.gap.comm_gap import Seen, Wires, compared_calls, no_wires, wires_of
+from stepsplit.analyzer.gap.comm_gap import MeasuredComm, Wires, compared_calls, no_wires, wires_of
 from stepsplit.analyzer.gap.config_from_trace import run_table
 from stepsplit.analyzer.gap.waterfall import Price, Sides, price_of, waterfall
-from stepsplit.analyzer.model.config import Layout
+from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.config_file import job_in, layout_in
-from stepsplit.analyzer.model.config_table import Table, read_table
+from stepsplit.analyzer.model.config_table import TomlTable, read_table
 from stepsplit.analyzer.model.predict import predict, rates_of
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.readers.recording import Recording
@@ -44,12 +44,12 @@ AUTO = "auto"
 """In place of a RUN.toml: the recording tells all."""
 
 
-def read_run(run: str | Path) -> Table:
+def read_run(run: str | Path) -> TomlTable:
     """What a RUN.toml states, whole or a part; nothing by AUTO. Raises DataError."""
-    return Table("run.json", "", {}) if str(run) == AUTO else read_table(run)
+    return TomlTable("run.json", "", {}) if str(run) == AUTO else read_table(run)
 
 
-def held_against(report: Report, recording: Recording, found: RunSplit, run: Table) -> Report:
+def held_against(report: Report, recording: Recording, found: RunSplit, run: TomlTable) -> Report:
     """The report with prediction, gap, MFU and what only the model tells.
 
     Raises UsageError, which lists what neither run nor recording tells, or says that they are of
@@ -67,7 +67,7 @@ def held_against(report: Report, recording: Recording, found: RunSplit, run: Tab
     return held
 
 
-def _with(report: Report, table: Table, prediction: Prediction, gap: Gap) -> Report:
+def _with(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
     step_ns = step_median_ns(report.steps)
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
     findings = (*report.findings, *gap_findings(gap, report.findings))
@@ -101,7 +101,7 @@ def gap_of(
     stages = compared_stages(found, prediction)
     if not stages:
         raise UsageError("the recording has no step to hold against a model")
-    shown, seen = max(stages, key=_work_ns), Seen.of(found, prediction)
+    shown, seen = max(stages, key=_work_ns), MeasuredComm.of(found, prediction)
     return Gap(
         stages=stages,
         stage=shown.stage,
@@ -209,7 +209,7 @@ _DATA = ("dp_replicate", "dp_shard")
 
 
 def disagreements(
-    layout: Layout, spec: RunSpec | None, found: RunSplit, where: str
+    layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str
 ) -> tuple[str, ...]:
     """Where the layout of the RUN.toml is another than the recording's, in a line.
 
@@ -246,7 +246,7 @@ def doubts(found: RunSplit, prediction: Prediction, stages: int, shown: Compared
     return said
 
 
-def _same_ranks(layout: Layout, spec: RunSpec | None, found: RunSplit, where: str) -> None:
+def _same_ranks(layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str) -> None:
     """A trace alone that communicates and names no ranks may be of any number of them."""
     ran = spec.world_size if spec else max(rank.trace.world_size for rank in found.ranks)
     stated = layout.world_size
@@ -257,7 +257,7 @@ def _same_ranks(layout: Layout, spec: RunSpec | None, found: RunSplit, where: st
                      "mend [parallel]")  # fmt: skip
 
 
-def _same_stages(layout: Layout, found: RunSplit, where: str) -> None:
+def _same_stages(layout: ParallelConfig, found: RunSplit, where: str) -> None:
     ran = 1 + max(found.layout.stage_of.values(), default=0)
     if layout.pp != ran:
         told = f"shows {ran}" if ran > 1 else "shows no pipeline"
@@ -269,7 +269,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _axes(layout: Layout) -> str:
+def _axes(layout: ParallelConfig) -> str:
     sizes = {axis: int(getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp")}
     return _sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
 

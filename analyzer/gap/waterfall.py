@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.gap.comm_gap import Call, Key, Seen, Sizes
+from stepsplit.analyzer.gap.comm_gap import Call, Key, MeasuredComm, Sizes
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.predict import call_ns
 from stepsplit.analyzer.model.prediction import Communication, Prediction
 from stepsplit.analyzer.report.build import why_idle
@@ -21,7 +21,7 @@ from stepsplit.analyzer.report.report import ComparedStage, Finding, GapRow, Rep
 class Sides:
     """One stage, measured and predicted, with what is known of why they differ."""
 
-    seen: Seen
+    seen: MeasuredComm
     prediction: Prediction
     price: Price
     report: Report
@@ -144,7 +144,7 @@ class _Part:
 
 
 def explained_calls(
-    seen: Seen, prediction: Prediction, price: Price, stage: ComparedStage
+    seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
 ) -> list[GapRow]:
     """Of each axis: other calls than predicted, slower ones, and less of them hidden. The parts of
     a bucket add up to its measured less its predicted time. Of a step that is not full nobody
@@ -260,7 +260,7 @@ class CallTimes:
 
 
 def call_times(
-    seen: Seen, prediction: Prediction, price: Price, stage: ComparedStage
+    seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
 ) -> list[CallTimes]:
     """A row for each axis and op that the stage's step has or should have."""
     rank, sizes = seen.rank_of(stage), seen.sizes(stage)
@@ -333,7 +333,7 @@ _SUMS = "dp_cp"
 """The prediction's word for the ranks that the model calls dp, where cp is among them."""
 
 
-def price_of(job: Job, rates: Rates) -> Price:
+def price_of(job: JobConfig, rates: Rates) -> Price:
     """The price of the job's calls; of a predicted size it is the prediction's own."""
 
     def price(like: Communication, message_bytes: int) -> float:

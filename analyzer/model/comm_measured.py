@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import PLATEAU, time_of
-from stepsplit.analyzer.model.config import Hardware, Span
+from stepsplit.analyzer.model.config import HardwareConfig, Span
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 
@@ -43,7 +43,7 @@ class Rates:
     sweeps: tuple[TransferSweep, ...] = ()
     tables: tuple[TunerTable, ...] = ()
 
-    def time_of(self, op: str, message_bytes: float, span: Span, hardware: Hardware) -> Band:
+    def time_of(self, op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
         """One call in ns, by the first of these that is there. Raises UsageError.
 
         A sweep of the same op, ranks and ranks a node; the sweep of the op that is nearest in
@@ -88,7 +88,7 @@ def _of_sweep(
     message_bytes: float,
     closed: Band,
     span: Span,
-    hardware: Hardware,
+    hardware: HardwareConfig,
 ) -> Band:
     there = Span(sweep.ranks, sweep.ranks_per_node)
     ns = _within(sweep, op, message_bytes, there, hardware)
@@ -99,7 +99,7 @@ def _of_sweep(
 
 
 def _within(
-    sweep: TransferSweep, op: str, message_bytes: float, there: Span, hardware: Hardware
+    sweep: TransferSweep, op: str, message_bytes: float, there: Span, hardware: HardwareConfig
 ) -> float:
     """The sweep's time; beyond the sizes of recorded runs the closed form, scaled to the edge."""
     edge = min(max(message_bytes, sweep.sizes_bytes[0]), sweep.sizes_bytes[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import Job, Stage, chunk_count, chunks_of_rank
+from stepsplit.analyzer.model.config import JobConfig, StageConfig, chunk_count, chunks_of_rank
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters, of_experts, share, vocabulary_share
 
@@ -36,7 +36,9 @@ LOSS_BYTES = 4
 """The loss sums in fp32."""
 
 
-def tensor_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
+def tensor_messages(
+    job: JobConfig, stage: StageConfig, held: StageParameters
+) -> tuple[CommOp, ...]:
     """The calls over tp of one rank of a stage in a step; none where tp is 1."""
     if job.layout.tp == 1:
         return ()
@@ -45,7 +47,7 @@ def tensor_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Mess
     return (*_split(job, stage), *_loss(job, stage), _replicated(job, stage, held))
 
 
-def _whole(job: Job, stage: Stage) -> tuple[Message, ...]:
+def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Every pair of products sums its result forward and the gradient of its input backward."""
     pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.layout.tp
     counts = {
@@ -54,12 +56,12 @@ def _whole(job: Job, stage: Stage) -> tuple[Message, ...]:
         "recompute": _again(job, pairs),
     }
     return tuple(
-        all_reduce(Place("tp", "tp", stage.index, phase), rounds(job) * count, size, tp)
+        all_reduce(CommSite("tp", "tp", stage.index, phase), rounds(job) * count, size, tp)
         for phase, count in counts.items()
     )
 
 
-def _split(job: Job, stage: Stage) -> tuple[Message, ...]:
+def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Every pair gathers its input and scatters the sum of its result, backward the reverse."""
     pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
     first, last = int(stage.embedding), int(stage.head)
@@ -77,16 +79,16 @@ def _split(job: Job, stage: Stage) -> tuple[Message, ...]:
 
 
 def _gathers_and_scatters(
-    job: Job, stage: Stage, phase: str, gathers: int, scatters: int
-) -> tuple[Message, ...]:
-    place, tp, size = Place("sp", "tp", stage.index, phase), job.layout.tp, hidden_bytes(job)
+    job: JobConfig, stage: StageConfig, phase: str, gathers: int, scatters: int
+) -> tuple[CommOp, ...]:
+    place, tp, size = CommSite("sp", "tp", stage.index, phase), job.layout.tp, hidden_bytes(job)
     return (
         all_gather(place, rounds(job) * gathers, size // tp, tp),
         reduce_scatter(place, rounds(job) * scatters, size, tp),
     )
 
 
-def _pairs(job: Job, stage: Stage) -> int:
+def _pairs(job: JobConfig, stage: StageConfig) -> int:
     """Pairs of a column- and a row-parallel product: attention and MLP of each layer.
 
     Under sequence parallelism routed tokens go to their experts directly (expert messages), so
@@ -97,26 +99,26 @@ def _pairs(job: Job, stage: Stage) -> int:
     return 2 * stage.dense_layers + (2 if whole else 1) * stage.expert_layers
 
 
-def _again(job: Job, pairs: int) -> int:
+def _again(job: JobConfig, pairs: int) -> int:
     return pairs if job.recipe.recompute in FULL_RECOMPUTE else 0
 
 
-def _loss(job: Job, stage: Stage) -> tuple[Message, ...]:
+def _loss(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     if not (stage.head and job.layout.split_vocab):
         return ()
-    place = Place("loss", "tp", stage.index, "forward")
+    place = CommSite("loss", "tp", stage.index, "forward")
     return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.layout.tp),)
 
 
-def _replicated(job: Job, stage: Stage, held: StageParameters) -> Message:
+def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> CommOp:
     """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
     size = (held.replicated + _positions_in_parts(job, stage)) * job.recipe.gradient_bytes
     if job.layout.zero == 3:
         size //= job.layout.shard_size
-    return all_reduce(Place("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
+    return all_reduce(CommSite("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
 
 
-def _positions_in_parts(job: Job, stage: Stage) -> int:
+def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
     """Learned positions, where each rank adds those of its part of the sequence only.
 
     Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
@@ -149,7 +151,7 @@ ULYSSES = Formula(
 )
 
 
-def context_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """The calls over cp of one rank of a stage in a step; none where cp is 1.
 
     What recomputes attention repeats its forward communication.
@@ -164,17 +166,19 @@ def context_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
     return tuple(
         message
         for phase in phases
-        for message in calls(job, Place("cp", "cp", stage.index, phase), rounds(job) * stage.layers)
+        for message in calls(
+            job, CommSite("cp", "cp", stage.index, phase), rounds(job) * stage.layers
+        )
     )
 
 
-def _ring(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+def _ring(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
     hops = (job.layout.cp - 1) * (2 if place.phase == "backward" else 1)
     size = _pair_bytes(job)
     return send(place, count * hops, size), receive(place, count * hops, size)
 
 
-def _gather(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+def _gather(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
     size, cp = _pair_bytes(job), job.layout.cp
     gathered = all_gather(place, count, size, cp)
     if place.phase != "backward":
@@ -182,7 +186,7 @@ def _gather(job: Job, place: Place, count: int) -> tuple[Message, ...]:
     return gathered, reduce_scatter(place, count, size * cp, cp)
 
 
-def _ulysses(job: Job, place: Place, count: int) -> tuple[Message, ...]:
+def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
     """Each rank gets whole sequences of some heads: at least one key-value head, copied if need."""
     model, cp, tp = job.model, job.layout.cp, job.layout.tp
     token = job.tokens * job.recipe.activation_bytes * model.head_size
@@ -194,7 +198,7 @@ def _ulysses(job: Job, place: Place, count: int) -> tuple[Message, ...]:
     )
 
 
-def _pair_bytes(job: Job) -> int:
+def _pair_bytes(job: JobConfig) -> int:
     """Keys and values of a rank's tokens in one layer; latent attention hands them on widened."""
     latent, tp = job.model.latent, job.layout.tp
     if latent is None:
@@ -214,7 +218,7 @@ EXPERT_ROUTING = Formula(
 )
 
 
-def expert_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """The calls around the experts of one rank of a stage in a step."""
     if stage.expert_layers == 0:
         return ()
@@ -227,19 +231,19 @@ def expert_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
     )
 
 
-def _of_phase(job: Job, stage: int, phase: str, count: int) -> tuple[Message, ...]:
+def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommOp, ...]:
     """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
     layout, size, found = job.layout, _routed_bytes(job), []
     if layout.ep > 1:
-        found.append(all_to_all(Place("ep", "ep", stage, phase), 2 * count, size, layout.ep))
+        found.append(all_to_all(CommSite("ep", "ep", stage, phase), 2 * count, size, layout.ep))
     if layout.expert_tp > 1:
-        place = Place("expert-tp", "tp", stage, phase)
+        place = CommSite("expert-tp", "tp", stage, phase)
         found.append(all_gather(place, count, size, layout.expert_tp))
         found.append(reduce_scatter(place, count, size * layout.expert_tp, layout.expert_tp))
     return tuple(found)
 
 
-def _routed_bytes(job: Job) -> int:
+def _routed_bytes(job: JobConfig) -> int:
     """A rank's tokens of one microbatch, each once for every expert that it goes to."""
     tokens = share(job.tokens, job.layout.tp) * of_experts(job.model).top_k
     return tokens * job.model.hidden * job.recipe.activation_bytes
@@ -269,15 +273,15 @@ class Neighbors:
     feeding: int
 
 
-def pipeline_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Sends and receives of one rank of a stage in a step."""
     if job.layout.pp == 1:
         return ()
     found = neighbors(job, stage.index)
     parts = job.layout.tp if job.layout.scatter_gather else job.layout.sequence_split
     size, count = hidden_bytes(job) // parts, rounds(job)
-    forward = Place("pp", "pp", stage.index, "forward")
-    backward = Place("pp", "pp", stage.index, "backward")
+    forward = CommSite("pp", "pp", stage.index, "forward")
+    backward = CommSite("pp", "pp", stage.index, "backward")
     return (
         receive(forward, count * found.fed, size),
         send(forward, count * found.feeding, size),
@@ -286,7 +290,7 @@ def pipeline_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
     )
 
 
-def neighbors(job: Job, rank: int) -> Neighbors:
+def neighbors(job: JobConfig, rank: int) -> Neighbors:
     """How many of a rank's chunks have a neighbor on another rank."""
     held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
     # The two chunks of a dualpipe rank belong to different copies of the model.
@@ -295,14 +299,14 @@ def neighbors(job: Job, rank: int) -> Neighbors:
     return Neighbors(fed, sum(chunk < last and chunk + 1 not in own for chunk in held))
 
 
-def copy_messages(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
+def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """Gradients that dualpipe's two copies of the model add up."""
     if job.layout.schedule != "dualpipe" or job.layout.pp == 1:
         return ()
     size = held.total * job.recipe.gradient_bytes
     if job.layout.zero == 3:
         size //= job.layout.shard_size
-    return (all_reduce(Place("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
+    return (all_reduce(CommSite("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
 
 
 # What tied embeddings on two pipeline ranks send.
@@ -314,14 +318,14 @@ TIED = Formula(
 )
 
 
-def embedding_messages(job: Job, stage: Stage) -> tuple[Message, ...]:
+def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """The sum of the two gradients of one matrix; none where both uses lie on one rank."""
     if not job.model.tied or stage.embedding == stage.head:
         return ()
     size = vocabulary_share(job) * job.recipe.gradient_bytes
     if job.layout.zero == 3:
         size //= job.layout.shard_size
-    return (all_reduce(Place("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
+    return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
 
 
 # What clipping gradients sends: their norm over all parameters.
@@ -335,7 +339,7 @@ NORM = Formula(
 NORM_BYTES = 4
 
 
-def norm_messages(job: Job, stage: int) -> tuple[Message, ...]:
+def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
     """Frameworks that sum over several axes in one call (Megatron-LM) send no more."""
     layout = job.layout
     sizes = {"tp": layout.tp, "pp": layout.pp}
@@ -344,14 +348,14 @@ def norm_messages(job: Job, stage: int) -> tuple[Message, ...]:
     elif layout.zero:
         sizes["dp"] = layout.shard_size
     return tuple(
-        all_reduce(Place("norm", axis, stage, "optimizer"), 1, NORM_BYTES, ranks)
+        all_reduce(CommSite("norm", axis, stage, "optimizer"), 1, NORM_BYTES, ranks)
         for axis, ranks in sizes.items()
         if ranks > 1
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class CommOp:
     """One kind of communication of one rank of a stage: count calls in a step.
 
     message_bytes follow nccl-tests (the gathered buffer of all_gather and reduce_scatter),
@@ -383,7 +387,7 @@ FULL_RECOMPUTE = ("full", "every", "sqrt")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CommSite:
     """Where in a step a call happens and who asks for it; see prediction.Message."""
 
     strategy: str
@@ -392,60 +396,60 @@ class Place:
     phase: str
 
 
-def all_reduce(place: Place, count: int, input_bytes: int, ranks: int) -> Message:
+def all_reduce(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """count sums of a buffer that every rank has whole."""
     sent = 2 * input_bytes * (ranks - 1) // ranks
     return _message(place, "all_reduce", count, input_bytes, input_bytes, sent)
 
 
-def all_gather(place: Place, count: int, input_bytes: int, ranks: int) -> Message:
+def all_gather(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """count times every rank gives input_bytes and gets those of all."""
     gathered, sent = input_bytes * ranks, input_bytes * (ranks - 1)
     return _message(place, "all_gather", count, gathered, input_bytes, sent)
 
 
-def reduce_scatter(place: Place, count: int, input_bytes: int, ranks: int) -> Message:
+def reduce_scatter(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """count times every rank gives a whole buffer and gets its share of the sum."""
     sent = input_bytes * (ranks - 1) // ranks
     return _message(place, "reduce_scatter", count, input_bytes, input_bytes, sent)
 
 
-def all_to_all(place: Place, count: int, input_bytes: int, ranks: int) -> Message:
+def all_to_all(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """count times every rank spreads input_bytes evenly over all."""
     sent = input_bytes * (ranks - 1) // ranks
     return _message(place, "all_to_all", count, input_bytes, input_bytes, sent)
 
 
-def broadcast(place: Place, count: int, input_bytes: int) -> Message:
+def broadcast(place: CommSite, count: int, input_bytes: int) -> CommOp:
     """count times one rank gives a buffer that all others get; a ring hands it on once a rank."""
     return _message(place, "broadcast", count, input_bytes, input_bytes, input_bytes)
 
 
-def send(place: Place, count: int, input_bytes: int) -> Message:
+def send(place: CommSite, count: int, input_bytes: int) -> CommOp:
     """count messages to a neighbor."""
     return _message(place, "send", count, input_bytes, input_bytes, input_bytes)
 
 
-def receive(place: Place, count: int, input_bytes: int) -> Message:
+def receive(place: CommSite, count: int, input_bytes: int) -> CommOp:
     """count messages from a neighbor: the other end of its sends, so this rank sends nothing."""
     return _message(place, "recv", count, input_bytes, input_bytes, 0)
 
 
 def _message(
-    place: Place, op: str, count: int, message_bytes: int, input_bytes: int, wire_bytes: int
-) -> Message:
-    return Message(
+    place: CommSite, op: str, count: int, message_bytes: int, input_bytes: int, wire_bytes: int
+) -> CommOp:
+    return CommOp(
         place.strategy, op, place.axis, place.stage, place.phase,
         count, message_bytes, input_bytes, wire_bytes,
     )  # fmt: skip
 
 
-def rounds(job: Job) -> int:
+def rounds(job: JobConfig) -> int:
     """Microbatches that pass each chunk of a rank: half of them where dualpipe's copies share."""
     halves = job.layout.schedule == "dualpipe" and job.layout.pp > 1
     return job.microbatches // 2 if halves else job.microbatches
 
 
-def hidden_bytes(job: Job) -> int:
+def hidden_bytes(job: JobConfig) -> int:
     """What one layer hands to the next for a microbatch, whole over tensor parallelism (T h)."""
     return job.tokens * job.model.hidden * job.recipe.activation_bytes

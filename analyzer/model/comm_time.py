@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Hardware, Span
+from stepsplit.analyzer.model.config import HardwareConfig, Span
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.ops import busbw_factor
@@ -27,7 +27,7 @@ TIMED_OPS = (
 )  # fmt: skip
 
 
-def time_of(op: str, message_bytes: float, span: Span, hardware: Hardware) -> Band:
+def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
     """One call by the closed form, in ns; message_bytes as nccl-tests count them (CHOICE).
 
     A rank alone, or no bytes, costs nothing. A larger message never costs less. Raises UsageError.
@@ -58,7 +58,7 @@ def _check(op: str, message_bytes: float, span: Span) -> None:
         )
 
 
-def _closed_form_ns(op: str, message_bytes: float, span: Span, hardware: Hardware) -> float:
+def _closed_form_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     if op in ("send", "recv"):
         return send_ns(message_bytes, span, hardware)
     if op == "all_to_all":
@@ -68,7 +68,7 @@ def _closed_form_ns(op: str, message_bytes: float, span: Span, hardware: Hardwar
     return ring_ns(op, message_bytes, span, hardware)
 
 
-def _all_reduce_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+def _all_reduce_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """A message just past the tree takes at least what the last one by tree took."""
     ring = ring_ns("all_reduce", message_bytes, span, hardware)
     tree = tree_ns(message_bytes, span, hardware)
@@ -93,7 +93,7 @@ ALL_TO_ALL = Formula(
 )
 
 
-def send_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+def send_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """One message in ns; between nodes where the span has several: its slowest pair (SEND)."""
     if span.nodes > 1:
         rate, latency_ns = nics_bytes_per_s(Span(2, 1), hardware), hardware.inter.latency_ns
@@ -104,7 +104,7 @@ def send_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
     return min(ll, SIMPLE_BASE_NS.value + latency_ns + moved_ns)
 
 
-def all_to_all_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+def all_to_all_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """Equal parts from each rank to each other, in ns, nodes and NICs at once (ALL_TO_ALL)."""
     here, others = span.ranks_per_node - 1, span.ranks - span.ranks_per_node
     part = message_bytes / span.ranks * 1e9
@@ -143,7 +143,7 @@ NVLS = Formula(
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1}
 
 
-def ring_ns(op: str, message_bytes: float, span: Span, hardware: Hardware) -> float:
+def ring_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """A ring's time in ns, by the best of NCCL's protocols (RING)."""
     moved_ns = message_bytes * busbw_factor(op, span.ranks) / ring_bytes_per_s(span, hardware) * 1e9
     hops_ns, large_hops_ns = _ring_hops_ns(op, span, hardware)
@@ -155,7 +155,7 @@ def ring_ns(op: str, message_bytes: float, span: Span, hardware: Hardware) -> fl
     return min(simple, ll, ll128 + moved_ns / LL128_RATE.value)
 
 
-def _ring_hops_ns(op: str, span: Span, hardware: Hardware) -> tuple[float, float]:
+def _ring_hops_ns(op: str, span: Span, hardware: HardwareConfig) -> tuple[float, float]:
     """(all steps; those that a large message waits for: a node's own and those between nodes)."""
     rounds, here = _STEPS[op], span.ranks_per_node - 1
     between = rounds * (span.nodes - 1)
@@ -165,7 +165,7 @@ def _ring_hops_ns(op: str, span: Span, hardware: Hardware) -> tuple[float, float
     return steps * hardware.intra.latency_ns + between_ns, own_ns + between_ns
 
 
-def ring_bytes_per_s(span: Span, hardware: Hardware) -> float:
+def ring_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
     """busbw of a large ring: the slower of the node's links and all its ranks' NICs."""
     if span.nodes == 1:
         return intra_bytes_per_s(span, hardware)
@@ -173,7 +173,7 @@ def ring_bytes_per_s(span: Span, hardware: Hardware) -> float:
     return nics if span.ranks_per_node == 1 else min(nics, intra_bytes_per_s(span, hardware))
 
 
-def intra_bytes_per_s(span: Span, hardware: Hardware) -> float:
+def intra_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
     """busbw of a large ring inside a node; a mesh lends a small group only some of its links."""
     link = hardware.intra
     rate = link.bytes_per_s * link.ring
@@ -182,12 +182,12 @@ def intra_bytes_per_s(span: Span, hardware: Hardware) -> float:
     return rate * min(1.0, (span.ranks_per_node - 1) / (hardware.gpus_per_node - 1))
 
 
-def nics_bytes_per_s(span: Span, hardware: Hardware) -> float:
+def nics_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
     """What the ranks of one node send to other nodes together."""
     return span.ranks_per_node * hardware.inter.bytes_per_s * hardware.inter.ring
 
 
-def tree_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+def tree_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """A double binary tree's all_reduce in ns, by the best of NCCL's protocols (TREE)."""
     depth = math.log2(span.nodes)
     inside_ns = 2 * (span.ranks_per_node - 1) * hardware.intra.latency_ns
@@ -201,7 +201,7 @@ def tree_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
     return min(ll + whole_ns / TREE_LL_RATE.value, simple + moved_ns)
 
 
-def _tree_bytes_per_s(span: Span, hardware: Hardware) -> float:
+def _tree_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
     """algbw of a large tree. Between two nodes each byte crosses once a direction, not twice."""
     inside = TREE_RATE.value * intra_bytes_per_s(span, hardware) / 2
     if span.nodes == 1:
@@ -212,7 +212,7 @@ def _tree_bytes_per_s(span: Span, hardware: Hardware) -> float:
     return nics if span.ranks_per_node == 1 else min(nics, inside)
 
 
-def tree_until_bytes(span: Span, hardware: Hardware) -> float:
+def tree_until_bytes(span: Span, hardware: HardwareConfig) -> float:
     """The size up to which NCCL expects a tree over nodes to beat a ring; inf for two nodes."""
     if span.nodes <= 2:
         return math.inf
@@ -221,7 +221,7 @@ def tree_until_bytes(span: Span, hardware: Hardware) -> float:
     return hops_ns * PLATEAU.value / slower_ns
 
 
-def nvls_ns(message_bytes: float, span: Span, hardware: Hardware) -> float:
+def nvls_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
     """An all_reduce that the switch sums, in ns; inf where NCCL does not use it (NVLS)."""
     link = hardware.intra
     least = next(ranks for below, ranks in NVLS_FROM if link.bytes_per_s < below)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.comm_ops import (
-    Message,
+    CommOp,
+    CommSite,
     Neighbors,
-    Place,
     all_gather,
     all_reduce,
     broadcast,
@@ -21,7 +21,7 @@ from stepsplit.analyzer.model.comm_ops import (
     reduce_scatter,
     tensor_messages,
 )
-from stepsplit.analyzer.model.config import Chunk, Job, Stage, stages_of
+from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, stages_of
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     LayerParameters,
@@ -33,14 +33,14 @@ from stepsplit.analyzer.model.parameters import (
 # Every message of one step, of one rank of each pipeline stage.
 
 
-def messages_of(job: Job) -> tuple[Message, ...]:
+def messages_of(job: JobConfig) -> tuple[CommOp, ...]:
     """What a rank of every stage sends and receives in a step, stage by stage.
 
     A recv is the other end of a neighbor's send and sends nothing itself: only wire_bytes of the
     others add up to traffic, and only one end of each pair costs time.
     """
-    alike: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[Message, ...]] = {}
-    found: list[Message] = []
+    alike: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[CommOp, ...]] = {}
+    found: list[CommOp] = []
     for stage, held in zip(stages_of(job), stage_parameters(job), strict=True):
         shape = (stage.chunks, neighbors(job, stage.index))
         if shape not in alike:
@@ -49,17 +49,17 @@ def messages_of(job: Job) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _at(message: Message, stage: int) -> Message:
+def _at(message: CommOp, stage: int) -> CommOp:
     """The message on another stage. Middle stages differ in nothing else, and there are many."""
     if message.stage == stage:
         return message
-    return Message(
+    return CommOp(
         message.strategy, message.op, message.axis, stage, message.phase,
         message.count, message.message_bytes, message.input_bytes, message.wire_bytes,
     )  # fmt: skip
 
 
-def _of_stage(job: Job, stage: Stage, held: StageParameters) -> tuple[Message, ...]:
+def _of_stage(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
     found = (
         *tensor_messages(job, stage, held),
         *context_messages(job, stage),
@@ -104,7 +104,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class UnitCounts:
     """How often in a step a unit is gathered forward and backward, and its gradients summed."""
 
     forward: int
@@ -112,7 +112,7 @@ class Times:
     gradients: int
 
 
-def sharded_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+def sharded_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """The calls of one rank of a stage under zero = 3; experts have groups of their own."""
     layout = job.layout
     if layout.zero != 3:
@@ -147,7 +147,7 @@ def units(
     return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
 
 
-def _ends_apart(job: Job, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
+def _ends_apart(job: JobConfig, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
     """DeepSpeed gathers positions and the final norm by themselves, as modules of their own.
 
     A layer is one unit where it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
@@ -165,8 +165,8 @@ def _present(found: list[Unit]) -> list[Unit]:
 
 
 def _shard_messages(
-    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
-) -> tuple[Message, ...]:
+    job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> tuple[CommOp, ...]:
     if job.recipe.framework != "deepspeed":
         return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
     gathered = [
@@ -179,12 +179,12 @@ def _shard_messages(
 
 
 def _in_buckets(
-    job: Job, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
-) -> list[Message]:
+    job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+) -> list[CommOp]:
     """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
     if ranks == 1:
         return []
-    place, size = Place("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
+    place, size = CommSite("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
     padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
     return [
         reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
@@ -192,26 +192,26 @@ def _in_buckets(
     ]
 
 
-def _of_unit(job: Job, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[Message, ...]:
+def _of_unit(job: JobConfig, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[CommOp, ...]:
     name = "hsdp" if job.layout.dp_replicate > 1 else "fsdp"
     times, own, found = times_of(job, unit), -(-unit.parameters // ranks), []
     if ranks > 1:
         size = own * job.recipe.weight_bytes
         for phase, each in (("forward", times.forward), ("backward", times.backward)):
             found.append(
-                all_gather(Place(name, axis, stage, phase), unit.count * each, size, ranks)
+                all_gather(CommSite(name, axis, stage, phase), unit.count * each, size, ranks)
             )
     count, size = unit.count * times.gradients, own * job.recipe.gradient_bytes
     if ranks > 1:
-        place = Place(name, axis, stage, "grad_sync")
+        place = CommSite(name, axis, stage, "grad_sync")
         found.append(reduce_scatter(place, count, size * ranks, ranks))
     if job.layout.dp_replicate > 1:
-        place = Place(name, "dp_replicate", stage, "grad_sync")
+        place = CommSite(name, "dp_replicate", stage, "grad_sync")
         found.append(all_reduce(place, count, size, job.layout.dp_replicate))
     return tuple(found)
 
 
-def times_of(job: Job, unit: Unit) -> Times:
+def times_of(job: JobConfig, unit: Unit) -> UnitCounts:
     """In a pipeline gradients are summed once, and weights stay between two backward passes.
 
     A microbatch's backward then finds what the one before gathered, unless a forward pass freed
@@ -219,17 +219,17 @@ def times_of(job: Job, unit: Unit) -> Times:
     """
     m, policy = job.microbatches, _reshards(job)
     if job.layout.pp > 1:
-        return Times(1, 0, 1) if stays_gathered(job) else Times(m, 1, 1)
+        return UnitCounts(1, 0, 1) if stays_gathered(job) else UnitCounts(m, 1, 1)
     freed = policy == "always" or (policy == "default" and not unit.last)
-    return Times(m, m if freed else 0, 1 if job.layout.sum_once else m)
+    return UnitCounts(m, m if freed else 0, 1 if job.layout.sum_once else m)
 
 
-def stays_gathered(job: Job) -> bool:
+def stays_gathered(job: JobConfig) -> bool:
     """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
     return job.layout.zero == 3 and job.layout.pp > 1 and _reshards(job) != "always"
 
 
-def _reshards(job: Job) -> str:
+def _reshards(job: JobConfig) -> str:
     """ZeRO-3 as published and DeepSpeed's free every unit after its forward."""
     if job.recipe.framework in ("zero-paper", "deepspeed"):
         return "always"
@@ -290,7 +290,7 @@ class Bucket:
     parameters: int
 
 
-def data_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
+def data_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
     layout = job.layout
     if layout.zero == 3:
@@ -302,8 +302,8 @@ def data_messages(job: Job, held: StageParameters) -> tuple[Message, ...]:
 
 
 def _replica_messages(
-    job: Job, stage: int, parameters: int, axis: str, ranks: int
-) -> tuple[Message, ...]:
+    job: JobConfig, stage: int, parameters: int, axis: str, ranks: int
+) -> tuple[CommOp, ...]:
     if ranks == 1 or parameters == 0:
         return ()
     found = []
@@ -311,23 +311,23 @@ def _replica_messages(
         found += _summed(job, stage, bucket, axis, ranks)
     if hands_out(job):
         share = -(-parameters * job.recipe.weight_bytes // ranks)
-        found.append(broadcast(Place("zero-1", axis, stage, "optimizer"), ranks, share))
+        found.append(broadcast(CommSite("zero-1", axis, stage, "optimizer"), ranks, share))
     return tuple(found)
 
 
-def hands_out(job: Job) -> bool:
+def hands_out(job: JobConfig) -> bool:
     """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
     return job.layout.zero == 1 and job.recipe.framework == "ddp"
 
 
-def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[Message]:
+def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[CommOp]:
     zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
-    place = Place(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
+    place = CommSite(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
     if zero == 0 or hands_out(job):
         return [all_reduce(place, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
     summed = all_reduce if sums_whole(job) else reduce_scatter
-    after = Place(place.strategy, axis, stage, "optimizer")
+    after = CommSite(place.strategy, axis, stage, "optimizer")
     weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
     return [
         summed(place, times, size, ranks),
@@ -335,17 +335,17 @@ def _summed(job: Job, stage: int, bucket: Bucket, axis: str, ranks: int) -> list
     ]
 
 
-def sums_whole(job: Job) -> bool:
+def sums_whole(job: JobConfig) -> bool:
     """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
     return job.recipe.framework == "deepspeed"
 
 
-def sums_every_microbatch(job: Job) -> bool:
+def sums_every_microbatch(job: JobConfig) -> bool:
     """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
     return job.layout.zero == 2 and job.recipe.framework in EVERY_MICROBATCH
 
 
-def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
     """How the framework cuts a rank's parameters; the parts add up to them.
 
     Real buckets end where a tensor does, so that their number is a little smaller.
@@ -357,7 +357,7 @@ def buckets(job: Job, parameters: int, ranks: int) -> tuple[Bucket, ...]:
     return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
 
 
-def _capacity(job: Job, ranks: int) -> tuple[int, int]:
+def _capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
     """Parameters in the first bucket and in each other one; 0: no bound."""
     match job.recipe.framework:
         case "ddp" | "huggingface" | "fsdp2":

@@ -44,7 +44,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Transformer:
+class ModelConfig:
     """A decoder: every size that parameters, FLOPs, activations and messages depend on.
 
     positions is the number of learned positions (0: rotary or none); vocab is not padded.
@@ -132,7 +132,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class HardwareConfig:
     """One kind of accelerator in one kind of cluster.
 
     peaks_flops_per_s are dense, by dtype. gpus_per_node counts the GPUs that the intra link joins
@@ -186,7 +186,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingConfig:
     """One optimizer step: seq_len in tokens, micro_batch in sequences a microbatch and rank,
     global_batch in sequences a step.
 
@@ -250,7 +250,7 @@ RANK_ORDER = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelConfig:
     """Sizes of the axes, and how each works.
 
     dp_replicate ranks hold copies, dp_shard ranks shares (FSDP); both together are HSDP. zero is
@@ -344,13 +344,13 @@ VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobConfig:
     """A training step to predict. checks.check refuses one that cannot be."""
 
-    model: Transformer
-    layout: Layout
-    recipe: Recipe
-    hardware: Hardware
+    model: ModelConfig
+    layout: ParallelConfig
+    recipe: TrainingConfig
+    hardware: HardwareConfig
 
     @property
     def microbatches(self) -> int:
@@ -386,7 +386,7 @@ class Span:
         return -(-self.ranks // self.ranks_per_node)
 
 
-def span_of(job: Job, axis: str) -> Span:
+def span_of(job: JobConfig, axis: str) -> Span:
     """The group of an axis: tp, cp, ep, dp (all that sum dense gradients, cp included), dp_shard,
     dp_replicate, expert_tp, expert_dp, or pp (the two neighbors that are farthest apart)."""
     ranks, stride = _ranks_and_stride(job.layout, axis)
@@ -396,7 +396,7 @@ def span_of(job: Job, axis: str) -> Span:
     return Span(ranks, math.gcd(ranks, on_node))
 
 
-def _ranks_and_stride(layout: Layout, axis: str) -> tuple[int, int]:
+def _ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:
     if axis == "pp":
         return min(2, layout.pp), _stride(layout, "pp")
     if axis == "expert_tp":
@@ -414,7 +414,7 @@ def _ranks_and_stride(layout: Layout, axis: str) -> tuple[int, int]:
     return getattr(layout, axis), _stride(layout, axis)
 
 
-def _stride(layout: Layout, axis: str) -> int:
+def _stride(layout: ParallelConfig, axis: str) -> int:
     """Ranks between neighbors along the axis: the product of the faster axes."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     faster = layout.order[: layout.order.index(axis)]
@@ -441,7 +441,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageConfig:
     """What one pp coordinate holds: its chunks, in the model's order."""
 
     index: int
@@ -468,12 +468,12 @@ class Stage:
         return any(chunk.head for chunk in self.chunks)
 
 
-def stages_of(job: Job) -> tuple[Stage, ...]:
+def stages_of(job: JobConfig) -> tuple[StageConfig, ...]:
     """The pipeline's ranks, first to last, each with its chunks."""
     return _stages(*_shape(job))
 
 
-def each_once(job: Job, make: Callable[[Stage], _T]) -> tuple[_T, ...]:
+def each_once(job: JobConfig, make: Callable[[StageConfig], _T]) -> tuple[_T, ...]:
     """What make says of each stage, asked once of all that hold the same; it may not look at the
     index."""
     found: list[_T] = []
@@ -482,12 +482,12 @@ def each_once(job: Job, make: Callable[[Stage], _T]) -> tuple[_T, ...]:
     return tuple(found)
 
 
-def first_alike(job: Job) -> tuple[int, ...]:
+def first_alike(job: JobConfig) -> tuple[int, ...]:
     """For each stage the first that holds the same."""
     return _first_alike(*_shape(job))
 
 
-def _shape(job: Job) -> tuple[tuple[int, ...], int, Schedule, int, int]:
+def _shape(job: JobConfig) -> tuple[tuple[int, ...], int, Schedule, int, int]:
     layout, dense = job.layout, job.model.layers - job.model.expert_layers
     return layers_per_chunk(job), dense, layout.schedule, layout.pp, layout.chunks
 
@@ -495,10 +495,10 @@ def _shape(job: Job) -> tuple[tuple[int, ...], int, Schedule, int, int]:
 @lru_cache(maxsize=1024)
 def _stages(
     sizes: tuple[int, ...], dense: int, schedule: Schedule, pp: int, chunks: int
-) -> tuple[Stage, ...]:
+) -> tuple[StageConfig, ...]:
     model = _chunks(sizes, dense)
     return tuple(
-        Stage(rank, tuple(model[i] for i in _of_rank(schedule, pp, chunks, rank)))
+        StageConfig(rank, tuple(model[i] for i in _of_rank(schedule, pp, chunks, rank)))
         for rank in range(pp)
     )
 
@@ -511,7 +511,7 @@ def _first_alike(
     return tuple(held.index(each) for each in held)
 
 
-def chunks_of_rank(job: Job, rank: int) -> tuple[int, ...]:
+def chunks_of_rank(job: JobConfig, rank: int) -> tuple[int, ...]:
     """Positions in the model of the chunks that a pipeline rank holds."""
     return _of_rank(job.layout.schedule, job.layout.pp, job.layout.chunks, rank)
 
@@ -526,13 +526,13 @@ def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, .
     return tuple(rank + p * chunk for chunk in range(chunks))
 
 
-def chunk_count(job: Job) -> int:
+def chunk_count(job: JobConfig) -> int:
     """Model stages that the layers are cut into (p v; p for dualpipe's two copies)."""
     p, layout = job.layout.pp, job.layout
     return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
 
 
-def layers_per_chunk(job: Job) -> tuple[int, ...]:
+def layers_per_chunk(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first take the rest where they do not divide."""
     if job.layout.layers_per_stage is not None:
         return job.layout.layers_per_stage

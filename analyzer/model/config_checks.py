@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import TWO_STAGES, Job, chunk_count
+from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, chunk_count
 
 # Whether a job can be: the first thing that cannot, with its arithmetic and mend.
 
 
-def check(job: Job) -> None:
+def check(job: JobConfig) -> None:
     """Raises UsageError for a job that cannot be: one line with the arithmetic and the mend."""
     fault = first_fault(job)
     if fault is not None:
         raise UsageError(f"{fault.problem}; {fault.mend}")
 
 
-def first_fault(job: Job) -> Fault | None:
+def first_fault(job: JobConfig) -> Fault | None:
     """The first thing that cannot be, None where everything can."""
     found = (fault(job) for fault in (*AXIS_CHECKS, *BATCH_CHECKS, *STAGE_CHECKS))
     return next((fault for fault in found if fault is not None), None)
@@ -30,7 +30,7 @@ _AXES = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "chunk
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
 
 
-def _sizes(job: Job) -> Fault | None:
+def _sizes(job: JobConfig) -> Fault | None:
     """Every size is at least one."""
     model, layout = job.model, job.layout
     sizes = [(name, getattr(layout, name)) for name in _AXES]
@@ -39,11 +39,11 @@ def _sizes(job: Job) -> Fault | None:
     return None if small is None else Fault(f"{small[0]} {small[1]} < 1", f"mend {small[0]}")
 
 
-def _heads(job: Job) -> Fault | None:
+def _heads(job: JobConfig) -> Fault | None:
     return uneven("heads", job.model.heads, "tp", job.layout.tp)
 
 
-def _kv_heads(job: Job) -> Fault | None:
+def _kv_heads(job: JobConfig) -> Fault | None:
     """Each rank of tp holds whole key heads, or several hold copies of one."""
     heads, tp = job.model.kv_heads, job.layout.tp
     groups = uneven("heads", job.model.heads, "kv_heads", heads)
@@ -54,14 +54,14 @@ def _kv_heads(job: Job) -> Fault | None:
     return uneven("kv_heads", heads, "tp", tp)
 
 
-def _ffn(job: Job) -> Fault | None:
+def _ffn(job: JobConfig) -> Fault | None:
     """The MLP of the layers that have no experts."""
     if job.model.expert_layers == job.model.layers:
         return None
     return uneven("ffn", job.model.ffn, "tp", job.layout.tp)
 
 
-def _experts(job: Job) -> Fault | None:
+def _experts(job: JobConfig) -> Fault | None:
     experts, ep = job.model.experts, job.layout.ep
     if experts is None:
         return Fault(f"ep {ep} of a model without experts", "leave ep out") if ep > 1 else None
@@ -73,7 +73,7 @@ def _experts(job: Job) -> Fault | None:
     return uneven("experts", experts.count, "ep", ep)
 
 
-def _expert_tp(job: Job) -> Fault | None:
+def _expert_tp(job: JobConfig) -> Fault | None:
     experts, expert_tp = job.model.experts, job.layout.expert_tp
     if experts is not None:
         return uneven("expert ffn", experts.ffn, "expert_tp", expert_tp)
@@ -81,7 +81,7 @@ def _expert_tp(job: Job) -> Fault | None:
     return Fault(problem, "leave expert_tp out") if expert_tp > 1 else None
 
 
-def _expert_ranks(job: Job) -> Fault | None:
+def _expert_ranks(job: JobConfig) -> Fault | None:
     """Experts are spread over the ranks of one pp coordinate."""
     layout = job.layout
     ranks, over = layout.tp * layout.cp * layout.dp, layout.ep * layout.expert_tp
@@ -94,7 +94,7 @@ def _expert_ranks(job: Job) -> Fault | None:
     return Fault(problem, "mend ep or the axes")
 
 
-def _sequence(job: Job) -> Fault | None:
+def _sequence(job: JobConfig) -> Fault | None:
     """A rank of cp has its share of the tokens, one of tp its share of those."""
     layout, seq_len = job.layout, job.recipe.seq_len
     if not layout.sequence_parallel:
@@ -104,7 +104,7 @@ def _sequence(job: Job) -> Fault | None:
     return rest_of("seq_len", seq_len, over, layout.cp * layout.tp, mend)
 
 
-def _ulysses(job: Job) -> Fault | None:
+def _ulysses(job: JobConfig) -> Fault | None:
     """Ulysses gives each rank of cp whole heads."""
     layout = job.layout
     if layout.cp == 1 or layout.context_kind != "ulysses":
@@ -121,7 +121,7 @@ AXIS_CHECKS = (
 # What the batch, the precision and ZeRO ask for.
 
 
-def _global_batch(job: Job) -> Fault | None:
+def _global_batch(job: JobConfig) -> Fault | None:
     recipe, dp = job.recipe, job.layout.dp
     each = recipe.micro_batch * dp
     if recipe.micro_batch >= 1 and recipe.global_batch >= 1 and recipe.global_batch % each == 0:
@@ -135,14 +135,14 @@ def _global_batch(job: Job) -> Fault | None:
     return Fault(problem, f"make global_batch a multiple of {each}")
 
 
-def _positions(job: Job) -> Fault | None:
+def _positions(job: JobConfig) -> Fault | None:
     positions, seq_len = job.model.positions, job.recipe.seq_len
     if positions == 0 or seq_len <= positions:
         return None
     return Fault(f"seq_len {seq_len} > learned_positions {positions}", "raise learned_positions")
 
 
-def _dtype(job: Job) -> Fault | None:
+def _dtype(job: JobConfig) -> Fault | None:
     hardware, dtype = job.hardware, job.recipe.dtype
     if hardware.peak_flops_per_s(dtype) is not None:
         return None
@@ -150,7 +150,7 @@ def _dtype(job: Job) -> Fault | None:
     return Fault(f"{hardware.name} has no {dtype} peak, only {known}", "choose another dtype")
 
 
-def _shards(job: Job) -> Fault | None:
+def _shards(job: JobConfig) -> Fault | None:
     """dp_shard is of ZeRO 3 alone, and ZeRO 3 needs ranks to shard over."""
     layout = job.layout
     if layout.zero != 3 and layout.dp_shard > 1:
@@ -163,7 +163,7 @@ def _shards(job: Job) -> Fault | None:
     return None
 
 
-def _ddp(job: Job) -> Fault | None:
+def _ddp(job: JobConfig) -> Fault | None:
     """DDP beside ZeroRedundancyOptimizer is zero = 1."""
     if job.recipe.framework != "ddp" or job.layout.zero <= 1:
         return None
@@ -177,7 +177,7 @@ BATCH_CHECKS = (_global_batch, _positions, _dtype, _shards, _ddp)
 # What the pipeline's schedule asks of layers, stages and microbatches.
 
 
-def _chunks(job: Job) -> Fault | None:
+def _chunks(job: JobConfig) -> Fault | None:
     """Several chunks are of interleaved schedules; V schedules hold two, whatever is said."""
     layout = job.layout
     if layout.pp == 1:
@@ -193,7 +193,7 @@ def _chunks(job: Job) -> Fault | None:
     return Fault(problem, "write chunks = 2 or more") if layout.chunks == 1 else None
 
 
-def _layers(job: Job) -> Fault | None:
+def _layers(job: JobConfig) -> Fault | None:
     """Megatron-LM cuts the layers evenly; other frameworks give the first stages the rest."""
     layout, layers = job.layout, job.model.layers
     over = f"pp {layout.pp}" if chunk_count(job) == layout.pp else _stages(job)
@@ -206,11 +206,11 @@ def _layers(job: Job) -> Fault | None:
     return rest_of("layers", layers, over, chunk_count(job), "give layers_per_stage")
 
 
-def _stages(job: Job) -> str:
+def _stages(job: JobConfig) -> str:
     return f"(pp {job.layout.pp} x chunks {job.layout.stages_per_rank})"
 
 
-def _layers_per_stage(job: Job) -> Fault | None:
+def _layers_per_stage(job: JobConfig) -> Fault | None:
     """As many entries as stages, as many layers as the model."""
     stated = job.layout.layers_per_stage
     if stated is None:
@@ -225,7 +225,7 @@ def _layers_per_stage(job: Job) -> Fault | None:
     return Fault(f"layers_per_stage {total}, but layers {job.model.layers}", "mend one of them")
 
 
-def _interleaved(job: Job) -> Fault | None:
+def _interleaved(job: JobConfig) -> Fault | None:
     layout = job.layout
     if layout.schedule != "interleaved" or layout.pp == 1:
         return None
@@ -233,7 +233,7 @@ def _interleaved(job: Job) -> Fault | None:
     return uneven("microbatches", job.microbatches, "pp", layout.pp, mend)
 
 
-def _dualpipe(job: Job) -> Fault | None:
+def _dualpipe(job: JobConfig) -> Fault | None:
     """DualPipe runs two halves of the microbatches from the two ends of an even pipeline.
 
     deepseek-ai/DualPipe, dualpipe.py: an even number of ranks, an even number of microbatches, at

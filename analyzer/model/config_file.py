@@ -18,19 +18,19 @@ from stepsplit.analyzer.model.config import (
     Dtype,
     Experts,
     Framework,
-    Hardware,
-    Job,
+    HardwareConfig,
+    JobConfig,
     LatentAttention,
-    Layout,
+    ModelConfig,
     Norm,
-    Recipe,
+    ParallelConfig,
     Recompute,
     Schedule,
     Target,
-    Transformer,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.config_table import Table, either, near, read_table, table_of
+from stepsplit.analyzer.model.config_table import TomlTable, either, near, read_table, table_of
 from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     PRESETS,
@@ -48,24 +48,24 @@ SAME_FRAMEWORKS = {
 """Other words for what trains the same way here."""
 
 
-def read_job(path: str | Path) -> Job:
+def read_job(path: str | Path) -> JobConfig:
     """The job that the file states, checked. Raises DataError, which names the key and the mend;
     UsageError where no hardware is named."""
     return job_in(read_table(path))
 
 
-def job_of(text: str, where: str = "RUN.toml") -> Job:
+def job_of(text: str, where: str = "RUN.toml") -> JobConfig:
     """The job of a RUN.toml's text, checked; where names it in errors. Raises as read_job."""
     return job_in(table_of(where, text.encode()))
 
 
-def job_in(table: Table) -> Job:
+def job_in(table: TomlTable) -> JobConfig:
     """The job that the tables state, checked. Raises as read_job."""
     table.knows("model", "parallel", "training", "hardware")
     table.needs("model", "training")
     if "hardware" not in table.values:
         raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
-    nothing = Table(table.where, "parallel", {})
+    nothing = TomlTable(table.where, "parallel", {})
     parallel, training = table.table("parallel", nothing), table.table("training", nothing)
     stated = training.same(SAME_FRAMEWORKS).one_of("framework", FRAMEWORKS, None)
     model = _model(table.table("model", nothing), training.count("seq_len", 0))
@@ -73,23 +73,23 @@ def job_in(table: Table) -> Job:
     framework = stated or framework_of(parallel)
     hardware = _hardware(table.table("hardware", nothing))
     recipe = recipe_of(training, layout, framework, model, hardware)
-    job = Job(model, layout, recipe, hardware)
+    job = JobConfig(model, layout, recipe, hardware)
     fault = first_fault(job)
     if fault is not None:
         raise DataError(table.where, fault.problem, fault.mend)
     return job
 
 
-def layout_in(table: Table) -> Layout:
+def layout_in(table: TomlTable) -> ParallelConfig:
     """The layout that the tables state, whatever else they do. Raises DataError."""
-    nothing = Table(table.where, "parallel", {})
+    nothing = TomlTable(table.where, "parallel", {})
     training = table.table("training", nothing).same(SAME_FRAMEWORKS)
     return layout_of(
         table.table("parallel", nothing), training.one_of("framework", FRAMEWORKS, None)
     )
 
 
-def _model(table: Table, seq_len: int) -> Transformer:
+def _model(table: TomlTable, seq_len: int) -> ModelConfig:
     table.knows("preset", *MODEL_KEYS)
     preset = table.text("preset", None)
     try:
@@ -99,7 +99,7 @@ def _model(table: Table, seq_len: int) -> Transformer:
     return transformer_of(table, base, seq_len)
 
 
-def _hardware(table: Table) -> Hardware:
+def _hardware(table: TomlTable) -> HardwareConfig:
     file = hardware_file(table)
     if file is None:
         return _of_preset(table)
@@ -109,7 +109,7 @@ def _hardware(table: Table) -> Hardware:
     return hardware_of(table, _of_preset(file))
 
 
-def _of_preset(table: Table) -> Hardware:
+def _of_preset(table: TomlTable) -> HardwareConfig:
     table.knows("preset", *HARDWARE_KEYS)
     preset = table.text("preset", None)
     try:
@@ -119,7 +119,7 @@ def _of_preset(table: Table) -> Hardware:
     return hardware_of(table, base)
 
 
-def _unknown(table: Table, preset: str | None, names: tuple[str, ...]) -> DataError:
+def _unknown(table: TomlTable, preset: str | None, names: tuple[str, ...]) -> DataError:
     mend = f"write {either(near(str(preset), names))}"
     return table.error("preset", f"{preset!r} is unknown", mend)
 
@@ -145,7 +145,9 @@ _OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface"
 """Frameworks that sum gradients behind the backward pass unless told not to."""
 
 
-def layout_of(table: Table, framework: Framework | None, experts: bool = False) -> Layout:
+def layout_of(
+    table: TomlTable, framework: Framework | None, experts: bool = False
+) -> ParallelConfig:
     """The layout that the table states; an axis that it leaves out has one rank.
 
     dp is short for dp_shard where zero is 3, which fsdp2 and any dp_shard imply, else for
@@ -156,7 +158,7 @@ def layout_of(table: Table, framework: Framework | None, experts: bool = False) 
     zero = _zero(table, framework)
     replicate, shard = _data_parallel(table, zero)
     chunks = table.count("chunks", 1)
-    layout = Layout(
+    layout = ParallelConfig(
         tp=table.count("tp", 1),
         pp=table.count("pp", 1),
         dp_replicate=replicate,
@@ -185,19 +187,19 @@ def layout_of(table: Table, framework: Framework | None, experts: bool = False) 
     return layout
 
 
-def _expert_tp(table: Table, framework: Framework | None, dp: int) -> int:
+def _expert_tp(table: TomlTable, framework: Framework | None, dp: int) -> int:
     """Megatron-LM cuts experts as it cuts the rest, where the ranks of a stage allow it."""
     tp, ep, cp = (table.count(key, 1) for key in ("tp", "ep", "cp"))
     cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
     return tp if cuts else 1
 
 
-def framework_of(table: Table) -> Framework:
+def framework_of(table: TomlTable) -> Framework:
     """The framework of a [parallel] table beside which none is named."""
     return "fsdp2" if _zero(table, None) == 3 else "megatron"
 
 
-def _zero(table: Table, framework: Framework | None) -> int:
+def _zero(table: TomlTable, framework: Framework | None) -> int:
     zero = table.count("zero", None, least=0)
     if zero is not None:
         if zero > 3:
@@ -207,7 +209,7 @@ def _zero(table: Table, framework: Framework | None) -> int:
     return 3 if shards or table.count("dp_shard", 1) > 1 else 0
 
 
-def _data_parallel(table: Table, zero: int) -> tuple[int, int]:
+def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
     """dp_replicate and dp_shard."""
     stated = [key for key in ("dp", "dp_replicate", "dp_shard") if key in table.values]
     if "dp" in stated and len(stated) > 1:
@@ -218,7 +220,7 @@ def _data_parallel(table: Table, zero: int) -> tuple[int, int]:
     return (1, dp) if zero == 3 else (dp, 1)
 
 
-def _rest(table: Table) -> int:
+def _rest(table: TomlTable) -> int:
     """What world_size leaves for data parallelism; 1 where it is not stated."""
     key = _world_key(table)
     if key is None:
@@ -230,11 +232,11 @@ def _rest(table: Table) -> int:
     return world // (tp * pp * cp)
 
 
-def _world_key(table: Table) -> str | None:
+def _world_key(table: TomlTable) -> str | None:
     return next((key for key in ("world_size", "gpus") if key in table.values), None)
 
 
-def _check_world_size(table: Table, layout: Layout) -> None:
+def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
     for key in ("world_size", "gpus"):
         if table.count(key, layout.world_size) != layout.world_size:
             product = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} x cp {layout.cp}"
@@ -242,7 +244,7 @@ def _check_world_size(table: Table, layout: Layout) -> None:
             raise table.error(key, problem, f"mend the axes or {key}")
 
 
-def _order(table: Table) -> tuple[str, ...]:
+def _order(table: TomlTable) -> tuple[str, ...]:
     """The axes of rank_order, the fastest first; ep may be left out."""
     order = tuple(table.text("rank_order", "-".join(RANK_ORDER)).split("-"))
     if sorted({*order, "ep"}) != sorted(RANK_ORDER) or len(set(order)) < len(order):
@@ -255,7 +257,7 @@ def _schedule(chunks: int) -> Schedule:
     return "1f1b" if chunks == 1 else "interleaved"
 
 
-def _overlap(table: Table, framework: Framework | None) -> frozenset[str]:
+def _overlap(table: TomlTable, framework: Framework | None) -> frozenset[str]:
     """The axes whose communication hides behind compute: all, none, or those listed."""
     if isinstance(table.values.get("overlap"), bool):
         return frozenset(RANK_ORDER) if table.flag("overlap", False) else frozenset()
@@ -288,8 +290,12 @@ _SAME_OPTIMIZER = {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit":
 
 
 def recipe_of(
-    table: Table, layout: Layout, framework: Framework, model: Transformer, hardware: Hardware
-) -> Recipe:
+    table: TomlTable,
+    layout: ParallelConfig,
+    framework: Framework,
+    model: ModelConfig,
+    hardware: HardwareConfig,
+) -> TrainingConfig:
     """The recipe that the table states, and the framework's habits elsewhere. Raises DataError."""
     table.knows(*_RECIPE_KEYS)
     table.needs("seq_len", "micro_batch")
@@ -297,7 +303,7 @@ def recipe_of(
     habits = habits_of(framework, dtype, layout, model, hardware)
     recompute, every = _recompute(table)
     offload, offload_to = _offload(table)
-    return Recipe(
+    return TrainingConfig(
         seq_len=table.count("seq_len", 0),
         micro_batch=table.count("micro_batch", 0),
         global_batch=_global_batch(table, layout.dp),
@@ -316,7 +322,7 @@ def recipe_of(
     )
 
 
-def _global_batch(table: Table, dp: int) -> int:
+def _global_batch(table: TomlTable, dp: int) -> int:
     """As stated, or microbatches x micro_batch x dp."""
     if "microbatches" not in table.values:
         table.needs("global_batch")
@@ -332,7 +338,7 @@ def _global_batch(table: Table, dp: int) -> int:
     return product
 
 
-def _recompute(table: Table) -> tuple[Recompute, int]:
+def _recompute(table: TomlTable) -> tuple[Recompute, int]:
     """What is recomputed, and of "every-4" the 4."""
     stated = table.text("recompute", "none")
     number = stated.removeprefix(_EVERY)
@@ -344,7 +350,7 @@ def _recompute(table: Table) -> tuple[Recompute, int]:
     return table.one_of("recompute", RECOMPUTES, "none"), 1
 
 
-def _offload(table: Table) -> tuple[frozenset[str], Target]:
+def _offload(table: TomlTable) -> tuple[frozenset[str], Target]:
     """The states that leave the device and where to; "cpu" alone means the optimizer's."""
     if isinstance(table.values.get("offload"), str):
         return frozenset({"optimizer"}), table.one_of("offload", TARGETS, "cpu")
@@ -360,7 +366,7 @@ HARDWARE = PRESETS / "hardware"
 
 
 @lru_cache(maxsize=256)
-def transformer(name: str) -> Transformer:
+def transformer(name: str) -> ModelConfig:
     """The model of that name. Raises UsageError, which lists the near names."""
     table = _preset(MODELS, "model", name)
     return replace(transformer_of(table, None, seq_len=0), name=name)
@@ -369,7 +375,7 @@ def transformer(name: str) -> Transformer:
 @lru_cache(maxsize=256)
 def hardware(
     name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
-) -> Hardware:
+) -> HardwareConfig:
     """The accelerator of that name, in nodes of its usual size and link unless told.
 
     Raises UsageError, which lists the near names.
@@ -403,7 +409,7 @@ def _names(folder: Path) -> tuple[str, ...]:
     return tuple(name for file in sorted(folder.glob("*.toml")) for name in _file(file).values)
 
 
-def _preset(folder: Path, kind: str, name: str) -> Table:
+def _preset(folder: Path, kind: str, name: str) -> TomlTable:
     """The table of a preset: it stands in the file whose name it begins with."""
     stems = [file.stem for file in folder.glob("*.toml") if name.startswith(file.stem)]
     if stems:
@@ -415,7 +421,7 @@ def _preset(folder: Path, kind: str, name: str) -> Table:
 
 
 @lru_cache(maxsize=64)
-def _file(path: Path) -> Table:
+def _file(path: Path) -> TomlTable:
     return read_table(path)
 
 
@@ -430,7 +436,7 @@ MODEL_KEYS = (
 )  # fmt: skip
 
 
-def transformer_of(table: Table, base: Transformer | None, seq_len: int) -> Transformer:
+def transformer_of(table: TomlTable, base: ModelConfig | None, seq_len: int) -> ModelConfig:
     """The transformer that the table states; what it leaves out is as in base.
 
     Without a base, layers, hidden, heads and vocab are needed, and ffn where gated. kv_heads is
@@ -460,12 +466,12 @@ def transformer_of(table: Table, base: Transformer | None, seq_len: int) -> Tran
     )
 
 
-def _plain_model(table: Table) -> Transformer:
+def _plain_model(table: TomlTable) -> ModelConfig:
     """The transformer of a table that names no preset."""
     gated = table.flag("gated", False)
     table.needs("layers", "hidden", "heads", "vocab", *(["ffn"] if gated else []))
     hidden, heads = table.count("hidden", 1), table.count("heads", 1)
-    return Transformer(
+    return ModelConfig(
         layers=1,
         hidden=hidden,
         heads=heads,
@@ -479,20 +485,20 @@ def _plain_model(table: Table) -> Transformer:
     )
 
 
-def _head_size(table: Table, hidden: int, heads: int) -> int:
+def _head_size(table: TomlTable, hidden: int, heads: int) -> int:
     if hidden % heads and "head_size" not in table.values:
         problem = f"hidden {hidden} / heads {heads} = {hidden / heads:g} is no head size"
         raise table.error("heads", problem, "mend one of them or give head_size")
     return hidden // heads
 
 
-def _positions(table: Table, default: int, seq_len: int) -> int:
+def _positions(table: TomlTable, default: int, seq_len: int) -> int:
     if isinstance(table.values.get("learned_positions"), bool):
         return seq_len if table.flag("learned_positions", False) else 0
     return table.count("learned_positions", default, least=0)
 
 
-def _experts(table: Table, known: Transformer) -> Experts | None:
+def _experts(table: TomlTable, known: ModelConfig) -> Experts | None:
     """Of [model.experts], or of experts = 8 with top_k and the others beside it."""
     stated = table.values.get("experts")
     if isinstance(stated, dict):
@@ -507,7 +513,7 @@ def _experts(table: Table, known: Transformer) -> Experts | None:
     return _experts_of(table, "experts", "expert_ffn", known)
 
 
-def _experts_of(table: Table, count: str, ffn: str, known: Transformer) -> Experts | None:
+def _experts_of(table: TomlTable, count: str, ffn: str, known: ModelConfig) -> Experts | None:
     base = known.experts
     if base is None:
         table.needs(count, "top_k")
@@ -521,7 +527,7 @@ def _experts_of(table: Table, count: str, ffn: str, known: Transformer) -> Exper
     )
 
 
-def _latent(table: Table, base: LatentAttention | None) -> LatentAttention | None:
+def _latent(table: TomlTable, base: LatentAttention | None) -> LatentAttention | None:
     inner = table.table("latent", None)
     if inner is None:
         return base
@@ -561,7 +567,11 @@ class Habits:
 
 
 def habits_of(
-    framework: Framework, dtype: Dtype, layout: Layout, model: Transformer, hardware: Hardware
+    framework: Framework,
+    dtype: Dtype,
+    layout: ParallelConfig,
+    model: ModelConfig,
+    hardware: HardwareConfig,
 ) -> Habits:
     """The framework's defaults for such a job.
 
@@ -578,7 +588,7 @@ def habits_of(
     )
 
 
-def _is_gpt(model: Transformer) -> bool:
+def _is_gpt(model: ModelConfig) -> bool:
     return model.norm == "layer" and model.biases and not model.gated
 
 
@@ -587,7 +597,7 @@ def _gradients(framework: Framework, dtype: Dtype) -> Dtype:
     return "fp32" if framework in SUMS_IN_FP32 and not plain else _weights(dtype)
 
 
-def _activations(framework: Framework, dtype: Dtype, layout: Layout) -> Dtype:
+def _activations(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
     """torchtitan's mixed precision is FSDP's: without it activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"

@@ -23,7 +23,7 @@ _FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TomlTable:
     """A table: the file that it stands in, its name there and its values.
 
     Every reading method gives the value of a key, or default where the table has no such key;
@@ -85,7 +85,7 @@ class Table:
         value = self.values.get(key)
         return default if value is None else self._word(key, value, known)
 
-    def same(self, words: Mapping[str, str]) -> Table:
+    def same(self, words: Mapping[str, str]) -> TomlTable:
         """The table with words replaced by those that mean the same here."""
         told = {
             key: words.get(value, value) if isinstance(value, str) else value
@@ -109,7 +109,7 @@ class Table:
             return default
         if not isinstance(values, list):
             raise self.error(key, f"{values!r} is no list", "write whole numbers in [ ]")
-        each = Table(self.where, self.name, {f"{key}[{i}]": v for i, v in enumerate(values)})
+        each = TomlTable(self.where, self.name, {f"{key}[{i}]": v for i, v in enumerate(values)})
         return tuple(each.count(entry, 0, least=0) for entry in each.values)
 
     def texts(self, key: str, default: _D) -> tuple[str, ...] | _D:
@@ -121,23 +121,23 @@ class Table:
             raise self.error(key, f"{values!r} is no list of words", 'write ["...", "..."]')
         return tuple(values)
 
-    def table(self, key: str, default: _D) -> Table | _D:
+    def table(self, key: str, default: _D) -> TomlTable | _D:
         """The table inside this one."""
         value = self.values.get(key)
         if value is None:
             return default
         if not isinstance(value, dict):
             raise self.error(key, f"{value!r} is no table", f"write [{self._path(key)}]")
-        return Table(self.where, self._path(key), value)
+        return TomlTable(self.where, self._path(key), value)
 
-    def tables(self, key: str) -> tuple[Table, ...]:
+    def tables(self, key: str) -> tuple[TomlTable, ...]:
         """The tables of a list of them, none where the key is missing."""
         values = self.values.get(key, [])
         if not isinstance(values, list) or not all(isinstance(each, dict) for each in values):
             mend = f"write [[{self._path(key)}]]"
             raise self.error(key, f"{values!r} is no list of tables", mend)
         path = self._path(key)
-        return tuple(Table(self.where, f"{path}[{i}]", each) for i, each in enumerate(values))
+        return tuple(TomlTable(self.where, f"{path}[{i}]", each) for i, each in enumerate(values))
 
     def error(self, key: str, problem: str, mend: str) -> DataError:
         return DataError(self.where, f"{self._path(key)}: {problem}", mend)
@@ -152,7 +152,7 @@ class Table:
         raise self.error(key, f"{value!r} is unknown", f"write {either(near(str(value), known))}")
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> TomlTable:
     """The whole TOML file as a table. Raises DataError."""
     try:
         with Path(path).open("rb") as file:
@@ -164,13 +164,13 @@ def read_table(path: str | Path) -> Table:
     return table_of(path, text)
 
 
-def table_of(where: str | Path, text: bytes) -> Table:
+def table_of(where: str | Path, text: bytes) -> TomlTable:
     """The table that the text states; where names it in errors. Raises DataError."""
     try:
         values: dict[str, Any] = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"not TOML ({error})", "mend that line") from None
-    return Table(str(where), "", values)
+    return TomlTable(str(where), "", values)
 
 
 def near(word: str, known: Sequence[str]) -> Sequence[str]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import cast
 
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
-from stepsplit.analyzer.model.config import Job, Link, Stage, Transformer, stages_of
+from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, stages_of
 from stepsplit.analyzer.model.explain_comm import of_calls, of_messages, of_routes
 from stepsplit.analyzer.model.flops import CONVENTIONS, MFU, RECOMPUTE, Convention, layer_weights
 from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, differing
 from stepsplit.analyzer.model.memory_states import (
-    Layers,
+    LayersByKind,
     layers_of,
     parameter_bytes,
     share,
@@ -33,7 +33,7 @@ from stepsplit.analyzer.model.used_formulas import kept_formula, states_formula
 # explain: a prediction in, the formulas that it rests on out, each with the job's numbers.
 
 
-def explain(job: Job, prediction: Prediction) -> tuple[Explained, ...]:
+def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
     """The formulas of this job, from its size to its messages, and the folk rules that differ."""
     return (
         *of_work(job, prediction),
@@ -52,7 +52,7 @@ _MANY = 1000
 """Parameters enough to tell by their bytes what is shared."""
 
 
-def of_memory(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """States of the fullest stage, and what one layer keeps of one microbatch."""
     fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
     if not job.recipe.offload:
@@ -60,7 +60,7 @@ def of_memory(job: Job, prediction: Prediction) -> Iterator[Explained]:
     yield kept_of_layer(job, stages_of(job)[fullest.stage])
 
 
-def _states(job: Job, memory: StageMemory) -> Explained:
+def _states(job: JobConfig, memory: StageMemory) -> Explained:
     value = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     held = stage_parameters(job)[memory.stage]
     each = parameter_bytes(job.recipe)
@@ -82,7 +82,7 @@ def _states(job: Job, memory: StageMemory) -> Explained:
     )
 
 
-def _applied(job: Job, held: StageParameters) -> str:
+def _applied(job: JobConfig, held: StageParameters) -> str:
     """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
     parts = share(_MANY, 2, parameter_bytes(job.recipe), job.recipe, _stage(job))
     each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
@@ -96,13 +96,13 @@ def _applied(job: Job, held: StageParameters) -> str:
     return f"here {' + '.join(filter(None, terms))}{experts}"
 
 
-def _stage(job: Job) -> int:
+def _stage(job: JobConfig) -> int:
     """The ZeRO stage; FSDP2's second one shards at rest like the third."""
     zero = job.layout.zero
     return 3 if zero == 2 and job.recipe.framework == "fsdp2" else zero
 
 
-def _sixteen(job: Job, held: StageParameters) -> RuleOfThumb:
+def _sixteen(job: JobConfig, held: StageParameters) -> RuleOfThumb:
     zero, recipe = job.layout.zero, job.recipe
     own = parameter_bytes(recipe)
     spread = f", by ZeRO-{zero} over N" if zero else ""
@@ -121,7 +121,7 @@ def _paper_bytes(zero: int, n: int) -> float:
     return (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[zero]
 
 
-def _experts(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
+def _experts(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
     if not held.experts:
         return ()
     shards = job.layout.expert_shards
@@ -131,7 +131,7 @@ def _experts(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
     )
 
 
-def _doubling(job: Job, memory: StageMemory) -> RuleOfThumb:
+def _doubling(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
     mixed = parameter_bytes(job.recipe).weights < 4
     return RuleOfThumb(
         "the optimizer doubles the memory of the weights",
@@ -159,7 +159,7 @@ _PARTS = {
 """Fields of LayerActivations."""
 
 
-def kept_of_layer(job: Job, stage: Stage) -> Explained:
+def kept_of_layer(job: JobConfig, stage: StageConfig) -> Explained:
     """Bytes that a layer of the stage keeps of one microbatch, and what they are for."""
     layers = layers_of(job)
     held = stage_activations(job, stage, layers).held_bytes
@@ -173,7 +173,7 @@ def kept_of_layer(job: Job, stage: Stage) -> Explained:
     return Explained(kept_formula(job), what, symbols, value, "bytes", found, note)
 
 
-def _tokens(job: Job) -> tuple[Symbol, ...]:
+def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         Symbol("s", "tokens a sequence", job.recipe.seq_len),
         Symbol("b", "sequences a microbatch", job.recipe.micro_batch),
@@ -183,7 +183,7 @@ def _tokens(job: Job) -> tuple[Symbol, ...]:
     )
 
 
-def _widths(job: Job) -> tuple[Symbol, ...]:
+def _widths(job: JobConfig) -> tuple[Symbol, ...]:
     model = job.model
     return (
         *head_symbols(model),
@@ -192,7 +192,7 @@ def _widths(job: Job) -> tuple[Symbol, ...]:
     )
 
 
-def _parts(stage: Stage, layers: Layers) -> Iterator[Symbol]:
+def _parts(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
     """What the bytes are for, on average over the layers of the stage; they add up to the value."""
     for name, meaning in _PARTS.items():
         total = stage.dense_layers * getattr(layers.dense, name)
@@ -206,7 +206,7 @@ def _constant_rule() -> RuleOfThumb:
     return RuleOfThumb("recomputing everything keeps O(1)", 0.0, why, ("recompute-all",))
 
 
-def _gpt_rule(job: Job) -> RuleOfThumb:
+def _gpt_rule(job: JobConfig) -> RuleOfThumb:
     model, layout = job.model, job.layout
     scores = _GPT_SCORES * model.heads * job.recipe.seq_len / model.hidden
     each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
@@ -218,7 +218,7 @@ def _gpt_rule(job: Job) -> RuleOfThumb:
 # Why so many parameters and FLOPs, and what share of the peak: with the job's numbers.
 
 
-def of_work(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_work(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """Parameters, FLOPs of a step, MFU, and what recomputation adds where the job has it."""
     yield _parameters(job, prediction)
     yield _flops(job, prediction)
@@ -228,7 +228,7 @@ def of_work(job: Job, prediction: Prediction) -> Iterator[Explained]:
         yield _recompute(job, prediction)
 
 
-def _parameters(job: Job, prediction: Prediction) -> Explained:
+def _parameters(job: JobConfig, prediction: Prediction) -> Explained:
     model, value = job.model, prediction.parameters
     rule = RuleOfThumb(
         "12 L h^2",
@@ -242,7 +242,7 @@ def _parameters(job: Job, prediction: Prediction) -> Explained:
     )  # fmt: skip
 
 
-def _shape(job: Job) -> tuple[Symbol, ...]:
+def _shape(job: JobConfig) -> tuple[Symbol, ...]:
     model = job.model
     symbols = (
         Symbol("L", "layers", model.layers),
@@ -266,7 +266,7 @@ def _shape(job: Job) -> tuple[Symbol, ...]:
     return symbols + experts
 
 
-def head_symbols(model: Transformer) -> tuple[Symbol, ...]:
+def head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
     """How many heads, and how wide they are."""
     heads, latent = Symbol("a", "heads", model.heads), model.latent
     if latent is None:
@@ -281,7 +281,7 @@ def head_symbols(model: Transformer) -> tuple[Symbol, ...]:
     )
 
 
-def _flops(job: Job, prediction: Prediction) -> Explained:
+def _flops(job: JobConfig, prediction: Prediction) -> Explained:
     model, recipe, value = job.model, job.recipe, prediction.model_flops
     tokens = recipe.global_batch * recipe.seq_len
     rule = RuleOfThumb(
@@ -307,7 +307,7 @@ def _flops(job: Job, prediction: Prediction) -> Explained:
     )  # fmt: skip
 
 
-def _of_products(model: Transformer) -> str:
+def _of_products(model: ModelConfig) -> str:
     """How C1 reads where a layer is not GPT's; empty where it is."""
     gpt = replace(
         model, gated=False, experts=None, latent=None, ffn=4 * model.hidden,
@@ -322,7 +322,7 @@ def _of_products(model: Transformer) -> str:
     return f"that is for GPT's layers; for these B s (6 W + 6 h V + {core} = {widths:,}"
 
 
-def _mfu(job: Job, prediction: Prediction, value: float) -> Explained:
+def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
     symbols = (
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
         Symbol("T", "step time", prediction.split.step_ns, "ns"),
@@ -337,11 +337,11 @@ def _mfu(job: Job, prediction: Prediction, value: float) -> Explained:
     return Explained(MFU, what, symbols, value, "ratio", differing(value, rules))
 
 
-def _peak(job: Job) -> float:
+def _peak(job: JobConfig) -> float:
     return job.hardware.peak_flops_per_s(job.recipe.dtype) or 0.0
 
 
-def _recompute(job: Job, prediction: Prediction) -> Explained:
+def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
     value = prediction.hardware_flops / prediction.model_flops
     symbols = (
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
@@ -365,7 +365,7 @@ def _recompute(job: Job, prediction: Prediction) -> Explained:
 _OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
 
 
-def of_pipeline(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """Bubble fraction and overhead, microbatches in flight; nothing without a pipeline."""
     if job.layout.pp > 1:
         yield _fraction(job, prediction.bubble_fraction)
@@ -373,7 +373,7 @@ def of_pipeline(job: Job, prediction: Prediction) -> Iterator[Explained]:
         yield _in_flight(job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage)
 
 
-def _fraction(job: Job, value: float) -> Explained:
+def _fraction(job: JobConfig, value: float) -> Explained:
     p, m = job.layout.pp, job.microbatches
     rules = (
         _simple_fraction(job),
@@ -389,7 +389,7 @@ def _fraction(job: Job, value: float) -> Explained:
     )  # fmt: skip
 
 
-def _overhead(job: Job, value: float) -> Explained:
+def _overhead(job: JobConfig, value: float) -> Explained:
     p, m = job.layout.pp, job.microbatches
     why = "that is the fraction: of all time, not of the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
@@ -399,11 +399,11 @@ def _overhead(job: Job, value: float) -> Explained:
     )  # fmt: skip
 
 
-def _simulated(job: Job) -> str:
+def _simulated(job: JobConfig) -> str:
     return f"found by running the schedule ({job.layout.schedule}) with this job's own times"
 
 
-def _in_flight(job: Job, rank: int) -> Explained:
+def _in_flight(job: JobConfig, rank: int) -> Explained:
     p, schedule, one = job.layout.pp, job.layout.schedule, job.layout.stages_per_rank
     value = in_flight(schedule, p, job.microbatches, job.layout.chunks, rank)
     why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
@@ -414,7 +414,7 @@ def _in_flight(job: Job, rank: int) -> Explained:
     return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]), note)
 
 
-def _simple_fraction(job: Job) -> RuleOfThumb:
+def _simple_fraction(job: JobConfig) -> RuleOfThumb:
     p, m, schedule = job.layout.pp, job.microbatches, job.layout.schedule
     why = "that holds for equal stages and messages that cost nothing"
     if schedule not in ("1f1b", "gpipe"):
@@ -422,7 +422,7 @@ def _simple_fraction(job: Job) -> RuleOfThumb:
     return RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)
 
 
-def _symbols(job: Job) -> tuple[Symbol, ...]:
+def _symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         Symbol("p", "ranks of the pipeline", job.layout.pp),
         Symbol("m", "microbatches of a step", job.microbatches),
@@ -445,7 +445,7 @@ NIC = Formula(
 )
 
 
-def of_links(job: Job) -> Iterator[Explained]:
+def of_links(job: JobConfig) -> Iterator[Explained]:
     """The rate of NVLink, and of the network where the job has several nodes."""
     if job.hardware.intra.name.startswith("nvlink"):
         yield _nvlink(job.hardware.intra)

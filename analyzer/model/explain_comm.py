@@ -14,7 +14,7 @@ from stepsplit.analyzer.model.comm_ops import (
     PIPELINE,
     SEQUENCE,
     TENSOR,
-    Message,
+    CommOp,
 )
 from stepsplit.analyzer.model.comm_time import (
     ALL_TO_ALL,
@@ -37,7 +37,7 @@ from stepsplit.analyzer.model.comm_volume import (
     hands_out,
     sums_whole,
 )
-from stepsplit.analyzer.model.config import Job, Link, Span, Stage, span_of, stages_of
+from stepsplit.analyzer.model.config import JobConfig, Link, Span, StageConfig, span_of, stages_of
 from stepsplit.analyzer.model.formulas import (
     Explained,
     Formula,
@@ -64,7 +64,7 @@ _LARGE_BYTES = 2**20
 _AXES = ("tp", "cp", "dp", "dp_cp", "dp_shard", "dp_replicate", "expert_dp")
 
 
-def of_calls(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """One call of the ring and of the all_to_all that cost most, and the tree beside the ring."""
     rows = [
         row
@@ -81,18 +81,18 @@ def of_calls(job: Job, prediction: Prediction) -> Iterator[Explained]:
         yield _tree(job, max(reduced, key=lambda row: row.message.message_bytes))
 
 
-def _large_sum(job: Job, row: Communication) -> bool:
+def _large_sum(job: JobConfig, row: Communication) -> bool:
     message = row.message
     large = message.op == "all_reduce" and message.message_bytes >= _LARGE_BYTES
     return large and _span(job, message).ranks > 2
 
 
-def _span(job: Job, message: Message) -> Span:
+def _span(job: JobConfig, message: CommOp) -> Span:
     """The ranks of a call; those that sum gradients over cp too are span_of's dp."""
     return span_of(job, "dp" if message.axis == "dp_cp" else message.axis)
 
 
-def _costliest(job: Job, prediction: Prediction, row: Communication) -> Explained:
+def _costliest(job: JobConfig, prediction: Prediction, row: Communication) -> Explained:
     message, span = row.message, _span(job, row.message)
     value, both = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
     rule = RuleOfThumb(
@@ -113,7 +113,7 @@ def _costliest(job: Job, prediction: Prediction, row: Communication) -> Explaine
     return Explained(formula, what, symbols, value, "ns", differing(value, [rule]))
 
 
-def _links(job: Job, span: Span) -> tuple[Symbol, ...]:
+def _links(job: JobConfig, span: Span) -> tuple[Symbol, ...]:
     hardware, rate = job.hardware, ring_bytes_per_s(span, job.hardware)
     link = hardware.inter if _by_network(job, span) else hardware.intra
     latency = (hardware.intra if span.nodes == 1 else hardware.inter).latency_ns
@@ -128,7 +128,7 @@ def _links(job: Job, span: Span) -> tuple[Symbol, ...]:
     )
 
 
-def _by_network(job: Job, span: Span) -> bool:
+def _by_network(job: JobConfig, span: Span) -> bool:
     """Whether the adapters of a node, all together, are slower than its own links."""
     rate = ring_bytes_per_s(span, job.hardware)
     return span.nodes > 1 and (
@@ -140,7 +140,7 @@ def _where(span: Span) -> str:
     return "inside the node" if span.nodes == 1 else "between nodes"
 
 
-def _all_to_all(job: Job, row: Communication) -> Explained:
+def _all_to_all(job: JobConfig, row: Communication) -> Explained:
     message, span, hardware = row.message, _span(job, row.message), job.hardware
     links = [hardware.intra] * (span.ranks_per_node > 1) + [hardware.inter] * (span.nodes > 1)
     symbols = (
@@ -163,7 +163,7 @@ def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
     )
 
 
-def _closed_form(job: Job, row: Communication, span: Span) -> Formula | None:
+def _closed_form(job: JobConfig, row: Communication, span: Span) -> Formula | None:
     """The algorithm whose closed form gives the time; None where none does."""
     message, hardware = row.message, job.hardware
     size, value = message.message_bytes, row.time.ns / message.count
@@ -179,7 +179,7 @@ def _measured(prediction: Prediction) -> Formula | None:
     return next((each for each in (SWEEP, TUNER) if each in prediction.formulas), None)
 
 
-def _tree(job: Job, row: Communication) -> Explained:
+def _tree(job: JobConfig, row: Communication) -> Explained:
     size, ranks = row.message.message_bytes, _span(job, row.message).ranks
     value = 2 * size
     rule = RuleOfThumb(
@@ -198,7 +198,7 @@ def _tree(job: Job, row: Communication) -> Explained:
 _EXPERTS = ("ep", "expert-tp")
 
 
-def of_routes(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """What the slowest stage's rank sends on ep, cp and pp, where it has them."""
     messages = messages_of_slowest(prediction)
     stage = stages_of(job)[prediction.splits.index(prediction.split)]
@@ -215,14 +215,14 @@ def of_routes(job: Job, prediction: Prediction) -> Iterator[Explained]:
 
 
 def _sent(
-    formula: Formula, where: str, messages: list[Message], symbols: tuple[Symbol, ...]
+    formula: Formula, where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]
 ) -> Explained:
     what = f"bytes that a rank of stage {messages[0].stage} sends {where} in a step"
     value = sent_bytes(messages)
     return Explained(formula, what, symbols, value, "bytes", note=calls_of(messages))
 
 
-def _tokens(job: Job) -> tuple[Symbol, ...]:
+def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     each = job.recipe.activation_bytes
     return (
         Symbol("m", "microbatches of a step", job.microbatches),
@@ -232,7 +232,7 @@ def _tokens(job: Job) -> tuple[Symbol, ...]:
     )
 
 
-def _of_experts(job: Job, stage: Stage) -> tuple[Symbol, ...]:
+def _of_experts(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     top_k = job.model.experts.top_k if job.model.experts else 0
     return (
         *_tokens(job),
@@ -243,7 +243,7 @@ def _of_experts(job: Job, stage: Stage) -> tuple[Symbol, ...]:
     )
 
 
-def _of_context(job: Job, stage: Stage) -> tuple[Symbol, ...]:
+def _of_context(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("L", "layers", stage.layers),
@@ -254,7 +254,7 @@ def _of_context(job: Job, stage: Stage) -> tuple[Symbol, ...]:
     )
 
 
-def _of_pipeline(job: Job) -> tuple[Symbol, ...]:
+def _of_pipeline(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("h", "hidden size", job.model.hidden),
@@ -271,7 +271,7 @@ DATA_STRATEGIES = ("ddp", "zero-1", "zero-2", "fsdp", "hsdp")
 _PASSES = ("forward", "backward", "recompute")
 
 
-def of_messages(job: Job, prediction: Prediction) -> Iterator[Explained]:
+def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """What the slowest stage's rank sends for tensor and data parallelism, where it has them."""
     stage = prediction.splits.index(prediction.split)
     messages = messages_of_slowest(prediction)
@@ -283,13 +283,13 @@ def of_messages(job: Job, prediction: Prediction) -> Iterator[Explained]:
         yield (_sharded if job.layout.zero == 3 else _data)(job, stage, data)
 
 
-def messages_of_slowest(prediction: Prediction) -> list[Message]:
+def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
     """All messages of a rank of the slowest stage."""
     stage = prediction.splits.index(prediction.split)
     return [row.message for row in prediction.communication if row.message.stage == stage]
 
 
-def _tensor(job: Job, stage: int, messages: list[Message]) -> Explained:
+def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
     symbols = (
         Symbol("t", "ranks of tensor parallelism", job.layout.tp),
@@ -306,7 +306,7 @@ def _tensor(job: Job, stage: int, messages: list[Message]) -> Explained:
     return Explained(formula, what, symbols, value, "", found, calls_of(messages))
 
 
-def _more_calls(job: Job) -> str:
+def _more_calls(job: JobConfig) -> str:
     repeats = job.recipe.recompute in FULL_RECOMPUTE
     return (
         "that is the forward pass alone; the backward has two more"
@@ -315,7 +315,7 @@ def _more_calls(job: Job) -> str:
     )
 
 
-def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
+def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, recipe = sent_bytes(messages), job.recipe
     held = stage_parameters(job)[stage]
     two = RuleOfThumb(
@@ -336,7 +336,7 @@ def _data(job: Job, stage: int, messages: list[Message]) -> Explained:
     )
 
 
-def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
+def _three(job: JobConfig, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
     layout, recipe = job.layout, job.recipe
     if not layout.zero or hands_out(job) or sums_whole(job):
@@ -353,7 +353,7 @@ def _three(job: Job, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     )
 
 
-def _sharded(job: Job, stage: int, messages: list[Message]) -> Explained:
+def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, held = sent_bytes(messages), stage_parameters(job)[stage]
     rule = RuleOfThumb(
         "3 P a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
@@ -371,7 +371,7 @@ def _sharded(job: Job, stage: int, messages: list[Message]) -> Explained:
     return Explained(FSDP_MESSAGES, what, symbols, value, "bytes", found, calls_of(messages))
 
 
-def _sums(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
+def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
     layout = job.layout
     experts: tuple[Symbol, ...] = ()
     ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
@@ -388,11 +388,11 @@ def _sums(job: Job, held: StageParameters) -> tuple[Symbol, ...]:
     )
 
 
-def _gathered(job: Job) -> Symbol:
+def _gathered(job: JobConfig) -> Symbol:
     return Symbol("w", "bytes of a weight that is gathered", job.recipe.weight_bytes, "bytes")
 
 
-def calls_of(messages: list[Message]) -> str:
+def calls_of(messages: list[CommOp]) -> str:
     """How many of each op in each phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
     counts: Counter[str] = Counter()
     for one in messages:
@@ -400,6 +400,6 @@ def calls_of(messages: list[Message]) -> str:
     return "calls: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
-def sent_bytes(messages: list[Message]) -> int:
+def sent_bytes(messages: list[CommOp]) -> int:
     """What the rank sends with all of them."""
     return sum(one.count * one.wire_bytes for one in messages)

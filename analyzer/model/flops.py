@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stepsplit.analyzer.model.config import Chunk, Job, Transformer
+from stepsplit.analyzer.model.config import Chunk, JobConfig, ModelConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     Weights,
@@ -45,7 +45,7 @@ class ChunkFlops:
     head: int
 
 
-def model_flops(job: Job, convention: Convention = "C1") -> int:
+def model_flops(job: JobConfig, convention: Convention = "C1") -> int:
     """FLOPs of one step of all ranks by a convention of CONVENTIONS.
 
     C1, C5 and C6 count no recomputation, C2 and C3 include theirs whatever the job recomputes.
@@ -65,7 +65,7 @@ def model_flops(job: Job, convention: Convention = "C1") -> int:
     return _job_flops(job, PASSES, PASSES)
 
 
-def hardware_flops(job: Job, convention: Convention = "C1") -> int:
+def hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     """model_flops and what the job's recompute setting computes again (RECOMPUTE).
 
     selective: the attention core (C1: as Korthikanti's eq. 8 counts it); full, every and sqrt: the
@@ -84,7 +84,7 @@ def hardware_flops(job: Job, convention: Convention = "C1") -> int:
     return _job_flops(job, layers, core)
 
 
-def _passes(job: Job, convention: Convention) -> tuple[float, float]:
+def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
     """Passes over the products of layers and over the attention core, in forward passes.
 
     Selective recomputation repeats a core that is stored, nothing of a fused one; torchtitan's
@@ -102,7 +102,7 @@ def _passes(job: Job, convention: Convention) -> tuple[float, float]:
     return PASSES + 1, PASSES + 1
 
 
-def _job_flops(job: Job, layers: float, core: float, causal: bool = False) -> int:
+def _job_flops(job: JobConfig, layers: float, core: float, causal: bool = False) -> int:
     model, seq = job.model, job.recipe.seq_len
     attention = core * model.layers * core_flops(model, seq)
     linear = layers * 2 * layer_weights(model)
@@ -110,16 +110,16 @@ def _job_flops(job: Job, layers: float, core: float, causal: bool = False) -> in
     return round(_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
 
 
-def _by_parameters(job: Job, parameters: int, linear: float, core: float) -> int:
+def _by_parameters(job: JobConfig, parameters: int, linear: float, core: float) -> int:
     attention = core * job.model.layers * core_flops(job.model, job.recipe.seq_len)
     return round(_tokens(job) * (2 * linear * parameters + attention))
 
 
-def _tokens(job: Job) -> int:
+def _tokens(job: JobConfig) -> int:
     return job.recipe.global_batch * job.recipe.seq_len
 
 
-def layer_weights(model: Transformer) -> int:
+def layer_weights(model: ModelConfig) -> int:
     """Weights of all layers that one token meets in matrix products."""
     moe = model.expert_layers
     count = model.layers * attention_weights(model).total
@@ -127,14 +127,14 @@ def layer_weights(model: Transformer) -> int:
     return count + (moe * routed_weights(model).total if moe else 0)
 
 
-def core_flops(model: Transformer, keys: int, tp: int = 1) -> int:
+def core_flops(model: ModelConfig, keys: int, tp: int = 1) -> int:
     """Forward FLOPs of one token in one layer's attention core: 2 s a (d_qk + d_v), not causal."""
     latent = model.latent
     widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
     return 2 * keys * share(model.heads, tp) * widths
 
 
-def chunk_flops(job: Job, chunk: Chunk) -> ChunkFlops:
+def chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
     """One microbatch's forward pass through a chunk on one rank.
 
     Context parallelism divides the tokens, tensor parallelism the products. What it leaves whole
@@ -153,7 +153,7 @@ def chunk_flops(job: Job, chunk: Chunk) -> ChunkFlops:
     return ChunkFlops(linear, attention, head)
 
 
-def _products(job: Job, weights: Weights) -> int:
+def _products(job: JobConfig, weights: Weights) -> int:
     whole = share(job.tokens, job.layout.sequence_split) * weights.whole
     return 2 * (job.tokens * weights.divided + whole)
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Efficiency, Hardware, Learned, Link
-from stepsplit.analyzer.model.config_table import MOST, Table, either, near, read_table
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Learned, Link
+from stepsplit.analyzer.model.config_table import MOST, TomlTable, either, near, read_table
 
 # A [hardware] table -> Hardware.
 
@@ -23,7 +23,7 @@ HARDWARE_KEYS = (
 _NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
 
 
-def hardware_of(table: Table, base: Hardware | None) -> Hardware:
+def hardware_of(table: TomlTable, base: HardwareConfig | None) -> HardwareConfig:
     """The hardware that the table states; what it leaves out is as in base.
 
     Without a base, nodes_link is as intra and host as host-pcie-5 where they are left out. Raises
@@ -51,12 +51,12 @@ def hardware_of(table: Table, base: Hardware | None) -> Hardware:
     )
 
 
-def _plain_hardware(table: Table) -> Hardware:
+def _plain_hardware(table: TomlTable) -> HardwareConfig:
     """The hardware of a table that names no preset."""
     table.needs(*_NEEDED)
     family = table.one_of("family", families(), families()[0])
     intra = _link(table, "intra", link("pcie-5"))
-    return Hardware(
+    return HardwareConfig(
         name="custom",
         family=family,
         peaks_flops_per_s=(),
@@ -70,7 +70,9 @@ def _plain_hardware(table: Table) -> Hardware:
     )
 
 
-def _peaks(table: Table, default: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+def _peaks(
+    table: TomlTable, default: tuple[tuple[str, float], ...]
+) -> tuple[tuple[str, float], ...]:
     peaks = table.table("peaks", None)
     if peaks is None:
         return default
@@ -79,7 +81,7 @@ def _peaks(table: Table, default: tuple[tuple[str, float], ...]) -> tuple[tuple[
     return tuple((dtype, peak) for dtype, peak in stated if peak is not None)
 
 
-def _link(table: Table, key: str, default: Link) -> Link:
+def _link(table: TomlTable, key: str, default: Link) -> Link:
     """A link by its name, or as a table of numbers."""
     if not isinstance(table.values.get(key), dict):
         name = table.one_of(key, link_names(), None)
@@ -95,11 +97,11 @@ def _link(table: Table, key: str, default: Link) -> Link:
     )
 
 
-def _nvls(table: Table, default: float) -> float:
+def _nvls(table: TomlTable, default: float) -> float:
     return 0.0 if table.values.get("nvls") == 0 else table.number("nvls", default)
 
 
-def _efficiency(table: Table, default: Efficiency) -> Efficiency:
+def _efficiency(table: TomlTable, default: Efficiency) -> Efficiency:
     """The family's constants with those that the table states in their place."""
     inner = table.table("efficiency", None)
     if inner is None:
@@ -108,7 +110,7 @@ def _efficiency(table: Table, default: Efficiency) -> Efficiency:
     return efficiency_of(inner, default)
 
 
-def _learned(table: Table, default: Learned) -> Learned:
+def _learned(table: TomlTable, default: Learned) -> Learned:
     inner = table.table("learned", None)
     if inner is None:
         return default
@@ -162,7 +164,7 @@ def efficiency(family: str) -> Efficiency:
     return efficiency_of(table, _NOTHING)
 
 
-def efficiency_of(table: Table, base: Efficiency) -> Efficiency:
+def efficiency_of(table: TomlTable, base: Efficiency) -> Efficiency:
     """The constants that the table states, in place of those of base. Raises DataError."""
     return replace(
         base,
@@ -188,19 +190,19 @@ def families() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _links() -> Table:
+def _links() -> TomlTable:
     return read_table(PRESETS / "links.toml")
 
 
 @lru_cache(maxsize=1)
-def _families() -> Table:
+def _families() -> TomlTable:
     return read_table(PRESETS / "efficiency.toml")
 
 
 # The file that a [hardware] table names: what `stepsplit calibrate` wrote.
 
 
-def hardware_file(table: Table) -> Table | None:
+def hardware_file(table: TomlTable) -> TomlTable | None:
     """The keys of [hardware] that the file states which the table names, None where it names none.
 
     The path is relative to the table's own file. Raises DataError.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Chunk, Experts, Job, LatentAttention
+from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, LatentAttention
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import MASTER_BYTES, MOMENTS_BYTES
 from stepsplit.analyzer.model.parameters import StageParameters, share
@@ -20,7 +20,7 @@ LOSS_BACKWARD_BYTES = 6
 in the training dtype."""
 
 
-def chunk_passes(job: Job, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[Pass, ...]:
+def chunk_passes(job: JobConfig, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[LayerPass, ...]:
     """The compute of each chunk, in order."""
     dense = dense_layer(job, speed)
     experts = None if job.model.experts is None else expert_layer(job, speed, job.model.experts)
@@ -33,17 +33,17 @@ def chunk_passes(job: Job, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[Pas
     return tuple(found)
 
 
-def _recomputed(job: Job, layers: Pass) -> Pass:
+def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
     """Every layer between two kept inputs runs its forward again, however far apart they are."""
     match job.recipe.recompute:
         case "none":
             return layers
         case "selective":
-            return layers + Pass(0.0, _selected_ns(job, layers), 0.0)
-    return layers + Pass(0.0, layers.forward_ns, 0.0)
+            return layers + LayerPass(0.0, _selected_ns(job, layers), 0.0)
+    return layers + LayerPass(0.0, layers.forward_ns, 0.0)
 
 
-def _selected_ns(job: Job, layers: Pass) -> float:
+def _selected_ns(job: JobConfig, layers: LayerPass) -> float:
     """Attention's core, of which fused attention keeps nothing; torchtitan's policy repeats every
     second product instead, and what is computed between them."""
     if job.recipe.framework == "fsdp2":
@@ -51,21 +51,21 @@ def _selected_ns(job: Job, layers: Pass) -> float:
     return 0.0 if job.recipe.flash_attention else layers.core_ns
 
 
-def _ends(job: Job, speed: Speed, chunk: Chunk) -> Pass:
+def _ends(job: JobConfig, speed: Speed, chunk: Chunk) -> LayerPass:
     """Embedding before the layers, head and loss behind them."""
-    nothing = Pass(0.0, 0.0, 0.0)
+    nothing = LayerPass(0.0, 0.0, 0.0)
     found = nothing
     if chunk.embedding:
         copied = speed.moved_ns(3 * job.tokens * job.model.hidden * job.recipe.activation_bytes, 2)
-        found += Pass(copied, 0.0, copied)
+        found += LayerPass(copied, 0.0, copied)
     return found + (_head(job, speed) if chunk.head else nothing)
 
 
-def _head(job: Job, speed: Speed) -> Pass:
+def _head(job: JobConfig, speed: Speed) -> LayerPass:
     product, wide = head_product(job), speed.of_head
     logits = product.rows * product.columns
     gradients = product.parameters * traffic_of(job).accumulate_bytes
-    return Pass(
+    return LayerPass(
         product.forward_ns(wide) + speed.moved_ns(logits * LOSS_FORWARD_BYTES, 4),
         product.input_ns(wide) + speed.moved_ns(logits * LOSS_BACKWARD_BYTES, 2),
         product.weight_ns(wide) + speed.moved_ns(gradients),
@@ -86,14 +86,14 @@ NEAR = 0.7
 """From this share of the device's time on, the host is close enough to hold it up at times."""
 
 
-def launches(job: Job, layers: int) -> Pass:
+def launches(job: JobConfig, layers: int) -> LayerPass:
     """What the host needs to launch one microbatch of so many layers."""
     each = (job.hardware.efficiency.host_ns or traffic_of(job).host_ns) * layers
     again = 0.0 if job.recipe.recompute in ("none", "selective") else each
-    return Pass(each, each + again, 0.0)
+    return LayerPass(each, each + again, 0.0)
 
 
-def waits(device: Pass, host: Pass, alone: bool = False) -> Pass:
+def waits(device: LayerPass, host: LayerPass, alone: bool = False) -> LayerPass:
     """How long the device idles in a pass, because its host launches more slowly.
 
     alone: one processor is both, and launches while it computes nothing.
@@ -101,12 +101,12 @@ def waits(device: Pass, host: Pass, alone: bool = False) -> Pass:
     if alone:
         return host
     backward_ns = device.input_ns + device.weight_ns
-    return Pass(
+    return LayerPass(
         max(0.0, host.forward_ns - device.forward_ns), max(0.0, host.input_ns - backward_ns), 0.0
     )
 
 
-def host_bound(device: Pass, host: Pass) -> bool:
+def host_bound(device: LayerPass, host: LayerPass) -> bool:
     """Whether launching takes nearly as long as computing."""
     computes = device.forward_ns + device.input_ns + device.weight_ns
     return host.forward_ns + host.input_ns > NEAR * computes
@@ -122,7 +122,7 @@ ELEMENTWISE_KERNELS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class LayerPass:
     """Compute of one microbatch in ns: forward, gradient of the input, gradient of the weights.
 
     core_ns is attention's core, a part of the forward.
@@ -133,37 +133,39 @@ class Pass:
     weight_ns: float
     core_ns: float = 0.0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
+    def __add__(self, other: LayerPass) -> LayerPass:
+        return LayerPass(
             self.forward_ns + other.forward_ns, self.input_ns + other.input_ns,
             self.weight_ns + other.weight_ns, self.core_ns + other.core_ns,
         )  # fmt: skip
 
-    def __mul__(self, times: float) -> Pass:
-        return Pass(
+    def __mul__(self, times: float) -> LayerPass:
+        return LayerPass(
             self.forward_ns * times, self.input_ns * times,
             self.weight_ns * times, self.core_ns * times,
         )  # fmt: skip
 
 
-def dense_layer(job: Job, speed: Speed) -> Pass:
+def dense_layer(job: JobConfig, speed: Speed) -> LayerPass:
     """A layer with an MLP of the model's own width."""
     products = (*attention_products(job), *mlp_products(job, job.model.ffn))
     mlp_width = share(job.model.ffn, job.layout.tp)
     return _layer(job, speed, products, job.tokens * mlp_width)
 
 
-def expert_layer(job: Job, speed: Speed, experts: Experts) -> Pass:
+def expert_layer(job: JobConfig, speed: Speed, experts: Experts) -> LayerPass:
     """A mixture-of-experts layer, every expert with its fair share of the tokens."""
     products = (*attention_products(job), *expert_products(job, experts))
     routed = routed_tokens(job, experts)
     wide = routed * share(experts.ffn, job.layout.expert_tp)
     wide += job.tokens * share(experts.shared_ffn, job.layout.tp)
     moved = speed.moved_ns(4 * routed * job.model.hidden * job.recipe.activation_bytes, 4)
-    return _layer(job, speed, products, wide) + Pass(moved, moved, 0.0)
+    return _layer(job, speed, products, wide) + LayerPass(moved, moved, 0.0)
 
 
-def _layer(job: Job, speed: Speed, products: tuple[Product, ...], activations: float) -> Pass:
+def _layer(
+    job: JobConfig, speed: Speed, products: tuple[Product, ...], activations: float
+) -> LayerPass:
     traffic = traffic_of(job)
     return (
         _linear(speed, products, traffic)
@@ -172,9 +174,9 @@ def _layer(job: Job, speed: Speed, products: tuple[Product, ...], activations: f
     )
 
 
-def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> Pass:
+def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> LayerPass:
     weights = sum(product.parameters for product in products)
-    return Pass(
+    return LayerPass(
         sum(product.forward_ns(speed) for product in products),
         sum(product.input_ns(speed) for product in products),
         sum(product.weight_ns(speed) for product in products)
@@ -182,7 +184,7 @@ def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> Pa
     )
 
 
-def _core(job: Job, speed: Speed, traffic: Traffic) -> Pass:
+def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
     """Scores, softmax and weighted values; a causal kernel skips half of a fused one's work."""
     heads = share(job.model.heads, job.layout.tp)
     scores = float(job.tokens) * job.recipe.seq_len * heads
@@ -191,17 +193,17 @@ def _core(job: Job, speed: Speed, traffic: Traffic) -> Pass:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
         merged, merged_back = pieces_ns(job, speed)
-        return Pass(forward + merged, backward + merged_back, 0.0, forward)
+        return LayerPass(forward + merged, backward + merged_back, 0.0, forward)
     size = job.recipe.activation_bytes
     softmax = traffic.elementwise * ((5 if job.recipe.dropout else 4) * size + job.recipe.dropout)
     forward = work / speed.attention_flops_per_ns + speed.moved_ns(scores * softmax, 5)
     backward = 2 * work / speed.attention_flops_per_ns + speed.moved_ns(
         scores * (softmax + 2 * size), 6
     )
-    return Pass(forward, backward, 0.0, forward)
+    return LayerPass(forward, backward, 0.0, forward)
 
 
-def _head_width(job: Job) -> int:
+def _head_width(job: JobConfig) -> int:
     """Width of a head's query and value together."""
     latent = job.model.latent
     if latent is None:
@@ -209,7 +211,7 @@ def _head_width(job: Job) -> int:
     return latent.nope + latent.rope + latent.value
 
 
-def _elementwise(job: Job, speed: Speed, traffic: Traffic, activations: float) -> Pass:
+def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: float) -> LayerPass:
     """Norms, residuals with dropout, rotation and activation: bytes read and written."""
     model, size = job.model, job.recipe.activation_bytes
     whole = job.tokens * model.hidden / job.layout.sequence_split
@@ -219,14 +221,14 @@ def _elementwise(job: Job, speed: Speed, traffic: Traffic, activations: float) -
     backward = 2 * 6 * whole + (2 * gates + 1) * activations + rotated
     masks = 2 * whole * job.recipe.dropout
     kernels = ELEMENTWISE_KERNELS
-    return Pass(
+    return LayerPass(
         speed.moved_ns((forward * size + masks) * traffic.elementwise, kernels),
         speed.moved_ns((backward * size + masks) * traffic.elementwise, kernels + 2),
         0.0,
     )
 
 
-def _rotated(job: Job) -> float:
+def _rotated(job: JobConfig) -> float:
     """Numbers of queries and keys that rotary positions turn."""
     model, heads = job.model, share(job.model.heads, job.layout.tp)
     if model.latent is not None:
@@ -262,7 +264,7 @@ class Product:
         return self.count * speed.product_ns(self.inner, self.columns, self.rows)
 
 
-def attention_products(job: Job) -> tuple[Product, ...]:
+def attention_products(job: JobConfig) -> tuple[Product, ...]:
     """The projections around attention; its core is not among them."""
     model, tokens, tp = job.model, job.tokens, job.layout.tp
     if model.latent is not None:
@@ -275,7 +277,7 @@ def attention_products(job: Job) -> tuple[Product, ...]:
     )
 
 
-def _latent(job: Job, latent: LatentAttention) -> tuple[Product, ...]:
+def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
     """What compresses is whole on every rank, which applies it to its own part of the sequence."""
     tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.layout.tp)
     own = tokens / job.layout.sequence_split
@@ -293,14 +295,14 @@ def _latent(job: Job, latent: LatentAttention) -> tuple[Product, ...]:
     )
 
 
-def mlp_products(job: Job, ffn: int) -> tuple[Product, ...]:
+def mlp_products(job: JobConfig, ffn: int) -> tuple[Product, ...]:
     """An MLP of that width, divided over tensor parallelism."""
     width, h = share(ffn, job.layout.tp), job.model.hidden
     first = (2 if job.model.gated else 1) * width
     return Product(job.tokens, first, h), Product(job.tokens, h, width)
 
 
-def expert_products(job: Job, experts: Experts) -> tuple[Product, ...]:
+def expert_products(job: JobConfig, experts: Experts) -> tuple[Product, ...]:
     """The router, the shared expert, and the rank's experts with balanced routing."""
     h, local = job.model.hidden, share(experts.count, job.layout.ep)
     width = share(experts.ffn, job.layout.expert_tp)
@@ -314,7 +316,7 @@ def expert_products(job: Job, experts: Experts) -> tuple[Product, ...]:
     )
 
 
-def routed_tokens(job: Job, experts: Experts) -> float:
+def routed_tokens(job: JobConfig, experts: Experts) -> float:
     """Tokens, counted once an expert, that all experts of one rank get in a microbatch.
 
     Ranks of tensor parallelism see the same tokens and share them out.
@@ -322,7 +324,7 @@ def routed_tokens(job: Job, experts: Experts) -> float:
     return job.tokens / job.layout.tp * experts.top_k * job.layout.expert_tp
 
 
-def head_product(job: Job) -> Product:
+def head_product(job: JobConfig) -> Product:
     """The output layer of a tensor-parallel rank."""
     return Product(job.tokens, share(job.padded_vocab, job.layout.vocab_split), job.model.hidden)
 
@@ -366,7 +368,7 @@ EAGER = 1.6
 steps of 0.2 the value of least loss on the fitted rows of presets/efficiency.toml."""
 
 
-def traffic_of(job: Job) -> Traffic:
+def traffic_of(job: JobConfig) -> Traffic:
     """The constants of the job's framework."""
     later = (job.microbatches - 1) / job.microbatches
     match job.recipe.framework:
@@ -393,12 +395,12 @@ UPDATE = Formula(
 )
 
 
-def updated_parameters(job: Job, stage: StageParameters) -> float:
+def updated_parameters(job: JobConfig, stage: StageParameters) -> float:
     """Parameters that one rank updates: its share where ZeRO spreads the states."""
     return stage.dense / job.layout.shard_size + stage.experts / job.layout.expert_shards
 
 
-def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
+def optimizer_ns(job: JobConfig, speed: Speed, stage: StageParameters) -> float:
     """The update of one rank, on the device; nothing where the host does it."""
     if "optimizer" in job.recipe.offload:
         return 0.0
@@ -408,7 +410,7 @@ def optimizer_ns(job: Job, speed: Speed, stage: StageParameters) -> float:
     return speed.moved_ns(count * (2 * states + job.recipe.gradient_bytes + written), 10)
 
 
-def offload_ns(job: Job, stage: StageParameters) -> float:
+def offload_ns(job: JobConfig, stage: StageParameters) -> float:
     """Gradients to the host and weights back, over the host's link, once a step.
 
     Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's own update
@@ -441,13 +443,13 @@ BACKWARD_KERNELS = 3
 that of keys and values."""
 
 
-def comes_in_pieces(job: Job) -> bool:
+def comes_in_pieces(job: JobConfig) -> bool:
     """Whether fused attention goes round a ring."""
     layout = job.layout
     return layout.cp > 1 and layout.context_kind == "ring" and job.recipe.flash_attention
 
 
-def pieces_ns(job: Job, speed: Speed) -> tuple[float, float]:
+def pieces_ns(job: JobConfig, speed: Speed) -> tuple[float, float]:
     """What the further pieces of one layer's attention take, forward and backward.
 
     Nothing but in a ring. The last rank, for which the others wait, attends to all earlier tokens
@@ -508,7 +510,7 @@ class Speed:
         return count_bytes / self.bytes_per_ns + kernels * self.launch_ns
 
 
-def speed_of(job: Job) -> Speed:
+def speed_of(job: JobConfig) -> Speed:
     """The rates of the job's device at its dtype. Raises UsageError where no peak is known."""
     hardware, recipe = job.hardware, job.recipe
     efficiency = hardware.efficiency

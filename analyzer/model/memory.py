@@ -6,12 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Job, Recipe, Stage, first_alike, stages_of
+from stepsplit.analyzer.model.config import (
+    JobConfig,
+    StageConfig,
+    TrainingConfig,
+    first_alike,
+    stages_of,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     KEEPS_FP32,
     MASK_BYTES,
-    Layers,
+    LayersByKind,
     StageActivations,
     States,
     chunks_in_flight,
@@ -27,14 +33,16 @@ from stepsplit.analyzer.model.prediction import StageMemory
 # The peak memory of every stage of a job, by what it is for.
 
 
-def memory_of(job: Job, calibration: Calibration | None = None) -> tuple[StageMemory, ...]:
+def memory_of(
+    job: JobConfig, calibration: MemoryCalibration | None = None
+) -> tuple[StageMemory, ...]:
     """Peak bytes allocated on one rank of every pp coordinate.
 
     activations and transient are those of the stage's worst moment (peak.Needs); other holds
     workspaces, and what the calibration adds.
     """
     learned = job.hardware.learned
-    own = Calibration("", learned.activations, learned.constant_bytes)
+    own = MemoryCalibration("", learned.activations, learned.constant_bytes)
     used, needs = calibration or own, _needs(job)
     return tuple(
         _stage_memory(states, each.peak(chunks_in_flight(job, rank)), rank, job, used)
@@ -42,13 +50,13 @@ def memory_of(job: Job, calibration: Calibration | None = None) -> tuple[StageMe
     )
 
 
-def fits(job: Job, memory: tuple[StageMemory, ...]) -> bool:
+def fits(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
     """Whether every stage's reserved bytes and the context are within the device's memory."""
     most = max(reserved_bytes(stage.total_bytes).bytes for stage in memory)
     return most + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
-def _needs(job: Job) -> tuple[tuple[States, Needs], ...]:
+def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
     """Of each stage; those that hold the same are weighed once, but for the first."""
     layers, held = layers_of(job), stage_parameters(job)
     known: dict[tuple[int, bool], tuple[States, Needs]] = {}
@@ -64,7 +72,7 @@ def _needs(job: Job) -> tuple[tuple[States, Needs], ...]:
 
 
 def _stage_memory(
-    states: States, moment: Moment, rank: int, job: Job, used: Calibration
+    states: States, moment: Moment, rank: int, job: JobConfig, used: MemoryCalibration
 ) -> StageMemory:
     workspace = coefficients(job.recipe.framework).workspace_bytes
     return StageMemory(
@@ -135,7 +143,9 @@ def _total_bytes(moment: Moment) -> int:
     return moment.total_bytes
 
 
-def needs_of(job: Job, stage: Stage, parameters: StageParameters, layers: Layers) -> Needs:
+def needs_of(
+    job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
+) -> Needs:
     """The same for all ranks that hold the same, but for the first, which hands nothing back."""
     chunk = stage_activations(job, stage, layers)
     each, standing = _held_each(job, stage, chunk), standing_bytes(job, parameters)
@@ -149,20 +159,20 @@ def needs_of(job: Job, stage: Stage, parameters: StageParameters, layers: Layers
 
 
 def moments_of(
-    job: Job, stage: Stage, parameters: StageParameters, layers: Layers
+    job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
 ) -> tuple[Moment, ...]:
     """Every moment of one rank that can be the peak, in the order of the step."""
     return needs_of(job, stage, parameters, layers).at(chunks_in_flight(job, stage.index))
 
 
-def _most(job: Job, stage: Stage, chunk: StageActivations) -> int | None:
+def _most(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int | None:
     """Of offloaded activations those of two layers stay."""
     if "activations" not in job.recipe.offload:
         return None
     return 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers)
 
 
-def _held_each(job: Job, stage: Stage, chunk: StageActivations) -> int:
+def _held_each(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
     """One chunk of one microbatch, with the output it hands on and its embedding's mask."""
     elements = input_bytes(job) // job.recipe.activation_bytes
     beside = 0.0
@@ -173,14 +183,14 @@ def _held_each(job: Job, stage: Stage, chunk: StageActivations) -> int:
     return chunk.held_bytes + round(beside)
 
 
-def _loss(job: Job, stage: Stage, standing: int) -> Moment:
+def _loss(job: JobConfig, stage: StageConfig, standing: int) -> Moment:
     """The head's backward pass: final norm in and out, logits, and what transient adds."""
     saved, working = logits_bytes(job)
     around = head_bytes(job) + handed_on_bytes(job, stage.index)
     return Moment("loss", saved + 2 * input_bytes(job), standing + working + around)
 
 
-def _backward(job: Job, stage: Stage, chunk: StageActivations, standing: int) -> Moment:
+def _backward(job: JobConfig, stage: StageConfig, chunk: StageActivations, standing: int) -> Moment:
     """The last layer's backward pass, after it has run forward again where that is asked."""
     needs = layer_backward_bytes(job, stage) + chunk.rerun_bytes
     needs += handed_on_bytes(job, stage.index)
@@ -220,7 +230,7 @@ def reserved_bytes(allocated_bytes: int) -> BytesBand:
 
 
 def allocated_band(
-    job: Job, stage: StageMemory, calibration: Calibration | None = None
+    job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
     """A stage's predicted peak with what a measurement may show, by framework or calibration."""
     found = coefficients(job.recipe.framework)
@@ -253,7 +263,7 @@ DUMMY = Formula(
 )
 
 
-def standing_bytes(job: Job, parameters: StageParameters) -> int:
+def standing_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """What stays allocated throughout the passes: see GATHERED and DUMMY.
 
     Under autocast (ddp, huggingface) every weight's 16-bit copy lives as long as the graph, and
@@ -271,44 +281,44 @@ def standing_bytes(job: Job, parameters: StageParameters) -> int:
     return round(kept * _one_of_each_shape(job, parameters)) if _fp32_gradients(job) else 0
 
 
-def _autocast(job: Job) -> int:
+def _autocast(job: JobConfig) -> int:
     return (2 if job.recipe.dtype != "fp32" else 0) + _buckets(job)
 
 
-def _buckets(job: Job) -> int:
+def _buckets(job: JobConfig) -> int:
     """Bytes of each gradient that DistributedDataParallel holds a second time."""
     plain = job.recipe.framework in KEEPS_FP32 and job.layout.zero < 2
     return 4 if plain and job.layout.gradient_ranks > 1 else 0
 
 
-def _stays_gathered(job: Job) -> bool:
+def _stays_gathered(job: JobConfig) -> bool:
     """torchtitan gathers the weights of a pipeline stage once a step."""
     return job.recipe.framework == "fsdp2" and job.layout.zero == 3 and job.layout.pp > 1
 
 
-def _kept_gathered(job: Job, parameters: int) -> int:
+def _kept_gathered(job: JobConfig, parameters: int) -> int:
     """All weights, and the gradients that microbatches sum before they are reduced."""
     sums = job.recipe.gradient_bytes if job.microbatches > 1 else job.recipe.weight_bytes
     return parameters * (job.recipe.weight_bytes + sums)
 
 
-def _gathered(job: Job, unit: int) -> int:
+def _gathered(job: JobConfig, unit: int) -> int:
     """A gathered unit, the next one, and the gradients of the first."""
     if job.recipe.framework == "deepspeed":
         return 2 * 2 * unit
     return 2 * job.recipe.weight_bytes * unit + _unit_gradients(job, unit)
 
 
-def _unit_gradients(job: Job, unit: int) -> int:
+def _unit_gradients(job: JobConfig, unit: int) -> int:
     reduced = 4 if job.recipe.framework == "fsdp2" and job.recipe.gradient_bytes == 4 else 0
     return (job.recipe.weight_bytes + reduced) * unit
 
 
-def _fp32_gradients(job: Job) -> bool:
+def _fp32_gradients(job: JobConfig) -> bool:
     return job.recipe.gradient_bytes == 4 and job.recipe.weight_bytes == 2
 
 
-def _one_of_each_shape(job: Job, parameters: StageParameters) -> int:
+def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
     """Weights of one layer, of one expert in it: the experts of a rank share a shape."""
     layer = parameters.expert_layer or parameters.dense_layer
     found = layer.attention + layer.mlp
@@ -318,7 +328,7 @@ def _one_of_each_shape(job: Job, parameters: StageParameters) -> int:
     return found
 
 
-def logits_bytes(job: Job) -> tuple[int, int]:
+def logits_bytes(job: JobConfig) -> tuple[int, int]:
     """The logits of one microbatch kept for the loss's backward pass, and what it needs beside."""
     found = coefficients(job.recipe.framework)
     logits = job.tokens * (vocabulary_share(job) // job.model.hidden)
@@ -328,7 +338,7 @@ def logits_bytes(job: Job) -> tuple[int, int]:
     return round(logits * found.logits_saved), round(logits * working)
 
 
-def head_bytes(job: Job) -> int:
+def head_bytes(job: JobConfig) -> int:
     """Around the head's product: the gradient of its weight, of its input, and, with sequence
     parallelism, the gathered input and the reduced gradient."""
     part = input_bytes(job)
@@ -336,7 +346,7 @@ def head_bytes(job: Job) -> int:
     return _vocabulary_bytes(job) + whole + (whole + part if job.layout.sequence_split > 1 else 0)
 
 
-def _vocabulary_bytes(job: Job) -> int:
+def _vocabulary_bytes(job: JobConfig) -> int:
     """The gradient of the head or embedding, with the gathered weight where that is sharded."""
     each = vocabulary_share(job)
     if job.layout.zero < 3 or _stays_gathered(job):
@@ -344,7 +354,7 @@ def _vocabulary_bytes(job: Job) -> int:
     return each * job.recipe.weight_bytes + _unit_gradients(job, each)
 
 
-def layer_backward_bytes(job: Job, stage: Stage) -> int:
+def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
     """The most that the backward pass of one layer needs beside what it saved.
 
     At the activation of the MLP: the gradient of the layer's output and of the first products (that
@@ -363,17 +373,17 @@ def layer_backward_bytes(job: Job, stage: Stage) -> int:
     return hidden + (max(activation, gathered) if job.layout.sequence_split > 1 else activation)
 
 
-def embedding_bytes(job: Job) -> int:
+def embedding_bytes(job: JobConfig) -> int:
     """The embedding's own gradient, as wide as the table."""
     return _vocabulary_bytes(job)
 
 
-def handed_on_bytes(job: Job, rank: int) -> int:
+def handed_on_bytes(job: JobConfig, rank: int) -> int:
     """The input gradient that a stage still sends to the stage before it."""
     return input_bytes(job) if job.layout.pp > 1 and rank > 0 else 0
 
 
-def optimizer_bytes(job: Job, parameters: StageParameters) -> int:
+def optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """What the optimizer step needs beside its states."""
     each = coefficients(job.recipe.framework).optimizer_working
     shared = round(each * parameters.total / job.layout.shard_size)
@@ -401,7 +411,7 @@ class Offloaded:
     moved_bytes: int
 
 
-def offload(states: States, recipe: Recipe) -> Offloaded:
+def offload(states: States, recipe: TrainingConfig) -> Offloaded:
     """States of one rank after recipe.offload ("optimizer", "parameters") has taken its share."""
     stays = states
     if "optimizer" in recipe.offload:
@@ -444,7 +454,7 @@ LEAST, MOST = 0.5, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class MemoryCalibration:
     """Learned from one run, which run names: a factor on the activations of every stage, and
     bytes that every rank needs beside what is predicted."""
 
@@ -453,12 +463,12 @@ class Calibration:
     constant_bytes: int
 
 
-NONE = Calibration("", 1.0, 0)
+NONE = MemoryCalibration("", 1.0, 0)
 
 
 def calibrate_memory(
     predicted: tuple[StageMemory, ...], measured_bytes: tuple[int, ...], run: str
-) -> Calibration:
+) -> MemoryCalibration:
     """From a measured peak of allocated bytes a stage, or the one of the fullest stage.
 
     predicted is memory_of the same job without a calibration. One number gives the factor alone; a
@@ -474,9 +484,9 @@ def calibrate_memory(
         given, stages = len(measured_bytes), len(predicted)
         raise UsageError(f"{given} measured peaks for {stages} stages: give 1 or {stages}")
     if LEAST <= found[0] <= MOST:
-        return Calibration(run, found[0], round(found[1]))
+        return MemoryCalibration(run, found[0], round(found[1]))
     above = max(measured_bytes) - max(stage.total_bytes for stage in predicted)
-    return Calibration(run, 1.0, above)
+    return MemoryCalibration(run, 1.0, above)
 
 
 def _of_fullest(predicted: tuple[StageMemory, ...], measured: int) -> tuple[float, float]:

@@ -9,7 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from stepsplit.analyzer.model.config import Experts, Job, LatentAttention, Recipe, Stage
+from stepsplit.analyzer.model.config import (
+    Experts,
+    JobConfig,
+    LatentAttention,
+    StageConfig,
+    TrainingConfig,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.schedule import in_flight
@@ -87,7 +93,7 @@ class States:
         )
 
 
-def parameter_bytes(recipe: Recipe) -> ParameterBytes:
+def parameter_bytes(recipe: TrainingConfig) -> ParameterBytes:
     """What one parameter costs in the framework's own convention, in bytes, unsharded.
 
     zero-paper and nanotron: 16-bit weights, gradients of gradient_dtype (fp16 and bf16 recipes of
@@ -101,7 +107,7 @@ def parameter_bytes(recipe: Recipe) -> ParameterBytes:
     return ParameterBytes(recipe.weight_bytes, gradients, own + MASTER_BYTES + moments, beside)
 
 
-def _mixed(recipe: Recipe) -> tuple[int, int]:
+def _mixed(recipe: TrainingConfig) -> tuple[int, int]:
     """Bytes of a gradient and of its fp32 copy in the optimizer."""
     match recipe.framework:
         case "deepspeed":
@@ -113,7 +119,9 @@ def _mixed(recipe: Recipe) -> tuple[int, int]:
     return 2, 0
 
 
-def share(parameters: int, shards: int, each: ParameterBytes, recipe: Recipe, zero: int) -> States:
+def share(
+    parameters: int, shards: int, each: ParameterBytes, recipe: TrainingConfig, zero: int
+) -> States:
     """States of parameters that shards ranks spread as the ZeRO stage says (N = shards)."""
     deepspeed = recipe.framework == "deepspeed"
     weights = shards if zero >= 3 else 1
@@ -126,7 +134,7 @@ def share(parameters: int, shards: int, each: ParameterBytes, recipe: Recipe, ze
     )
 
 
-def states_of(job: Job, stage: StageParameters) -> States:
+def states_of(job: JobConfig, stage: StageParameters) -> States:
     """Weights, gradients and optimizer of one rank of a stage, at rest between passes.
 
     Dense parameters and experts are spread over groups of their own (Layout.shard_size, and
@@ -170,7 +178,9 @@ class StageActivations:
     rerun_bytes: int
 
 
-def stage_activations(job: Job, stage: Stage, layers: Layers | None = None) -> StageActivations:
+def stage_activations(
+    job: JobConfig, stage: StageConfig, layers: LayersByKind | None = None
+) -> StageActivations:
     """Activations of one chunk of the stage (the mean of its chunks) by the job's recomputation.
 
     layers are layers_of(job), where the caller has them.
@@ -185,7 +195,7 @@ def stage_activations(job: Job, stage: Stage, layers: Layers | None = None) -> S
     return StageActivations(round(kept * input_bytes(job)), rerun)
 
 
-def inputs_kept(job: Job, layers: float, layer_bytes: float) -> float:
+def inputs_kept(job: JobConfig, layers: float, layer_bytes: float) -> float:
     """Layer inputs kept of one chunk of so many layers: all, every k-th, or the best number."""
     match job.recipe.recompute:
         case "every":
@@ -196,12 +206,12 @@ def inputs_kept(job: Job, layers: float, layer_bytes: float) -> float:
     return layers
 
 
-def _all_layers(stage: Stage, layers: Layers) -> int:
+def _all_layers(stage: StageConfig, layers: LayersByKind) -> int:
     experts = layers.expert.total_bytes * stage.expert_layers if layers.expert else 0
     return layers.dense.total_bytes * stage.dense_layers + experts
 
 
-def _largest_layer(stage: Stage, layers: Layers) -> int:
+def _largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
     dense = layers.dense.total_bytes if stage.dense_layers else 0
     expert = layers.expert.total_bytes if layers.expert and stage.expert_layers else 0
     return max(dense, expert)
@@ -248,20 +258,20 @@ class LayerActivations:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayersByKind:
     """One layer of each kind: with an MLP, and with experts where the model has them."""
 
     dense: LayerActivations
     expert: LayerActivations | None
 
 
-def layers_of(job: Job) -> Layers:
+def layers_of(job: JobConfig) -> LayersByKind:
     """What one layer of each kind saves."""
     expert = layer_activations(job, expert=True) if job.model.experts is not None else None
-    return Layers(layer_activations(job), expert)
+    return LayersByKind(layer_activations(job), expert)
 
 
-def layer_activations(job: Job, expert: bool = False) -> LayerActivations:
+def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
     """What one layer saves of one microbatch, in bytes on one rank, unless all is recomputed.
 
     Without flash attention, with dropout and G = 2 these are the formulas of Korthikanti et al.,
@@ -283,39 +293,39 @@ def layer_activations(job: Job, expert: bool = False) -> LayerActivations:
     )
 
 
-def saved_of(job: Job) -> Saved:
+def saved_of(job: JobConfig) -> Saved:
     """What the job's framework saves of a layer, by the job's recomputation."""
     found = coefficients(job.recipe.framework)
     return found.selective if job.recipe.recompute == "selective" else found.saved
 
 
-def input_bytes(job: Job) -> int:
+def input_bytes(job: JobConfig) -> int:
     """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t."""
     return _hidden(job) * job.recipe.activation_bytes
 
 
-def _hidden(job: Job) -> int:
+def _hidden(job: JobConfig) -> int:
     """Elements that a layer hands on: T h / s."""
     return job.tokens * job.model.hidden // job.layout.sequence_split
 
 
-def _scale(job: Job) -> float:
+def _scale(job: JobConfig) -> float:
     return job.recipe.activation_bytes / 2
 
 
-def _input_share(job: Job, saved: Saved) -> float:
+def _input_share(job: JobConfig, saved: Saved) -> float:
     """What is left of the input of a matrix product that keeps it in fp8."""
     return 0.5 if job.recipe.dtype == "fp8" and saved.fp8_inputs else 1.0
 
 
-def _norms(job: Job, saved: Saved) -> int:
+def _norms(job: JobConfig, saved: Saved) -> int:
     """The inputs and outputs of both norms, and what else keeps the hidden size."""
     whole = 2 * (saved.norm_input + saved.norm_output * _input_share(job, saved))
     whole += saved.residual + saved.projection + saved.mlp_output
     return round(_hidden(job) * whole * _scale(job))
 
 
-def _heads(job: Job, saved: Saved) -> int:
+def _heads(job: JobConfig, saved: Saved) -> int:
     model = job.model
     if model.latent is not None:
         return _latent(job, saved, model.latent)
@@ -325,7 +335,7 @@ def _heads(job: Job, saved: Saved) -> int:
     return round(job.tokens * each / job.layout.tp * _scale(job))
 
 
-def _latent(job: Job, saved: Saved, latent: LatentAttention) -> int:
+def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
     """MLA: the compressed forms before and after their norms, then whole heads.
 
     DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
@@ -336,7 +346,7 @@ def _latent(job: Job, saved: Saved, latent: LatentAttention) -> int:
     return round(job.tokens * (job.model.heads * wide / job.layout.tp + shared) * _scale(job))
 
 
-def _attention(job: Job, saved: Saved) -> int:
+def _attention(job: JobConfig, saved: Saved) -> int:
     """Output, and fp32 log-sum-exp of flash attention (4a), or the scores: softmax, and with
     dropout its mask and output (2as + as + 2as). Ulysses keeps the output on both sides of its
     all-to-all, fp8 products a copy of their own."""
@@ -352,18 +362,18 @@ def _attention(job: Job, saved: Saved) -> int:
     return round(job.tokens * model.heads * (output + beside) / layout.tp)
 
 
-def _mlp(job: Job, saved: Saved, ffn: int) -> int:
+def _mlp(job: JobConfig, saved: Saved, ffn: int) -> int:
     """Outputs of the first products and the input of the last."""
     return round(job.tokens * ffn / job.layout.tp * _mlp_each(job, saved))
 
 
-def _mlp_each(job: Job, saved: Saved) -> float:
+def _mlp_each(job: JobConfig, saved: Saved) -> float:
     """Bytes saved for each unit of width."""
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
     return (first + saved.mlp_second * _input_share(job, saved)) * _scale(job)
 
 
-def _routed(job: Job, saved: Saved, experts: Experts) -> int:
+def _routed(job: JobConfig, saved: Saved, experts: Experts) -> int:
     """top_k copies of every token through an expert, and fp32 logits of the router (4E).
 
     Balanced routing: each rank works on as many copies as it sends.
@@ -457,7 +467,7 @@ def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
 # How many microbatches a job's pipeline ranks hold between their two passes.
 
 
-def chunks_in_flight(job: Job, rank: int) -> int:
+def chunks_in_flight(job: JobConfig, rank: int) -> int:
     """Pairs of microbatch and chunk whose activations the rank holds at its peak."""
     layout = job.layout
     return in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)

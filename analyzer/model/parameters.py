@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.model.config import (
     Experts,
-    Job,
+    JobConfig,
     LatentAttention,
-    Stage,
-    Transformer,
+    ModelConfig,
+    StageConfig,
     each_once,
 )
 from stepsplit.analyzer.model.formulas import Formula
@@ -72,12 +72,12 @@ class StageParameters:
         return max(dense, self.expert_layer.total if self.expert_layer else 0)
 
 
-def total_parameters(model: Transformer, vocab: int | None = None) -> int:
+def total_parameters(model: ModelConfig, vocab: int | None = None) -> int:
     """All parameters; vocab replaces the model's own where it is padded."""
     return _outside_layers(model, vocab) + _dense_sum(model) + _experts_sum(model)
 
 
-def active_parameters(model: Transformer, vocab: int | None = None) -> int:
+def active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
     """The parameters that one token passes: top_k of the experts, all of the rest."""
     if model.experts is None:
         return total_parameters(model, vocab)
@@ -85,7 +85,7 @@ def active_parameters(model: Transformer, vocab: int | None = None) -> int:
     return _outside_layers(model, vocab) + _dense_sum(model) + model.expert_layers * used
 
 
-def stage_parameters(job: Job) -> tuple[StageParameters, ...]:
+def stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
     """One entry a pp coordinate: the parameters of one of its ranks."""
     layout, model = job.layout, job.model
     dense = dense_layer(model, layout.tp)
@@ -97,7 +97,7 @@ def stage_parameters(job: Job) -> tuple[StageParameters, ...]:
 
 
 def _stage(
-    job: Job, stage: Stage, dense: LayerParameters, experts: LayerParameters | None
+    job: JobConfig, stage: StageConfig, dense: LayerParameters, experts: LayerParameters | None
 ) -> StageParameters:
     embedding, head = _embedding(job, stage), _head(job, stage)
     norm = norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
@@ -118,37 +118,37 @@ def _stage(
     )
 
 
-def vocabulary_share(job: Job) -> int:
+def vocabulary_share(job: JobConfig) -> int:
     """The embedding, or the head, of one tensor-parallel rank: V'h/t."""
     return share(job.padded_vocab, job.layout.vocab_split) * job.model.hidden
 
 
-def _embedding(job: Job, stage: Stage) -> int:
+def _embedding(job: JobConfig, stage: StageConfig) -> int:
     """Learned positions are whole on every tensor-parallel rank."""
     if not stage.embedding:
         return 0
     return vocabulary_share(job) + job.model.positions * job.model.hidden
 
 
-def _head(job: Job, stage: Stage) -> int:
+def _head(job: JobConfig, stage: StageConfig) -> int:
     if not stage.head or (job.model.tied and stage.embedding):
         return 0
     return vocabulary_share(job)
 
 
-def _outside_layers(model: Transformer, vocab: int | None) -> int:
+def _outside_layers(model: ModelConfig, vocab: int | None) -> int:
     words = model.vocab if vocab is None else vocab
     copies = 1 if model.tied else 2
     return (copies * words + model.positions) * model.hidden + norm_parameters(model)
 
 
-def _dense_sum(model: Transformer) -> int:
+def _dense_sum(model: ModelConfig) -> int:
     moe = model.expert_layers
     count = (model.layers - moe) * dense_layer(model).dense
     return count + (moe * expert_layer(model).dense if moe else 0)
 
 
-def _experts_sum(model: Transformer) -> int:
+def _experts_sum(model: ModelConfig) -> int:
     if not model.expert_layers:
         return 0
     experts = of_experts(model)
@@ -203,7 +203,7 @@ class LayerParameters:
         return self.dense + self.experts
 
 
-def dense_layer(model: Transformer, tp: int = 1) -> LayerParameters:
+def dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
     """A layer with the model's own MLP, as one of tp ranks holds it."""
     attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
     mlp = mlp_parameters(model, model.ffn, tp)
@@ -211,7 +211,7 @@ def dense_layer(model: Transformer, tp: int = 1) -> LayerParameters:
 
 
 def expert_layer(
-    model: Transformer, tp: int = 1, ep: int = 1, expert_tp: int = 1
+    model: ModelConfig, tp: int = 1, ep: int = 1, expert_tp: int = 1
 ) -> LayerParameters:
     """A mixture-of-experts layer on one rank; the model must have experts."""
     experts = of_experts(model)
@@ -223,7 +223,7 @@ def expert_layer(
     return LayerParameters(attention, shared, norms, router, own, replicated)
 
 
-def attention_parameters(model: Transformer, tp: int = 1) -> int:
+def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Projections of one layer's attention with their biases and, if latent, inner norms."""
     count = attention_weights(model, tp).total
     if model.latent is not None:
@@ -233,18 +233,18 @@ def attention_parameters(model: Transformer, tp: int = 1) -> int:
     return count + (model.hidden if model.biases else 0)
 
 
-def mlp_parameters(model: Transformer, ffn: int, tp: int = 1) -> int:
+def mlp_parameters(model: ModelConfig, ffn: int, tp: int = 1) -> int:
     """Two products, three where gated, with their biases."""
     biases = (2 if model.gated else 1) * share(ffn, tp) + model.hidden if model.biases else 0
     return mlp_weights(model, ffn, tp).total + biases
 
 
-def norm_parameters(model: Transformer) -> int:
+def norm_parameters(model: ModelConfig) -> int:
     """One norm: a scale, and with layer norm a shift."""
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
-def _replicated(model: Transformer) -> int:
+def _replicated(model: ModelConfig) -> int:
     """Of a layer's two parts, without norms: the biases of both outputs or what is compressed."""
     if model.latent is not None:
         inner = model.latent.query_rank + model.latent.kv_rank
@@ -275,7 +275,7 @@ def share(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def attention_weights(model: Transformer, tp: int = 1) -> Weights:
+def attention_weights(model: ModelConfig, tp: int = 1) -> Weights:
     """Projections of one layer's attention. Keys and values are copied where tp exceeds them."""
     if model.latent is not None:
         return _latent_weights(model, model.latent, tp)
@@ -283,7 +283,7 @@ def attention_weights(model: Transformer, tp: int = 1) -> Weights:
     return Weights(model.hidden * model.head_size * heads)
 
 
-def _latent_weights(model: Transformer, latent: LatentAttention, tp: int) -> Weights:
+def _latent_weights(model: ModelConfig, latent: LatentAttention, tp: int) -> Weights:
     """Down projections are whole on every rank, what widens heads is divided."""
     heads, h = share(model.heads, tp), model.hidden
     down = h * (latent.query_rank + latent.kv_rank + latent.rope)
@@ -292,12 +292,12 @@ def _latent_weights(model: Transformer, latent: LatentAttention, tp: int) -> Wei
     return Weights(queries + pairs + heads * latent.value * h, down)
 
 
-def mlp_weights(model: Transformer, ffn: int, tp: int = 1) -> Weights:
+def mlp_weights(model: ModelConfig, ffn: int, tp: int = 1) -> Weights:
     """Two products, three where gated."""
     return Weights((3 if model.gated else 2) * model.hidden * share(ffn, tp))
 
 
-def routed_weights(model: Transformer, tp: int = 1) -> Weights:
+def routed_weights(model: ModelConfig, tp: int = 1) -> Weights:
     """What a token meets in a mixture of experts: router, shared expert and its top_k experts.
 
     With balanced routing a rank's part does not depend on how experts are spread: all tokens of
@@ -309,7 +309,7 @@ def routed_weights(model: Transformer, tp: int = 1) -> Weights:
     return Weights(routed, model.hidden * experts.count) + shared
 
 
-def of_experts(model: Transformer) -> Experts:
+def of_experts(model: ModelConfig) -> Experts:
     """The model's experts, where the caller knows that it has some."""
     assert model.experts is not None, "an expert layer needs experts"
     return model.experts

@@ -16,16 +16,16 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import context_messages, expert_messages, tensor_messages
-from stepsplit.analyzer.model.config import Chunk, Experts, Job, Stage, stages_of
+from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, StageConfig, stages_of
 from stepsplit.analyzer.model.config_checks import first_fault
 from stepsplit.analyzer.model.layer_time import chunk_passes, launches, speed_of
 from stepsplit.analyzer.model.memory import fits, memory_of
 from stepsplit.analyzer.model.parameters import stage_parameters
 from stepsplit.analyzer.model.plan_space import (
     SCHEMA,
+    AxisPlacement,
     Candidate,
     Choice,
-    Place,
     Plan,
     Reason,
     RunnerUp,
@@ -45,12 +45,12 @@ from stepsplit.analyzer.model.step_time import straggling
 TOP = 8
 """Splits of the GPUs that are shown unless more are asked for."""
 
-Raced = tuple[Candidate, Job]
+Raced = tuple[Candidate, JobConfig]
 """A layout that was timed, and the job with it."""
 
 
 def plan(
-    job: Job,
+    job: JobConfig,
     gpus: int,
     keep: frozenset[str] = frozenset(),
     top: int = TOP,
@@ -79,7 +79,7 @@ def plan(
     )
 
 
-def _race(fitting: list[Job], top: int, rates: Rates) -> tuple[list[Raced], int]:
+def _race(fitting: list[JobConfig], top: int, rates: Rates) -> tuple[list[Raced], int]:
     """The best of each split of the GPUs, in order, and how many layouts were timed.
 
     The most promising first, until what is left can't reach the top: its floor is above it.
@@ -129,7 +129,7 @@ def _searched(sifted: Sifted, timed: int) -> Searched:
     return Searched(sifted.considered, sifted.too_big, len(sifted.fitting), timed, refused)
 
 
-def _nothing(job: Job, gpus: int, sifted: Sifted) -> str:
+def _nothing(job: JobConfig, gpus: int, sifted: Sifted) -> str:
     """Why no layout is left: what comes nearest, and the mend."""
     where = f"no layout on {gpus} x {job.hardware.name}"
     if sifted.nearest is None:
@@ -152,10 +152,10 @@ _NUMBERS = re.compile(r"(?<=\w) \d[\d.e+]*\b|\s=.*")
 class Sifted:
     """All layouts of the search by what became of them. nearest is the one that lacks least."""
 
-    fitting: list[Job] = field(default_factory=list)
+    fitting: list[JobConfig] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     too_big: int = 0
-    nearest: Job | None = None
+    nearest: JobConfig | None = None
     nearest_bytes: int = 0
 
     @property
@@ -163,7 +163,7 @@ class Sifted:
         return len(self.fitting) + self.refused.total() + self.too_big
 
 
-def sift(job: Job, gpus: int, keep: frozenset[str]) -> Sifted:
+def sift(job: JobConfig, gpus: int, keep: frozenset[str]) -> Sifted:
     """Every layout of the space, checked and weighed."""
     found = Sifted()
     for family in families(job, gpus, keep):
@@ -171,7 +171,7 @@ def sift(job: Job, gpus: int, keep: frozenset[str]) -> Sifted:
     return found
 
 
-def _weigh(found: Sifted, family: tuple[Job, ...]) -> None:
+def _weigh(found: Sifted, family: tuple[JobConfig, ...]) -> None:
     """A family's jobs, the smallest microbatch first: where one does not fit no larger does.
 
     But a whole batch at once may: it adds no gradients up, so FSDP needs no fp32 sums.
@@ -187,7 +187,7 @@ def _weigh(found: Sifted, family: tuple[Job, ...]) -> None:
         return
 
 
-def _take(found: Sifted, job: Job) -> bool:
+def _take(found: Sifted, job: JobConfig) -> bool:
     """Counts one job; whether larger ones are worth weighing."""
     fault = first_fault(job)
     if fault is not None:
@@ -202,7 +202,7 @@ def _take(found: Sifted, job: Job) -> bool:
     return False
 
 
-def _miss(found: Sifted, job: Job, peak_bytes: int) -> None:
+def _miss(found: Sifted, job: JobConfig, peak_bytes: int) -> None:
     if found.nearest is None or peak_bytes < found.nearest_bytes:
         found.nearest, found.nearest_bytes = job, peak_bytes
 
@@ -224,7 +224,7 @@ _Alike = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayerFloors:
     """What one layer takes for certain, of each kind, in ns; expert_ns is 0 without experts."""
 
     dense_ns: float
@@ -242,7 +242,7 @@ class Floor:
     rates: Rates
     known: dict[_Alike, float] = field(default_factory=dict)
 
-    def step_ns(self, job: Job) -> float:
+    def step_ns(self, job: JobConfig) -> float:
         """No more than the model says that the job's step takes.
 
         Without embedding, head, messages between stages, sums of gradients and optimizer: for each
@@ -260,29 +260,29 @@ class Floor:
             most = m * max(map(sum, held))
         return most * (1 + straggling(job)) * (1 - SLACK)
 
-    def _layers(self, job: Job) -> Layers:
+    def _layers(self, job: JobConfig) -> LayerFloors:
         experts, layout, recipe = job.model.experts, job.layout, job.recipe
         alike = (
             layout.tp, layout.cp, layout.sequence_parallel, recipe.micro_batch, recipe.recompute,
             recipe.recompute_every, recipe.activation_dtype,
         )  # fmt: skip
         if experts is None:
-            return Layers(self._once(alike, lambda: _one_layer(job)), 0.0)
+            return LayerFloors(self._once(alike, lambda: _one_layer(job)), 0.0)
         spread = (*alike, layout.ep, layout.expert_tp)
-        return Layers(
+        return LayerFloors(
             self._once(alike, lambda: _without_experts(_one_layer(job)))
             if experts.dense_layers
             else 0.0,
             self._once(spread, lambda: _all_with_experts(_one_layer(job), experts)),
         )
 
-    def _once(self, alike: _Alike, one: Callable[[], Job]) -> float:
+    def _once(self, alike: _Alike, one: Callable[[], JobConfig]) -> float:
         if alike not in self.known:
             self.known[alike] = _middle_ns(one(), self.rates)
         return self.known[alike]
 
 
-def _one_layer(job: Job) -> Job:
+def _one_layer(job: JobConfig) -> JobConfig:
     """Three layers in three stages, one microbatch: the middle one has nothing but its layer.
 
     As few data-parallel ranks as its experts are spread over.
@@ -297,16 +297,16 @@ def _one_layer(job: Job) -> Job:
     return replace(job, layout=layout, recipe=recipe, model=replace(job.model, layers=3))
 
 
-def _without_experts(one: Job) -> Job:
+def _without_experts(one: JobConfig) -> JobConfig:
     layout = replace(one.layout, ep=1, expert_tp=1)
     return replace(one, layout=layout, model=replace(one.model, experts=None))
 
 
-def _all_with_experts(one: Job, experts: Experts) -> Job:
+def _all_with_experts(one: JobConfig, experts: Experts) -> JobConfig:
     return replace(one, model=replace(one.model, experts=replace(experts, dense_layers=0)))
 
 
-def _middle_ns(one: Job, rates: Rates) -> float:
+def _middle_ns(one: JobConfig, rates: Rates) -> float:
     """What the middle layer takes for certain: compute with what nothing can hide, or the host's
     launching, whichever is longer.
 
@@ -320,7 +320,7 @@ def _middle_ns(one: Job, rates: Rates) -> float:
     return max(device.forward_ns + backward_ns + _sent_ns(one, stage, rates), launched)
 
 
-def _sent_ns(one: Job, stage: Stage, rates: Rates) -> float:
+def _sent_ns(one: JobConfig, stage: StageConfig, rates: Rates) -> float:
     """The messages inside the layer that nothing hides; a ring of cp hides behind attention."""
     ring = {"cp"} if one.layout.context_kind == "ring" else set()
     shown = {"tp", "ep", "cp"} - one.layout.overlap - ring
@@ -339,7 +339,7 @@ def _sent_ns(one: Job, stage: Stage, rates: Rates) -> float:
 # A job and its prediction -> the Candidate that a plan ranks.
 
 
-def candidate_of(job: Job, rates: Rates) -> Candidate:
+def candidate_of(job: JobConfig, rates: Rates) -> Candidate:
     """The job as predicted."""
     prediction = predict(job, rates)
     return Candidate(
@@ -353,7 +353,7 @@ def candidate_of(job: Job, rates: Rates) -> Candidate:
     )
 
 
-def choice_of(job: Job) -> Choice:
+def choice_of(job: JobConfig) -> Choice:
     layout, recipe = job.layout, job.recipe
     return Choice(
         tp=layout.tp,
@@ -373,7 +373,7 @@ def choice_of(job: Job) -> Choice:
     )
 
 
-def _recompute(job: Job) -> str:
+def _recompute(job: JobConfig) -> str:
     """As RUN.toml writes it."""
     recipe = job.recipe
     return f"every-{recipe.recompute_every}" if recipe.recompute == "every" else recipe.recompute
@@ -444,7 +444,7 @@ def _plan(body: Mapping[str, Any]) -> Plan:
         best=_candidate(body["best"]),
         runners_up=tuple(_runner(row) for row in body["runners_up"]),
         tree=tuple(Trial(**row) for row in body["tree"]),
-        places=tuple(Place(**row) for row in body["places"]),
+        places=tuple(AxisPlacement(**row) for row in body["places"]),
         searched=Searched(**{**searched, "refused": tuple(searched["refused"].items())}),
     )
 

@@ -12,11 +12,11 @@ from stepsplit.analyzer.model.config import (
     TWO_STAGES,
     Dtype,
     Framework,
-    Job,
-    Layout,
-    Recipe,
+    JobConfig,
+    ParallelConfig,
     Recompute,
     Schedule,
+    TrainingConfig,
     span_of,
 )
 from stepsplit.analyzer.model.config_checks import first_fault
@@ -114,7 +114,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AxisPlacement:
     """Where an axis of the best layout lies: its neighbors' link, and how many nodes it spans."""
 
     axis: str
@@ -146,7 +146,7 @@ class Plan:
     best: Candidate
     runners_up: tuple[RunnerUp, ...]
     tree: tuple[Trial, ...]
-    places: tuple[Place, ...]
+    places: tuple[AxisPlacement, ...]
     searched: Searched
 
 
@@ -155,7 +155,7 @@ class Plan:
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
-def tree_of(job: Job, gpus: int) -> tuple[Trial, ...]:
+def tree_of(job: JobConfig, gpus: int) -> tuple[Trial, ...]:
     """The questions in order, up to the first yes: one GPU, its states spread by ZeRO, one node
     by tensor parallelism, then more and more nodes by a pipeline."""
     asked: list[Trial] = []
@@ -166,7 +166,7 @@ def tree_of(job: Job, gpus: int) -> tuple[Trial, ...]:
     return tuple(asked)
 
 
-def places_of(job: Job) -> tuple[Place, ...]:
+def places_of(job: JobConfig) -> tuple[AxisPlacement, ...]:
     """Each axis of more than one rank, the fastest link first."""
     found = []
     for axis in AXES:
@@ -175,11 +175,11 @@ def places_of(job: Job) -> tuple[Place, ...]:
             link = job.hardware.intra if span.nodes == 1 else job.hardware.inter
             ranks = job.layout.pp if axis == "pp" else span.ranks
             nodes = min(span.nodes * ranks // span.ranks, ranks)
-            found.append(Place(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
+            found.append(AxisPlacement(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
     return tuple(sorted(found, key=lambda place: place.nodes > 1))
 
 
-def _trials(job: Job, gpus: int) -> Iterator[Trial]:
+def _trials(job: JobConfig, gpus: int) -> Iterator[Trial]:
     yield from _trial(job, "one GPU", 1, 1, 1)
     if gpus > 1:
         yield from _trial(job, "states spread over data parallelism", 1, 1, gpus)
@@ -194,7 +194,7 @@ def _trials(job: Job, gpus: int) -> Iterator[Trial]:
             yield from _trial(job, "a pipeline over nodes", widest, pp, dp)
 
 
-def _trial(job: Job, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
+def _trial(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
     """The leanest job of this kind: all recomputed, one sequence a microbatch, p of them."""
     one = _leanest(job, tp, pp, dp)
     if first_fault(one) is not None:
@@ -205,7 +205,7 @@ def _trial(job: Job, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial
     yield Trial(question, tp, pp, zero, one.layout.world_size, most, fits(one, memory))
 
 
-def _leanest(job: Job, tp: int, pp: int, dp: int) -> Job:
+def _leanest(job: JobConfig, tp: int, pp: int, dp: int) -> JobConfig:
     zero = max(zeros(job, dp, pp))
     layout = replace(
         job.layout, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
@@ -217,7 +217,7 @@ def _leanest(job: Job, tp: int, pp: int, dp: int) -> Job:
     return replace(job, layout=layout, recipe=replace(recipe, global_batch=pp * dp))
 
 
-def _possible(job: Job, tp: int, pp: int) -> bool:
+def _possible(job: JobConfig, tp: int, pp: int) -> bool:
     return first_fault(_leanest(job, tp, pp, 1)) is None
 
 
@@ -236,7 +236,9 @@ KEYS = (
 """What is free, unless it is kept as the job has it."""
 
 
-def families(job: Job, gpus: int, keep: frozenset[str] = frozenset()) -> Iterator[tuple[Job, ...]]:
+def families(
+    job: JobConfig, gpus: int, keep: frozenset[str] = frozenset()
+) -> Iterator[tuple[JobConfig, ...]]:
     """All jobs of a layout and its settings but for the microbatch, which grows along a family.
 
     Tensor parallelism stays inside the node's fast link. keep names what stays as the job has it.
@@ -252,7 +254,7 @@ def families(job: Job, gpus: int, keep: frozenset[str] = frozenset()) -> Iterato
             )
 
 
-def _layouts(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layout]:
+def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     for axes in _layouts_by_axes(job, gpus, keep):
         pipelines = tuple(_pipelines(job, axes.pp, keep))
         for data in _data(job, axes, keep):
@@ -267,7 +269,7 @@ def _layouts(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layout]:
                     )  # fmt: skip
 
 
-def _layouts_by_axes(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layout]:
+def _layouts_by_axes(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     """tp, pp, cp and the rest as copies; with experts, how those lie on the same ranks."""
     node = min(job.hardware.gpus_per_node, gpus)
     bare = replace(job.layout, dp_shard=1, zero=0)
@@ -286,8 +288,8 @@ def _layouts_by_axes(job: Job, gpus: int, keep: frozenset[str]) -> Iterator[Layo
 
 
 def _layouts_of_experts(
-    job: Job, axes: Layout, node: int, keep: frozenset[str]
-) -> Iterator[Layout]:
+    job: JobConfig, axes: ParallelConfig, node: int, keep: frozenset[str]
+) -> Iterator[ParallelConfig]:
     experts = job.model.experts
     if experts is None:
         yield replace(axes, ep=1, expert_tp=1)
@@ -300,7 +302,7 @@ def _layouts_of_experts(
                 yield replace(axes, ep=ep, expert_tp=expert_tp)
 
 
-def _data(job: Job, axes: Layout, keep: frozenset[str]) -> Iterator[Layout]:
+def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     """What ZeRO spreads, and over how many ranks: all, or those of a node (HSDP)."""
     dp = axes.dp_replicate
     for zero in _kept(job.layout.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
@@ -314,7 +316,7 @@ def _data(job: Job, axes: Layout, keep: frozenset[str]) -> Iterator[Layout]:
 
 
 def _pipelines(
-    job: Job, pp: int, keep: frozenset[str]
+    job: JobConfig, pp: int, keep: frozenset[str]
 ) -> Iterator[tuple[Schedule, int, tuple[int, ...] | None]]:
     """Schedules with their chunks and, where layers don't divide, the layers of each stage."""
     if pp == 1:
@@ -326,7 +328,7 @@ def _pipelines(
             yield schedule, chunks, even_layers(job.model.layers, count)
 
 
-def _chunks(job: Job, pp: int, schedule: Schedule) -> tuple[int, ...]:
+def _chunks(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int, ...]:
     if schedule != "interleaved":
         return (1,)
     layers = job.model.layers
@@ -345,7 +347,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
     return tuple(each + (i in inner[:rest]) for i in range(stages))
 
 
-def _micro_batches(job: Job, layout: Layout, keep: frozenset[str]) -> tuple[int, ...]:
+def _micro_batches(job: JobConfig, layout: ParallelConfig, keep: frozenset[str]) -> tuple[int, ...]:
     """Powers of two that divide a rank's sequences, and the job's own; 1 where none does."""
     whole, rest = divmod(job.recipe.global_batch, layout.dp)
     if "micro_batch" in keep or rest:
@@ -384,7 +386,7 @@ SEQUENCE_PARALLEL: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def zeros(job: Job, data_ranks: int, pp: int) -> tuple[int, ...]:
+def zeros(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
     """ZeRO stages that make a difference; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
     if data_ranks == 1:
         return (0,)
@@ -393,20 +395,20 @@ def zeros(job: Job, data_ranks: int, pp: int) -> tuple[int, ...]:
     return tuple(zero for zero in sorted(known) if zero <= most)
 
 
-def schedules(job: Job) -> tuple[Schedule, ...]:
+def schedules(job: JobConfig) -> tuple[Schedule, ...]:
     """The framework's, and the one that the job names."""
     known = SCHEDULES.get(job.recipe.framework, ("1f1b",))
     return tuple(dict.fromkeys((*known, job.layout.schedule)))
 
 
-def sequence_parallel(job: Job, tp: int) -> tuple[bool, ...]:
+def sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
     if tp == 1:
         return (False,)
     can = job.recipe.framework in SEQUENCE_PARALLEL or job.layout.sequence_parallel
     return (True, False) if can else (False,)
 
 
-def recomputes(job: Job) -> tuple[Recompute, ...]:
+def recomputes(job: JobConfig) -> tuple[Recompute, ...]:
     """The job's own among them. Where attention is fused, selective has nothing left to drop but
     in torchtitan, whose policy drops more."""
     fused = job.recipe.flash_attention and job.recipe.framework != "fsdp2"
@@ -415,7 +417,7 @@ def recomputes(job: Job) -> tuple[Recompute, ...]:
     return known if own in RECOMPUTES else (*known, own)
 
 
-def recipe_on(job: Job, layout: Layout) -> Recipe:
+def recipe_on(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
     """The job's recipe on another layout; what the framework chooses by the layout follows it."""
     recipe = job.recipe
     usual, here = _activations(job, job.layout), _activations(job, layout)
@@ -424,7 +426,7 @@ def recipe_on(job: Job, layout: Layout) -> Recipe:
     return replace(recipe, activation_dtype=here)
 
 
-def _activations(job: Job, layout: Layout) -> Dtype:
+def _activations(job: JobConfig, layout: ParallelConfig) -> Dtype:
     recipe = job.recipe
     habits = habits_of(recipe.framework, recipe.dtype, layout, job.model, job.hardware)
     return habits.activation_dtype

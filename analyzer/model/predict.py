@@ -7,11 +7,17 @@ from pathlib import Path
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import messages_of
-from stepsplit.analyzer.model.config import Hardware, Job, first_alike, span_of, stages_of
+from stepsplit.analyzer.model.config import (
+    HardwareConfig,
+    JobConfig,
+    first_alike,
+    span_of,
+    stages_of,
+)
 from stepsplit.analyzer.model.config_checks import check
-from stepsplit.analyzer.model.config_table import Table, read_table
+from stepsplit.analyzer.model.config_table import TomlTable, read_table
 from stepsplit.analyzer.model.flops import Convention, hardware_flops, mfu, model_flops
 from stepsplit.analyzer.model.hardware_config import hardware_file
 from stepsplit.analyzer.model.layer_time import speed_of
@@ -40,7 +46,7 @@ _Alike = tuple[int, tuple[object, ...]]
 """The first stage that holds the same, and what is sent how often at which cost."""
 
 
-def predict(job: Job, rates: Rates | None = None) -> Prediction:
+def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     """What the job's step should cost; rates hold what was measured of its links.
 
     Raises UsageError for a job that cannot be.
@@ -83,7 +89,7 @@ def predict(job: Job, rates: Rates | None = None) -> Prediction:
     )
 
 
-def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
+def timed_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     """Every message of every stage with the time of one call."""
     found: dict[int, list[Timed]] = {stage: [] for stage in range(job.layout.pp)}
     known: dict[tuple[str, str, str, int], Band] = {}
@@ -95,7 +101,7 @@ def timed_messages(job: Job, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     return {stage: tuple(timed) for stage, timed in found.items()}
 
 
-def call_ns(job: Job, message: Message, rates: Rates) -> Band:
+def call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
     """What one call takes. A ring's message costs its time where it is sent: sending and receiving
     overlap."""
     if message.op == "recv" and message.axis != "pp":
@@ -105,7 +111,7 @@ def call_ns(job: Job, message: Message, rates: Rates) -> Band:
 
 
 def stage_times(
-    job: Job, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
+    job: JobConfig, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> tuple[StageTime, ...]:
     """What each stage computes, and what its compute cannot hide."""
     speed, found = speed_of(job), list[StageTime]()
@@ -120,7 +126,7 @@ def stage_times(
 
 
 def _communication(
-    job: Job,
+    job: JobConfig,
     stages: tuple[StageTime, ...],
     timed: dict[int, tuple[Timed, ...]],
     pipeline: Pipelined,
@@ -134,7 +140,7 @@ def _communication(
     return tuple(_on_mesh(job, each) for each in found)
 
 
-def _on_mesh(job: Job, one: Communication) -> Communication:
+def _on_mesh(job: JobConfig, one: Communication) -> Communication:
     """dp, all ranks that sum gradients, is dp_replicate unless context parallelism joins them."""
     if one.message.axis != "dp":
         return one
@@ -149,12 +155,12 @@ _MEND_RATES = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_S
 _TRANSFER = ("op", "ranks", "ranks_per_node", "sizes_bytes", "times_ns")
 
 
-def read_rates(path: str | Path, hardware: Hardware) -> Rates:
+def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
     """The measurements that [hardware] of the file names, as rates_of. Raises DataError."""
     return rates_of(read_table(path), hardware)
 
 
-def rates_of(run: Table, hardware: Hardware) -> Rates:
+def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
     """The measurements that [hardware] measured, transfers and file of a RUN.toml name.
 
     Paths are relative to the RUN.toml. A sweep of more ranks than the hardware has in a node ran on
@@ -172,12 +178,12 @@ def rates_of(run: Table, hardware: Hardware) -> Rates:
     return Rates((*found.sweeps, *own), found.tables)
 
 
-def _transfers(table: Table) -> tuple[TransferSweep, ...]:
+def _transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
     """The sweeps that a calibration took from recorded runs."""
     return tuple(_transfer(each) for each in table.tables("transfers"))
 
 
-def _transfer(table: Table) -> TransferSweep:
+def _transfer(table: TomlTable) -> TransferSweep:
     table.knows(*_TRANSFER)
     table.needs(*_TRANSFER)
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.formulas import Formula
 
 # Prediction: what a step should cost, by the same words as what it did cost.
@@ -55,7 +55,7 @@ class Band:
 class Communication:
     """A message, the time of all its calls in a step, and how much of that compute cannot hide."""
 
-    message: Message
+    message: CommOp
     time: Band
     exposed_ns: int
 
@@ -217,10 +217,10 @@ def _memory(row: Mapping[str, Any]) -> StageMemory:
 def _communication(row: Mapping[str, Any]) -> Communication:
     told: dict[str, Any] = {
         field.name: str(row[field.name]) if field.name in _WORDS else _whole(row, field.name)
-        for field in fields(Message)
+        for field in fields(CommOp)
     }
     band = Band(*(float(_whole(row, name)) for name in ("time_ns", "time_ns_low", "time_ns_high")))
-    return Communication(Message(**told), band, _whole(row, "exposed_ns"))
+    return Communication(CommOp(**told), band, _whole(row, "exposed_ns"))
 
 
 def _confidence(word: object) -> Confidence:

@@ -139,7 +139,7 @@ def _fewer(schedule: Schedule, p: int, m: int) -> int:
 
 
 def _period_ns(
-    of: Graph, order_of: tuple[Order, ...], schedule: Schedule, ends: list[float]
+    of: ScheduleGraph, order_of: tuple[Order, ...], schedule: Schedule, ends: list[float]
 ) -> float | None:
     """How much later everything happens with each repeat; None while ranks still drift apart.
 
@@ -174,7 +174,7 @@ microbatch, in ns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTimeline:
     """When each pass of each rank starts and ends, in ns from the first forward of any rank."""
 
     starts_ns: tuple[tuple[float, ...], ...]
@@ -193,8 +193,8 @@ class Timeline:
 
 
 def simulate(
-    graph: Graph, costs: Costs, transfer_ns: float = 0.0, blocking: bool = False
-) -> Timeline:
+    graph: ScheduleGraph, costs: Costs, transfer_ns: float = 0.0, blocking: bool = False
+) -> ScheduleTimeline:
     """Every pass starts when its rank is free and what it waits for is there.
 
     What one rank sends to another arrives transfer_ns later. Meanwhile the sender goes on, unless
@@ -204,14 +204,14 @@ def simulate(
     times = table(graph, costs)
     ends = node_ends(graph, times, transfer_ns, blocking)
     starts = [end - times[node[1]] for end, node in zip(ends, graph.nodes, strict=True)]
-    return Timeline(
+    return ScheduleTimeline(
         starts_ns=tuple(map(tuple, by_rank(graph, starts))),
         ends_ns=tuple(map(tuple, by_rank(graph, ends))),
         busy_ns=busy_ns(graph, times),
     )
 
 
-def check(graph: Graph, costs: Costs) -> None:
+def check(graph: ScheduleGraph, costs: Costs) -> None:
     """Raises UsageError where costs are not one for each model stage."""
     if len(costs) != graph.positions:
         raise UsageError(
@@ -219,13 +219,13 @@ def check(graph: Graph, costs: Costs) -> None:
         )
 
 
-def busy_ns(graph: Graph, times: Sequence[float]) -> tuple[float, ...]:
+def busy_ns(graph: ScheduleGraph, times: Sequence[float]) -> tuple[float, ...]:
     """What the passes of each rank take together."""
     return tuple(sum(times[cost] for cost in costs) for costs in graph.cost_of)
 
 
 def node_ends(
-    graph: Graph, times: Sequence[float], transfer_ns: float, blocking: bool
+    graph: ScheduleGraph, times: Sequence[float], transfer_ns: float, blocking: bool
 ) -> list[float]:
     """The end of each node: the longest path to it."""
     free = [0.0] * len(graph.node_of)
@@ -243,13 +243,13 @@ def node_ends(
     return ends
 
 
-def table(graph: Graph, costs: Costs) -> list[float]:
+def table(graph: ScheduleGraph, costs: Costs) -> list[float]:
     """The time of every cost of the graph, and 0 at the end for gates."""
     each = [t for f, i, w in costs for t in (f, i + w, i, w)]
     return [*each, *(each[one] + each[other] for one, other in graph.pairs), 0.0]
 
 
-def by_rank(graph: Graph, values: Sequence[float]) -> Iterator[list[float]]:
+def by_rank(graph: ScheduleGraph, values: Sequence[float]) -> Iterator[list[float]]:
     """The values of each rank's passes, from those of the nodes."""
     return ([values[node] for node in nodes] for nodes in graph.node_of)
 
@@ -264,7 +264,7 @@ rank waits for this one. Cost is 4 position + kind, or counts on from there thro
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class ScheduleGraph:
     """nodes in an order in which each comes after what it waits for.
 
     positions is the number of model stages; pairs are the two costs of joined passes, which share
@@ -279,13 +279,13 @@ class Graph:
 
 
 @lru_cache(maxsize=128)
-def graph(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> Graph:
+def graph(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> ScheduleGraph:
     """The graph of a schedule's own orders. Raises UsageError as orders does."""
     held = places(schedule, stages, chunks)
     return linked(orders(schedule, stages, microbatches, chunks), held)
 
 
-def linked(orders: Sequence[Order], places: Places) -> Graph:
+def linked(orders: Sequence[Order], places: Places) -> ScheduleGraph:
     """The graph of these orders, with the stages of each rank at these places of the model.
 
     A forward waits for that of the stage before, a backward for that of the stage behind and for
@@ -361,13 +361,13 @@ class _Building:
                     "comes later; mend the order"
                 )
 
-    def graph(self) -> Graph:
+    def graph(self) -> ScheduleGraph:
         costs = tuple(
             tuple([shapes[one.kind, one.chunk].cost for one in order])
             for order, shapes in zip(self.orders, self.shapes, strict=True)
         )
         node_of = tuple(map(tuple, self.node_of))
-        return Graph(self.positions, tuple(self.nodes), tuple(self.pairs), node_of, costs)
+        return ScheduleGraph(self.positions, tuple(self.nodes), tuple(self.pairs), node_of, costs)
 
     def _joined(self, rank: int, first: _Shape, one: Pass, other: Pass) -> bool:
         """A gate that waits for what the first needs, and a node of both after it."""

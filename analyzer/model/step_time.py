@@ -8,14 +8,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import Message, rounds
+from stepsplit.analyzer.model.comm_ops import CommOp, rounds
 from stepsplit.analyzer.model.comm_volume import stays_gathered, sums_every_microbatch
-from stepsplit.analyzer.model.config import Chunk, Job, Stage, chunk_count, chunks_of_rank, span_of
+from stepsplit.analyzer.model.config import (
+    Chunk,
+    JobConfig,
+    StageConfig,
+    chunk_count,
+    chunks_of_rank,
+    span_of,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
     BACKWARD_ATTENTION,
     FUSED_BACKWARD,
-    Pass,
+    LayerPass,
     Speed,
     chunk_passes,
     host_bound,
@@ -36,7 +43,7 @@ OWN = "pp"
 
 
 def pipelined(
-    job: Job, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
+    job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> Pipelined:
     """The schedule run on the stages' times, with its messages and without."""
     layout, costs = job.layout, costs_of(job, stages)
@@ -50,7 +57,7 @@ def pipelined(
     return Pipelined(real, real.makespan_ns - free.makespan_ns, moving)
 
 
-def costs_of(job: Job, stages: tuple[StageTime, ...]) -> Costs:
+def costs_of(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
     """One entry a model stage: forward, input gradient and weight gradient of a microbatch."""
     found: dict[int, tuple[float, float, float]] = {}
     for stage in stages:
@@ -109,7 +116,9 @@ class Pipelined:
         return round(min(self.transfers_ns, self.moving_ns[rank], self.time.holes_ns[rank]))
 
 
-def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> tuple[Split, ...]:
+def splits_of(
+    job: JobConfig, stages: tuple[StageTime, ...], pipeline: Pipelined
+) -> tuple[Split, ...]:
     """One Split a stage; all stages end the step together, so that the early ones wait."""
     whole = tuple(
         _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
@@ -120,7 +129,7 @@ def splits_of(job: Job, stages: tuple[StageTime, ...], pipeline: Pipelined) -> t
     return tuple(_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in whole)
 
 
-def straggling(job: Job) -> float:
+def straggling(job: JobConfig) -> float:
     """What waiting for the slowest node adds to a step, a ratio of it.
 
     CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
@@ -131,7 +140,7 @@ def straggling(job: Job) -> float:
     return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
 
 
-def _split(job: Job, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
+def _split(job: JobConfig, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
     m, found = rounds(job), stage.communication
     sent_ns = sum(each.exposed_ns for each in found if each.message.op == "send")
     return Split(
@@ -160,7 +169,7 @@ UNSURE = 0.25
 not fitted (nanotron's on H100) are off by as much on average."""
 
 
-def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
+def doubts(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
     """Why the step time may be far off; empty where nothing says so."""
     found = []
     if any(_host_bound(job, stage) for stage in stages):
@@ -178,7 +187,7 @@ def doubts(job: Job, stages: tuple[StageTime, ...], split: Split) -> tuple[str, 
     return (*found, *_unfitted(job))
 
 
-def _host_bound(job: Job, stage: StageTime) -> bool:
+def _host_bound(job: JobConfig, stage: StageTime) -> bool:
     """A host whose launches were calibrated holds the device up as predicted."""
     return not job.hardware.efficiency.host_ns and any(
         host_bound(one, launches(job, chunk.layers))
@@ -186,7 +195,7 @@ def _host_bound(job: Job, stage: StageTime) -> bool:
     )
 
 
-def _unfitted(job: Job) -> tuple[str, ...]:
+def _unfitted(job: JobConfig) -> tuple[str, ...]:
     """What the fitted runs were, where the job is something else."""
     known, hardware = job.hardware.efficiency, job.hardware
     if not known.rows:
@@ -202,7 +211,7 @@ def _unfitted(job: Job) -> tuple[str, ...]:
     )
 
 
-def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
+def confidence_of(job: JobConfig, reasons: tuple[str, ...]) -> Confidence:
     """low with any reason to doubt; calibrated where the user's own runs set the constants."""
     if reasons:
         return "low"
@@ -210,7 +219,7 @@ def confidence_of(job: Job, reasons: tuple[str, ...]) -> Confidence:
     return "calibrated" if calibrated else "high"
 
 
-def band_of(job: Job, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
+def band_of(job: JobConfig, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
     """What the step may well take instead, in ns: 9 of 10 published runs lie that near."""
     off = job.hardware.efficiency.error + UNSURE * len(reasons)
     return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))
@@ -227,15 +236,15 @@ class StageTime:
     communication lists every message but the pipeline's own.
     """
 
-    stage: Stage
-    passes: tuple[Pass, ...]
-    comm: tuple[Pass, ...]
-    idle: tuple[Pass, ...]
+    stage: StageConfig
+    passes: tuple[LayerPass, ...]
+    comm: tuple[LayerPass, ...]
+    idle: tuple[LayerPass, ...]
     communication: tuple[Communication, ...]
     optimizer_ns: float
     offload_ns: float
 
-    def on(self, stage: Stage) -> StageTime:
+    def on(self, stage: StageConfig) -> StageTime:
         """The same on a stage that holds and sends the same."""
         if stage == self.stage:
             return self
@@ -255,13 +264,17 @@ class StageTime:
         """What one microbatch waits for the host on the whole rank."""
         return _sum_ns(self.idle)
 
-    def cost(self, chunk: int) -> Pass:
+    def cost(self, chunk: int) -> LayerPass:
         """All that one microbatch takes on one of the chunks."""
         return self.passes[chunk] + self.comm[chunk] + self.idle[chunk]
 
 
 def stage_time(
-    job: Job, speed: Speed, stage: Stage, held: StageParameters, timed: tuple[Timed, ...]
+    job: JobConfig,
+    speed: Speed,
+    stage: StageConfig,
+    held: StageParameters,
+    timed: tuple[Timed, ...],
 ) -> StageTime:
     """The stage's times; timed are its messages."""
     passes = tuple(
@@ -284,26 +297,28 @@ def stage_time(
     )
 
 
-def _sum_ns(passes: tuple[Pass, ...]) -> float:
+def _sum_ns(passes: tuple[LayerPass, ...]) -> float:
     return sum(each.forward_ns + each.input_ns + each.weight_ns for each in passes)
 
 
-def _exposed_ns(job: Job, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
+def _exposed_ns(job: JobConfig, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
     return sum(float(each.exposed_ns) for each in found if family(job, each.message)[1] in phases)
 
 
-def _spread(job: Job, stage: Stage, found: tuple[Communication, ...]) -> tuple[Pass, ...]:
+def _spread(
+    job: JobConfig, stage: StageConfig, found: tuple[Communication, ...]
+) -> tuple[LayerPass, ...]:
     """The exposed communication of one microbatch, shared out over the chunks by their layers."""
     m, chunks = rounds(job), stage.chunks
     forward = _exposed_ns(job, found, ("forward",)) / m
     backward = _exposed_ns(job, found, BACKWARD) / m
-    whole = Pass(forward, backward, 0.0)
+    whole = LayerPass(forward, backward, 0.0)
     if not stage.layers:
         return tuple(whole * (1 / len(chunks)) for _ in chunks)
     return tuple(whole * (chunk.layers / stage.layers) for chunk in chunks)
 
 
-def _beside(job: Job, passes: tuple[Pass, ...]) -> Beside:
+def _beside(job: JobConfig, passes: tuple[LayerPass, ...]) -> Beside:
     m = rounds(job)
     return Beside(
         forward_ns=m * sum(each.forward_ns for each in passes),
@@ -313,18 +328,18 @@ def _beside(job: Job, passes: tuple[Pass, ...]) -> Beside:
     )
 
 
-def _copies(job: Job, speed: Speed, held: StageParameters, chunk: Chunk) -> Pass:
+def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -> LayerPass:
     """What sharded parameters cost beside their collectives: a quarter of it in the forward.
 
     In a pipeline, which gathers once a step, a microbatch bears its share.
     """
     if job.layout.zero != 3:
-        return Pass(0.0, 0.0, 0.0)
+        return LayerPass(0.0, 0.0, 0.0)
     times = 1 / rounds(job) if stays_gathered(job) else 1.0
     layers = held.dense_layers + held.expert_layers
     share = chunk.layers / layers if layers else 0.0
     whole = speed.moved_ns(traffic_of(job).unit_bytes * held.total * share * times)
-    return Pass(whole / 4, 0.0, whole * 3 / 4)
+    return LayerPass(whole / 4, 0.0, whole * 3 / 4)
 
 
 # How much of a stage's communication its compute cannot hide.
@@ -360,7 +375,7 @@ Family = tuple[str, str]
 class Timed:
     """A message and the time of one call."""
 
-    message: Message
+    message: CommOp
     each: Band
 
     @property
@@ -385,7 +400,7 @@ class Beside:
         return beside, whole_ns / self.microbatches if phase in ONCE else whole_ns
 
 
-def exposed(job: Job, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
+def exposed(job: JobConfig, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
     """Each message with its exposed time; what shares an axis and a phase is hidden together, and
     no compute hides two axes."""
     kept = tuple(timed)
@@ -401,14 +416,14 @@ def exposed(job: Job, timed: Iterable[Timed], beside: Beside) -> tuple[Communica
     )
 
 
-def family(job: Job, message: Message) -> Family:
+def family(job: JobConfig, message: CommOp) -> Family:
     """What the message is hidden with."""
     axis = "dp" if message.axis in DATA_AXES else message.axis
     inside = message.phase in BACKWARD or _every_microbatch(job, message)
     return axis, "backward" if inside else message.phase
 
 
-def _every_microbatch(job: Job, message: Message) -> bool:
+def _every_microbatch(job: JobConfig, message: CommOp) -> bool:
     """Whether gradients leave in the backward of every microbatch."""
     if message.phase != "grad_sync" or job.layout.pp > 1:
         return False
@@ -416,7 +431,7 @@ def _every_microbatch(job: Job, message: Message) -> bool:
     return sharded or (message.strategy == "zero-2" and sums_every_microbatch(job))
 
 
-def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
+def _left(job: JobConfig, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
     """The share of each group's time that stays exposed."""
     used: defaultdict[str, float] = defaultdict(float)
     found = {}
@@ -432,7 +447,7 @@ def _left(job: Job, groups: dict[Family, list[Timed]], beside: Beside) -> dict[F
     return found
 
 
-def _overlaps(job: Job, axis: str) -> bool:
+def _overlaps(job: JobConfig, axis: str) -> bool:
     """On a CPU FSDP has no stream beside the one that computes: it waits for each of its calls."""
     if job.hardware.family == "cpu" and job.layout.zero == 3 and axis == "dp":
         return False
@@ -441,7 +456,7 @@ def _overlaps(job: Job, axis: str) -> bool:
     return axis in job.layout.overlap
 
 
-def _room_ns(job: Job, key: Family, beside: Beside, free_ns: float) -> float:
+def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> float:
     """Context parallelism hides behind attention's core alone, a ring not behind the last of its
     pieces, when all has come round."""
     if key[0] == "cp":
@@ -450,11 +465,11 @@ def _room_ns(job: Job, key: Family, beside: Beside, free_ns: float) -> float:
     return max(0.0, free_ns)
 
 
-def _turns(job: Job) -> bool:
+def _turns(job: JobConfig) -> bool:
     return job.layout.context_kind == "ring"
 
 
-def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
+def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> float:
     """The share of the calls that nothing runs beside: the first or last of a phase; in a ring
     the gradients of keys and values as they come home, one of its 2 (c-1) turns backward."""
     axis, phase = key
@@ -468,6 +483,6 @@ def _least(job: Job, key: Family, group: list[Timed], total_ns: float) -> float:
     return min(1.0, _starts(job, phase) * largest_ns / total_ns)
 
 
-def _starts(job: Job, phase: str) -> int:
+def _starts(job: JobConfig, phase: str) -> int:
     """How often in a step such calls start with nothing beside them."""
     return 1 if phase in ONCE or stays_gathered(job) else job.microbatches

@@ -41,7 +41,7 @@ from stepsplit.analyzer.model.comm_volume import (
     hands_out,
     sums_whole,
 )
-from stepsplit.analyzer.model.config import TWO_STAGES, Job, span_of
+from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, span_of
 from stepsplit.analyzer.model.flops import CONVENTIONS, MFU, Convention
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -77,7 +77,7 @@ _REDUCED = ("tp", "dp", "dp_replicate", "expert_dp")
 
 
 def formulas_of(
-    job: Job, rates: Rates | None = None, convention: Convention = "C1"
+    job: JobConfig, rates: Rates | None = None, convention: Convention = "C1"
 ) -> tuple[Formula, ...]:
     """The formulas of the job's parameters, FLOPs, memory, messages and times, each once.
 
@@ -92,7 +92,7 @@ def formulas_of(
     )
 
 
-def states_formula(job: Job) -> Formula:
+def states_formula(job: JobConfig) -> Formula:
     """The convention by which the job's framework keeps weights, gradients and optimizer."""
     match job.recipe.framework:
         case "megatron":
@@ -104,7 +104,7 @@ def states_formula(job: Job) -> Formula:
     return STATES
 
 
-def kept_formula(job: Job) -> Formula:
+def kept_formula(job: JobConfig) -> Formula:
     """What says how much of a layer stays until its backward pass."""
     if job.recipe.recompute in FULL_RECOMPUTE:
         return FULL if job.recipe.recompute == "full" else EVERY
@@ -112,7 +112,7 @@ def kept_formula(job: Job) -> Formula:
     return KORTHIKANTI if of_gpt else LAYER_ACTIVATIONS
 
 
-def _of_work(job: Job, convention: Convention) -> Iterator[Formula]:
+def _of_work(job: JobConfig, convention: Convention) -> Iterator[Formula]:
     yield from (parameters.TOTAL, parameters.STAGE, LAYER_PARAMETERS)
     if job.model.latent is not None:
         yield LATENT
@@ -124,7 +124,7 @@ def _of_work(job: Job, convention: Convention) -> Iterator[Formula]:
     yield MFU
 
 
-def _of_memory(job: Job) -> Iterator[Formula]:
+def _of_memory(job: JobConfig) -> Iterator[Formula]:
     yield from (states_formula(job), kept_formula(job))
     if job.layout.pp > 1:
         yield IN_FLIGHT
@@ -138,12 +138,12 @@ def _of_memory(job: Job) -> Iterator[Formula]:
     yield from (PEAK, RESERVED)
 
 
-def _gathers(job: Job) -> bool:
+def _gathers(job: JobConfig) -> bool:
     """Whether weights are whole only while they are used; FSDP2's ZeRO-2 is SHARD_GRAD_OP."""
     return job.layout.zero == 3 or (job.layout.zero == 2 and job.recipe.framework == "fsdp2")
 
 
-def _of_messages(job: Job) -> Iterator[Formula]:
+def _of_messages(job: JobConfig) -> Iterator[Formula]:
     layout = job.layout
     if layout.world_size == 1:
         return
@@ -161,7 +161,7 @@ def _of_messages(job: Job) -> Iterator[Formula]:
         yield NORM
 
 
-def _of_pipeline(job: Job) -> Iterator[Formula]:
+def _of_pipeline(job: JobConfig) -> Iterator[Formula]:
     yield PIPELINE
     if job.layout.schedule == "dualpipe":
         yield COPIES
@@ -170,7 +170,7 @@ def _of_pipeline(job: Job) -> Iterator[Formula]:
         yield TIED
 
 
-def _of_data(job: Job) -> Iterator[Formula]:
+def _of_data(job: JobConfig) -> Iterator[Formula]:
     layout = job.layout
     if layout.zero == 3:
         if layout.shard_size > 1:
@@ -186,7 +186,7 @@ def _of_data(job: Job) -> Iterator[Formula]:
             yield DDP
 
 
-def _of_links(job: Job, rates: Rates) -> Iterator[Formula]:
+def _of_links(job: JobConfig, rates: Rates) -> Iterator[Formula]:
     layout = job.layout
     if layout.world_size == 1:
         return
@@ -203,7 +203,7 @@ def _of_links(job: Job, rates: Rates) -> Iterator[Formula]:
         yield TUNER
 
 
-def _switch_sums(job: Job) -> bool:
+def _switch_sums(job: JobConfig) -> bool:
     """Whether NCCL may use NVLS for one of the job's groups."""
     spans = (span_of(job, axis) for axis in _REDUCED)
     return job.hardware.nvls > 0 and any(
@@ -211,7 +211,7 @@ def _switch_sums(job: Job) -> bool:
     )
 
 
-def _of_step(job: Job) -> Iterator[Formula]:
+def _of_step(job: JobConfig) -> Iterator[Formula]:
     yield from (KERNEL, ACCUMULATE)
     if _gathers(job) and job.recipe.framework == "fsdp2":
         yield UNIT_COPIES

@@ -120,7 +120,7 @@ class _Session:
     notes: tuple[Note, ...]
 
 
-def _session(db: Database) -> _Session:
+def _session(db: NsysDatabase) -> _Session:
     table = "TARGET_INFO_SYSTEM_ENV"
     values = db.texts(table, "value", most=_MOST_ENVIRONMENT)
     pairs = list(zip(db.texts(table, "name"), values, strict=False))
@@ -161,7 +161,9 @@ class _Ranks:
     notes: tuple[Note, ...]
 
 
-def _ranks(db: Database, session: _Session, source: Source, processes: Sequence[Process]) -> _Ranks:
+def _ranks(
+    db: NsysDatabase, session: _Session, source: Source, processes: Sequence[Process]
+) -> _Ranks:
     """The rank of each process: MPI's, that of the one process, else by device and guessed."""
     rows = db.ints("MPI_RANKS", ("globalTid", "rank"))
     mpi = dict(zip(process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
@@ -221,7 +223,7 @@ class Payload:
     peer: int = -1
 
 
-def payloads_of(db: Database) -> Mapping[int, Payload]:
+def payloads_of(db: NsysDatabase) -> Mapping[int, Payload]:
     """The payload behind each row of NVTX_EVENTS that carries one of NCCL's.
 
     binaryData is four numbers of 8 bytes (domain, schema, size, and place of the rest), then the
@@ -252,7 +254,7 @@ def _number(data: bytes, offset: int, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Communicator:
+class NsysCommunicator:
     """How many ranks a communicator has, -1 unknown; all of them, if they are in the export."""
 
     size: int
@@ -261,7 +263,7 @@ class Communicator:
 
 def communicators_of(
     processes: Sequence[Process], ranks: Sequence[int], payloads: Mapping[int, Payload]
-) -> Mapping[int, Communicator]:
+) -> Mapping[int, NsysCommunicator]:
     """The communicators that were made while nsys recorded."""
     members: dict[int, dict[int, int]] = defaultdict(dict)
     sizes: dict[int, int] = {}
@@ -273,7 +275,7 @@ def communicators_of(
                 sizes[payload.communicator] = payload.size
     every = {number: tuple(found[i] for i in sorted(found)) for number, found in members.items()}
     return {
-        number: Communicator(size, every[number] if len(every[number]) == size else ())
+        number: NsysCommunicator(size, every[number] if len(every[number]) == size else ())
         for number, size in sizes.items()
     }
 
@@ -286,7 +288,7 @@ class _Asked:
     payload: Payload
 
 
-_UNKNOWN = Communicator(-1, ())
+_UNKNOWN = NsysCommunicator(-1, ())
 
 _MESSAGES = {"send", "recv"}
 
@@ -303,7 +305,7 @@ class _Launching:
 def calls_of(
     process: Process,
     payloads: Mapping[int, Payload],
-    known: Mapping[int, Communicator],
+    known: Mapping[int, NsysCommunicator],
     rules: Rules = BUILT_IN,
 ) -> FoundCalls:
     """A call for each kernel and copy that communicates.
@@ -334,7 +336,7 @@ def calls_of(
 
 
 def _call(
-    kernel: int, one: _Asked, issued_ns: int, group_id: int, communicator: Communicator
+    kernel: int, one: _Asked, issued_ns: int, group_id: int, communicator: NsysCommunicator
 ) -> Call:
     stated, size, peer = one.payload.sent_bytes, communicator.size, one.payload.peer
     whole = stated * size if stated >= 0 and size > 0 else -1
@@ -511,7 +513,7 @@ class _Activity:
     names: tuple[str, ...]
 
 
-def processes_of(db: Database) -> tuple[Process, ...]:
+def processes_of(db: NsysDatabase) -> tuple[Process, ...]:
     """The processes that used a device, by their keys: the ids of nsys without the thread."""
     parts = [_kernels(db), _graphs(db), _copies(db), _sets(db)]
     parts += [_launches(db, table) for table in ("RUNTIME", "DRIVER")]
@@ -572,21 +574,21 @@ def _lane(pid: int, place: int) -> Lane:
     return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
 
 
-def _kernels(db: Database) -> _Part:
+def _kernels(db: NsysDatabase) -> _Part:
     name = next((name for name in _KERNEL_NAMES if db.has(_KERNEL, name)), _KERNEL_NAMES[0])
     return _by_id(db, Category.KERNEL, db.ints(_KERNEL, (*_PLACE, name)))
 
 
-def _graphs(db: Database) -> _Part:
+def _graphs(db: NsysDatabase) -> _Part:
     """CUDA graphs that were recorded as one; their kernels are not in the export."""
     return _alike(Category.KERNEL, db.ints(_GRAPH, _PLACE), "CUDA graph")
 
 
-def _sets(db: Database) -> _Part:
+def _sets(db: NsysDatabase) -> _Part:
     return _alike(Category.MEMSET, db.ints(_MEMSET, _PLACE), "Memset (Device)")
 
 
-def _copies(db: Database) -> _Part:
+def _copies(db: NsysDatabase) -> _Part:
     kinds = ("copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId")
     rows = db.ints(_MEMCPY, (*_PLACE, *kinds))
     kind, from_memory, to_memory, from_device, to_device = rows[:, len(_PLACE) :].T
@@ -607,7 +609,7 @@ def _copy_name(kind: int, from_memory: int, to_memory: int) -> str:
     return f"Memcpy {_COPIES[kind] if 0 <= kind < len(_COPIES) else _COPIES[0]}{memory}"
 
 
-def _launches(db: Database, kind: str) -> _Part:
+def _launches(db: NsysDatabase, kind: str) -> _Part:
     table = f"CUPTI_ACTIVITY_KIND_{kind}"
     columns = ("start", "end", "globalTid", "deviceId", "streamId", "correlationId", "nameId")
     part = _by_id(db, Category.RUNTIME, db.ints(table, columns))
@@ -615,7 +617,7 @@ def _launches(db: Database, kind: str) -> _Part:
     return _Part(part.category, part.place, part.name, names, part.row)
 
 
-def _ranges(db: Database) -> _Part:
+def _ranges(db: NsysDatabase) -> _Part:
     """The ranges of NVTX that have ended, named by their own text, else by a registered one."""
     table, columns = "NVTX_EVENTS", ("start", "end", "globalTid", "deviceId", "streamId")
     ended = range_condition(db)
@@ -631,14 +633,14 @@ def _ranges(db: Database) -> _Part:
     return _Part(part.category, part.place, name, (*numbers, *part.names), rows[:, 7])
 
 
-def range_condition(db: Database) -> str:
+def range_condition(db: NsysDatabase) -> str:
     """Which rows of NVTX_EVENTS are ranges that have ended."""
     ended = "end >= start" if db.has("NVTX_EVENTS", "end") else "0"
     kinds = "eventType IN (59, 60, 70, 71)" if db.has("NVTX_EVENTS", "eventType") else "1"
     return f"{ended} AND {kinds}"
 
 
-def _by_id(db: Database, category: Category, rows: Int64) -> _Part:
+def _by_id(db: NsysDatabase, category: Category, rows: Int64) -> _Part:
     """Rows whose last column is the id of their name."""
     ids, name = np.unique(rows[:, -1], return_inverse=True)
     return _Part(category, rows[:, :-1], name, db.strings(ids), np.full(len(rows), -1))
@@ -660,7 +662,7 @@ _AT_ONCE = 30_000
 
 
 @dataclass(frozen=True, slots=True)
-class Database:
+class NsysDatabase:
     """An open export. A table that it lacks reads as empty, a column or a NULL as -1."""
 
     where: str
@@ -710,7 +712,7 @@ class Database:
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[Database]:
+def opened(source: Source) -> Iterator[NsysDatabase]:
     """The export, open to read. Raises DataError where it is none, or damaged."""
     with _on_disk(source) as path:
         try:
@@ -718,7 +720,7 @@ def opened(source: Source) -> Iterator[Database]:
             with closing(sqlite3.connect(address, uri=True)) as connection:
                 connection.text_factory = lambda text: text.decode("utf-8", "replace")
                 connection.execute("PRAGMA trusted_schema = OFF")
-                yield Database(source.where, connection, _columns(connection))
+                yield NsysDatabase(source.where, connection, _columns(connection))
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from its own messages
             problem = " ".join(str(error).split())[:100]
             raise DataError(

@@ -91,7 +91,7 @@ def _records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[No
 
 
 def _traces(
-    files: Files, named: Sequence[str], workers: int, progress: Progress, rules: Rules
+    files: RecordingFiles, named: Sequence[str], workers: int, progress: Progress, rules: Rules
 ) -> tuple[list[Found], tuple[Note, ...]]:
     """The traces in the files; one that cannot be read is skipped, with a note, unless named."""
     flights, notes = _flights(files.flights)
@@ -142,7 +142,7 @@ def _flights(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]], l
     return found, notes
 
 
-def _nothing(place: str, files: Files, notes: Sequence[Note]) -> DataError:
+def _nothing(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
     """Why there is no recording in the place: what is there instead, or what is wrong with it."""
     kinds = [*files.others, *([FLIGHT.name] if files.flights else [])]
     there = f"; there is: {', '.join(kinds)}" if kinds else ""
@@ -209,7 +209,7 @@ EXPORT = "export it with nsys export --type sqlite"
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class RecordingFiles:
     """The files of a recording by what they are; others are the kinds that no split is made of."""
 
     runs: tuple[Source, ...]
@@ -238,7 +238,9 @@ def _says_more(name: str) -> bool:
     return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
 
 
-def sorted_out(sources: Sequence[Source], named: Sequence[str]) -> tuple[Files, tuple[Note, ...]]:
+def sorted_out(
+    sources: Sequence[Source], named: Sequence[str]
+) -> tuple[RecordingFiles, tuple[Note, ...]]:
     """The files by their kinds; what merely lies beside a trace is left alone.
 
     Raises DataError where a file that was named is of no kind.
@@ -257,7 +259,7 @@ def sorted_out(sources: Sequence[Source], named: Sequence[str]) -> tuple[Files, 
             by_kind[kind].append(source)
     kinds = (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
     runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
-    return Files(runs, traces, nsys, flights, records, tuple(by_kind)), tuple(notes)
+    return RecordingFiles(runs, traces, nsys, flights, records, tuple(by_kind)), tuple(notes)
 
 
 def skipped(source: Source, error: DataError) -> Note:

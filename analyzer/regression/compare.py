@@ -68,7 +68,7 @@ def calls_changes(baseline: Report, candidate: Report) -> tuple[CallsChange, ...
     return tuple(sorted(rows, key=most_changed))
 
 
-def _calls(report: Report) -> Mapping[_Kind, Calls]:
+def _calls(report: Report) -> Mapping[_Kind, CallStats]:
     """The calls by kind: groups of one axis together, by the medians of their medians."""
     groups = {group.id: group for group in report.groups}
     same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
@@ -85,11 +85,11 @@ def axis_in_words(group: GroupRow | None) -> str:
 
 def _together(
     rows: Sequence[CollectiveRow], report: Report, groups: Mapping[int, GroupRow]
-) -> Calls:
+) -> CallStats:
     rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
     steps = len(report.run.ranks) * len({row.step for row in report.steps})
     made = sum(row.count * _callers(row, report, groups.get(row.group)) for row in rows)
-    return Calls(
+    return CallStats(
         count=made / steps,
         transfer_ns=int(median(row.transfer_ns_median for row in rows)),
         wait_ns=int(median(row.wait_ns_median for row in rows)),
@@ -397,7 +397,7 @@ class FamilyChange(Change):
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallStats:
     """Calls of one kind: how many a step and rank, and medians of one call; None is unknown."""
 
     count: float
@@ -414,8 +414,8 @@ class CallsChange:
     op: str
     dtype: str | None
     message_bytes: int | None
-    baseline: Calls | None
-    candidate: Calls | None
+    baseline: CallStats | None
+    candidate: CallStats | None
 
     @property
     def changed_ns(self) -> float:
@@ -429,7 +429,7 @@ class CallsChange:
         return abs(moved) + abs(waited)
 
 
-_NO_CALLS = Calls(0.0, 0, 0, None)
+_NO_CALLS = CallStats(0.0, 0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)

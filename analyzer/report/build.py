@@ -38,7 +38,7 @@ from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageHoles
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.steps import StepTimes
+from stepsplit.analyzer.split.steps import StepDurations
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
 from stepsplit.collectors.rank_record import MemoryState, RankRecord
@@ -305,7 +305,7 @@ def path_rows(found: RunSplit, origin: int) -> tuple[tuple[PathPart, ...], tuple
     )
 
 
-def step_times(found: RunSplit) -> tuple[StepTimes, ...]:
+def step_times(found: RunSplit) -> tuple[StepDurations, ...]:
     """How long steps take, of the run (rank None) first, then of each rank."""
     variation = found.detail.variation
     return (*((variation.run,) if variation.run else ()), *variation.ranks)

@@ -21,7 +21,7 @@ from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import SlowStep, StepTimes
+from stepsplit.analyzer.split.steps import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ class Report(Struct, frozen=True, kw_only=True):
     lateness: tuple[Lateness, ...] = ()
     critical_path: tuple[PathPart, ...] = ()
     path_steps: tuple[PathStep, ...] = ()
-    step_times: tuple[StepTimes, ...] = ()
+    step_times: tuple[StepDurations, ...] = ()
     slow_steps: tuple[SlowStep, ...] = ()
     coverage: tuple[Coverage, ...] = ()
     memory: tuple[MemoryRow, ...] | None = None

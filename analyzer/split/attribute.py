@@ -238,7 +238,7 @@ _BUCKET_OF = np.array(
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class BucketBands:
     """The instants of all windows of a rank, cut where the bucket changes; columns of one length.
 
     window indexes the rank's steps, bucket buckets.BUCKETS. Sorted; fills each window.
@@ -273,7 +273,7 @@ class Attribution:
     """
 
     splits: tuple[Split, ...]
-    band: Band
+    band: BucketBands
     exposed: Exposed
     gap: Int64
 
@@ -323,7 +323,7 @@ def _of_bucket(pieces: Pieces, bucket: int) -> Intervals:
     return union(pieces.start_ns[chosen], pieces.end_ns[chosen])
 
 
-def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[Band, Int64]:
+def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[BucketBands, Int64]:
     """All edges of all sets in one sort: between two edges the same sets are open (the mask)."""
     window_start = np.array([w.start_ns for w in windows], dtype=np.int64)
     window_end = np.array([w.end_ns for w in windows], dtype=np.int64)
@@ -339,10 +339,10 @@ def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[Ba
     inside = (end > start) & (window >= 0)
     inside[inside] &= start[inside] < window_end[window[inside]]
     start, end, mask, window = start[inside], end[inside], mask[inside], window[inside]
-    return Band(window.astype(np.int32), _BUCKET_OF[mask], start, end), mask
+    return BucketBands(window.astype(np.int32), _BUCKET_OF[mask], start, end), mask
 
 
-def _splits(count: int, band: Band, mask: Int64) -> tuple[Split, ...]:
+def _splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
     length = band.end_ns - band.start_ns
     totals = np.zeros((count, len(BUCKETS)), dtype=np.int64)
     np.add.at(totals, (band.window, band.bucket), length)
@@ -352,17 +352,19 @@ def _splits(count: int, band: Band, mask: Int64) -> tuple[Split, ...]:
     return tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
 
 
-def _joined(band: Band) -> Band:
+def _joined(band: BucketBands) -> BucketBands:
     """The band without edges at which the bucket stays the same."""
     if not len(band.start_ns):
         return band
     same = (band.bucket[1:] == band.bucket[:-1]) & (band.window[1:] == band.window[:-1])
     same &= band.start_ns[1:] == band.end_ns[:-1]
     first, last = np.concatenate(([True], ~same)), np.concatenate((~same, [True]))
-    return Band(band.window[first], band.bucket[first], band.start_ns[first], band.end_ns[last])
+    return BucketBands(
+        band.window[first], band.bucket[first], band.start_ns[first], band.end_ns[last]
+    )
 
 
-def _exposed(blocking: Pieces, band: Band) -> Exposed:
+def _exposed(blocking: Pieces, band: BucketBands) -> Exposed:
     """Each exposed instant, given to the call of its bucket that began first."""
     parts = [_exposed_in(blocking, band, bucket) for bucket in range(COLLECTIVE, BUBBLE + 1)]
     order = np.argsort(np.concatenate([part.start_ns for part in parts]), kind="stable")
@@ -370,7 +372,7 @@ def _exposed(blocking: Pieces, band: Band) -> Exposed:
     return Exposed(*(np.concatenate([getattr(p, name) for p in parts])[order] for name in columns))
 
 
-def _exposed_in(blocking: Pieces, band: Band, bucket: int) -> Exposed:
+def _exposed_in(blocking: Pieces, band: BucketBands, bucket: int) -> Exposed:
     rows = np.flatnonzero(blocking.bucket == bucket)
     rows = rows[np.argsort(blocking.start_ns[rows], kind="stable")]
     owned = own(blocking.start_ns[rows], blocking.end_ns[rows])

@@ -23,7 +23,7 @@ from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class ExposedWaits:
     """The exposed waits of all ranks, rank by rank and in order of time; columns of one length.
 
     who and waited_for index the ranks that wait and that are waited for (-1: not here); origin
@@ -53,7 +53,7 @@ class Waits:
             yield axis, amounts[2 * i], amounts[2 * i + 1]
 
     @classmethod
-    def of(cls, ranks: Sequence[RankTime]) -> Waits:
+    def of(cls, ranks: Sequence[RankTime]) -> ExposedWaits:
         """The waits of these ranks."""
         index = {one.rank: i for i, one in enumerate(ranks)}
         axes = tuple(dict.fromkeys(axis for one in ranks for axis in one.axis))
@@ -145,7 +145,7 @@ def blame(
     schedule_ns is the ideal bubble of each (rank, step): that much of its bubble is the schedule's,
     first of all where nobody did more than the others.
     """
-    waits = Waits.of(ranks)
+    waits = ExposedWaits.of(ranks)
     if not len(waits.length_ns):
         return ()
     lags = lags_of(ranks, waits)
@@ -154,7 +154,9 @@ def blame(
     return _rows(waits, _shares(waits, lags, carried, schedule))
 
 
-def _of_schedule(waits: Waits, lags: Lags, schedule_ns: Mapping[tuple[int, int], int]) -> Float:
+def _of_schedule(
+    waits: ExposedWaits, lags: Lags, schedule_ns: Mapping[tuple[int, int], int]
+) -> Float:
     """The part of each wait that the schedule itself costs: of what nobody is behind first."""
     part = np.zeros(len(waits.length_ns))
     bubble = waits.bucket == BUBBLE
@@ -170,7 +172,7 @@ def _of_schedule(waits: Waits, lags: Lags, schedule_ns: Mapping[tuple[int, int],
     return part
 
 
-def _behind(waits: Waits, lags: Lags) -> Float:
+def _behind(waits: ExposedWaits, lags: Lags) -> Float:
     """Which part of each wait somebody is behind who did more than his fair share of work."""
     guilty = 1 - lags.passed - lags.fair
     found = guilty
@@ -181,7 +183,7 @@ def _behind(waits: Waits, lags: Lags) -> Float:
     return np.clip(found, 0, 1)
 
 
-def _carried(waits: Waits, lags: Lags, schedule: Float) -> Float:
+def _carried(waits: ExposedWaits, lags: Lags, schedule: Float) -> Float:
     """How much of the waiting of each origin ends up with the cause of each wait: (waits, origins).
 
     An origin is an (axis, bucket) of the waits. What went round too often stays where it is.
@@ -197,7 +199,7 @@ def _carried(waits: Waits, lags: Lags, schedule: Float) -> Float:
     return settled + moving
 
 
-def _shares(waits: Waits, lags: Lags, carried: Float, schedule: Float) -> dict[_Key, Float]:
+def _shares(waits: ExposedWaits, lags: Lags, carried: Float, schedule: Float) -> dict[_Key, Float]:
     """For each (rank, cause, step) what it is to blame for, by origin."""
     found: dict[_Key, Float] = {}
     alone = np.where(lags.passed < 1, 1 - lags.passed, 1.0)
@@ -226,7 +228,7 @@ def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount
             found[key] = found[key] + row if key in found else row
 
 
-def _rows(waits: Waits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
+def _rows(waits: ExposedWaits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
     """The shares in whole ns, which add up to the waits of each origin exactly."""
     keys = list(shares)
     table = np.stack([shares[key] for key in keys])
@@ -304,7 +306,7 @@ class Lags:
         return np.maximum(handed, 0.0)
 
 
-def lags_of(ranks: Sequence[RankTime], waits: Waits) -> Lags:
+def lags_of(ranks: Sequence[RankTime], waits: ExposedWaits) -> Lags:
     """The causes of each wait."""
     level = np.concatenate([one.level_ns for one in ranks])
     came = np.concatenate([one.came_ns for one in ranks])
@@ -333,7 +335,7 @@ def _spent(ranks: Sequence[RankTime], who: Int64, since: Int64, until: Int64) ->
 
 
 def _ranges(
-    ranks: Sequence[RankTime], waits: Waits, since: Int64, until: Int64
+    ranks: Sequence[RankTime], waits: ExposedWaits, since: Int64, until: Int64
 ) -> tuple[Int64, Int64]:
     """The rows of the owner's waits that end between two instants."""
     low, high = (np.zeros(len(waits.waited_for), dtype=np.int64) for _ in range(2))
@@ -345,7 +347,12 @@ def _ranges(
 
 
 def _shared(
-    ranks: Sequence[RankTime], waits: Waits, more: Float, known: Bool, low: Int64, high: Int64
+    ranks: Sequence[RankTime],
+    waits: ExposedWaits,
+    more: Float,
+    known: Bool,
+    low: Int64,
+    high: Int64,
 ) -> Lags:
     length = np.concatenate(([0], np.cumsum(waits.length_ns)))
     can_pass = known & (length[high] > length[low])
@@ -366,7 +373,7 @@ def _shared(
     return Lags(share, passed, fair, known, waits.owner >= 0, low, high, waits.length_ns)
 
 
-def _beyond_peers(ranks: Sequence[RankTime], waits: Waits) -> tuple[Float, Float]:
+def _beyond_peers(ranks: Sequence[RankTime], waits: ExposedWaits) -> tuple[Float, Float]:
     """(which part of the owner's compute is beyond its peers', how much of that is more work)."""
     beyond, extra = np.zeros(len(waits.waited_for)), np.zeros(len(waits.waited_for))
     for i, one in enumerate(ranks):

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, distinct, meet
-from stepsplit.analyzer.split.attribute import IDLE, Band
+from stepsplit.analyzer.split.attribute import IDLE, BucketBands
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -56,7 +56,7 @@ class IdleCause:
     count: int
 
 
-def idle_causes(trace: RankTrace, band: Band) -> tuple[IdleCause, ...]:
+def idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
     """Why the rank idled, a row a window, cause and op; by window, the longest first.
 
     band is on the rank's own clock, as the trace is. An instant between a gap's start and the
@@ -69,7 +69,7 @@ def idle_causes(trace: RankTrace, band: Band) -> tuple[IdleCause, ...]:
     return _summed(trace.events, window, parts)
 
 
-def _summed(events: Events, window: Int32, parts: Parts) -> tuple[IdleCause, ...]:
+def _summed(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
     """The parts by window, cause and op; a count is of gaps."""
     ops = {"": 0}
     op_of = [ops.setdefault(_ADDRESS.sub("", name), len(ops)) for name in events.names]
@@ -89,7 +89,7 @@ def _summed(events: Events, window: Int32, parts: Parts) -> tuple[IdleCause, ...
     return tuple(sorted(found, key=lambda c: (c.window, -c.idle_ns, c.cause, c.op)))
 
 
-def _check(gaps: Intervals, parts: Parts) -> None:
+def _check(gaps: Intervals, parts: IdleParts) -> None:
     """Every instant of every gap has one cause."""
     held = np.zeros(len(gaps), dtype=np.int64)
     np.add.at(held, parts.gap, parts.end_ns - parts.start_ns)
@@ -144,7 +144,7 @@ _OF_DOING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class IdleParts:
     """Parts of gaps, each with its cause (of CAUSES) and the row that names it, -1 for none."""
 
     gap: Int64
@@ -154,21 +154,21 @@ class Parts:
     row: Int64
 
 
-def explained(trace: RankTrace, gaps: Intervals) -> Parts:
+def explained(trace: RankTrace, gaps: Intervals) -> IdleParts:
     """The parts of these gaps, which fill them; not in order."""
     parts = list((_of_device if trace.on_device else _of_host)(trace.events, gaps))
-    columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Parts))
-    return Parts(*columns)
+    columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(IdleParts))
+    return IdleParts(*columns)
 
 
-def _of_host(events: Events, gaps: Intervals) -> Iterable[Parts]:
+def _of_host(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
     """On a CPU run: what the thread that trains did."""
     threads = threads_of(events)
     team = team_of(events, threads, threads.main)
     yield _of_team(gaps, np.arange(len(gaps)), team, "other")
 
 
-def _of_device(events: Events, gaps: Intervals) -> Iterable[Parts]:
+def _of_device(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
     threads = threads_of(events)
     starts, waiting = starts_of(events, gaps, threads), waiting_calls(events)
     host_end = np.clip(starts.returned_ns, gaps.start_ns, gaps.end_ns)
@@ -188,7 +188,9 @@ def _of_device(events: Events, gaps: Intervals) -> Iterable[Parts]:
     yield _of_start(gaps, host_end, starts)
 
 
-def _waited(events: Events, found: Parts, waits: Waits, gaps: Int64, team: Team) -> Parts:
+def _waited(
+    events: Events, found: IdleParts, waits: HostWaits, gaps: Int64, team: Team
+) -> IdleParts:
     """The parts of a gap that a wait made late, save where something more telling ran."""
     of_gap = np.searchsorted(gaps, found.gap)
     wait = waits.row[of_gap]
@@ -205,16 +207,16 @@ def _waited(events: Events, found: Parts, waits: Waits, gaps: Int64, team: Team)
     )
 
 
-def _of_team(times: Intervals, gaps: Int64, team: Team, busy: str) -> Parts:
+def _of_team(times: Intervals, gaps: Int64, team: Team, busy: str) -> IdleParts:
     """What the threads did in these times; busy is the cause where they worked."""
     edges = np.concatenate(([_EVER[0]], team.edges_ns, [_EVER[1]]))
     cut = meet(times, Intervals(edges[:-1], edges[1:]))
     doing, row = team.doing_at(cut.start_ns)
     cause = np.array([_CODE[_OF_DOING.get(d, busy)] for d in Doing], dtype=np.uint8)[doing]
-    return Parts(gaps[cut.left], cut.start_ns, cut.end_ns, cause, row)
+    return IdleParts(gaps[cut.left], cut.start_ns, cut.end_ns, cause, row)
 
 
-def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> Parts:
+def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> IdleParts:
     """From the launch to the start, or from the event before if the launch was earlier."""
     told = starts.returned_ns < NEVER
     rows = np.flatnonzero(~told | (host_end_ns < gaps.end_ns))
@@ -224,7 +226,7 @@ def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> Parts:
     codes = [_CODE["unknown"], _CODE["launch_latency"], _CODE["dependency"]]
     cause = np.select(cases, codes, _CODE["late_start"]).astype(np.uint8)
     names = [np.full(len(rows), -1), starts.launch[rows]]
-    return Parts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
+    return IdleParts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
 
 
 # How the device came to its next event: which call launched it, and what the host waited for.
@@ -257,7 +259,7 @@ class Starts:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class HostWaits:
     """For each gap the host's last wait for the device before it, -1 for none that made it late."""
 
     row: Int64
@@ -319,7 +321,7 @@ def _before(starts_ns: Int64, count: Int64) -> Int64:
 
 def waits_of(
     events: Events, gap_start_ns: Int64, launch: Int64, of_team: Bool, waits: Int64
-) -> Waits:
+) -> HostWaits:
     """The last wait that began before each gap, if nothing was launched between it and launch.
 
     of_team are the events of the threads that launch in turns, waits those of waiting_calls.
@@ -331,12 +333,12 @@ def waits_of(
     last = np.searchsorted(events.start_ns[calls], gap_start_ns, side="left") - 1
     if not len(calls):
         nobody = np.full(len(gap_start_ns), -1, dtype=np.int64)
-        return Waits(nobody, np.zeros(len(gap_start_ns), dtype=np.int64))
+        return HostWaits(nobody, np.zeros(len(gap_start_ns), dtype=np.int64))
     row = calls[last]
     since = np.searchsorted(events.start_ns[launches], events.end_ns[row], side="left")
     until = np.searchsorted(events.start_ns[launches], events.start_ns[launch], side="left")
     late = (last >= 0) & (until <= since)
-    return Waits(np.where(late, row, -1), np.where(late, events.dur_ns[row], 0))
+    return HostWaits(np.where(late, row, -1), np.where(late, events.dur_ns[row], 0))
 
 
 def waiting_calls(events: Events) -> Int64:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.split.mesh_groups import Line, mesh_of, named, named_lines, one_axis
+from stepsplit.analyzer.split.mesh_groups import RankLine, mesh_of, named, named_lines, one_axis
 from stepsplit.analyzer.split.mesh_inference import Exchanges, exchanges, lines_of, used_axes
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 
 # Which rank sits where: the mesh, the pipeline coordinate of each rank, the axis of each group.
 
-Lines = Mapping[str, Line]
+Lines = Mapping[str, RankLine]
 
 DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
 """Axes along which ranks train the same weights on different data, and sum their gradients."""
@@ -168,7 +168,7 @@ def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group
 Axes = dict[Group, frozenset[str]]
 
 
-def axes_by_name(groups: Sequence[Group], lines: Mapping[str, Line]) -> Axes:
+def axes_by_name(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes:
     """The axes of each group with a telling name, without those that lines show to be of size 1."""
     axes: Axes = {}
     for group in groups:
@@ -191,7 +191,7 @@ def expert_axes(groups: Sequence[Group]) -> Axes:
 
 
 def named_pipelines(
-    groups: Sequence[Group], lines: Mapping[str, Line], world_size: int
+    groups: Sequence[Group], lines: Mapping[str, RankLine], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """The ranks of each pipeline by groups named pp, none where these overlap.
 
@@ -199,7 +199,7 @@ def named_pipelines(
     """
     told = [(g, named(g.description)) for g in groups if len(g.ranks) > 1]
     stages = {g.ranks for g, name in told if name.axes == ("pp",) and name.whole}
-    line = lines.get("pp", Line(1, 1))
+    line = lines.get("pp", RankLine(1, 1))
     if line.size > 1 and line.fills(world_size) and all(line.starts_at(r[0]) for r in stages):
         return tuple(line.all(world_size))
     members = [rank for ranks in stages for rank in ranks]

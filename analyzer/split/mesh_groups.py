@@ -18,7 +18,7 @@ _MAY_BE_ONE = ("dp_shard", "cp")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RankLine:
     """How ranks lie along one axis: so many, so far apart."""
 
     stride: int
@@ -42,15 +42,15 @@ class Line:
         return [tuple(start + offset for offset in self.offsets) for start in starts]
 
 
-def line_of(ranks: Sequence[int]) -> Line | None:
+def line_of(ranks: Sequence[int]) -> RankLine | None:
     """The line of ranks that are equally far apart, in ascending order; None for others."""
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if stride < 1 or tuple(ranks) != tuple(ranks[0] + i * stride for i in range(len(ranks))):
         return None
-    return Line(stride, len(ranks))
+    return RankLine(stride, len(ranks))
 
 
-def named_lines(groups: Iterable[Group]) -> dict[str, Line]:
+def named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
     """The line of each axis that descriptions name, also of size 1; contradictory ones left out.
 
     A group along several axes tells the one that others leave over: data parallel ranks with cp,
@@ -58,11 +58,11 @@ def named_lines(groups: Iterable[Group]) -> dict[str, Line]:
     """
     told = {(named(g.description), _offsets(g.ranks)) for g in groups}
     spans = sorted((n.axes, offsets) for n, offsets in told if n.whole and not n.experts)
-    seen: dict[str, set[Line | None]] = {}
+    seen: dict[str, set[RankLine | None]] = {}
     for axes, offsets in spans:
         if len(axes) == 1:
             seen.setdefault(axes[0], set()).add(line_of(offsets))
-    lines: dict[str, Line] = {}
+    lines: dict[str, RankLine] = {}
     for axis, found in seen.items():
         (line, *others) = found
         if line is not None and not others:
@@ -74,7 +74,7 @@ def named_lines(groups: Iterable[Group]) -> dict[str, Line]:
     return lines
 
 
-def mesh_of(lines: Mapping[str, Line], groups: Iterable[Group], world_size: int) -> Mesh | None:
+def mesh_of(lines: Mapping[str, RankLine], groups: Iterable[Group], world_size: int) -> Mesh | None:
     """The mesh of these lines; None where they do not make up the world or named groups differ."""
     outermost_first = sorted(
         (axis for axis, line in lines.items() if line.size > 1), key=lambda a: -lines[a].stride
@@ -98,10 +98,10 @@ def _offsets(ranks: Sequence[int]) -> tuple[int, ...]:
 
 def _left_over(
     several: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
-    lines: Mapping[str, Line],
+    lines: Mapping[str, RankLine],
     pure: frozenset[str],
     strict: bool,
-) -> dict[str, Line]:
+) -> dict[str, RankLine]:
     """The first line that a group along several axes tells; unless strict, axes that nothing names
     and that a name holds only for completeness are of size 1."""
     for axes, offsets in several:
@@ -112,11 +112,11 @@ def _left_over(
             continue
         line = line_of(_without(offsets, [lines[axis] for axis in axes if axis in lines]))
         if line is not None:
-            return {unknown[0]: line} | {axis: Line(1, 1) for axis in unknown[1:]}
+            return {unknown[0]: line} | {axis: RankLine(1, 1) for axis in unknown[1:]}
     return {}
 
 
-def _without(offsets: Sequence[int], known: Sequence[Line]) -> tuple[int, ...]:
+def _without(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
     """The offsets that remain when those along known lines are taken as one; () where they do
     not lie so."""
     block = [sum(steps) for steps in product(*(line.offsets for line in known))]

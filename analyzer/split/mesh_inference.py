@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import Intervals, inside, union
 from stepsplit.analyzer.split.classify import marks_in, work_of
-from stepsplit.analyzer.split.mesh_groups import Line, line_of, named, one_axis
+from stepsplit.analyzer.split.mesh_groups import RankLine, line_of, named, one_axis
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
 # Which axes groups without telling names have, by their ranks and by how they are used.
@@ -48,7 +48,7 @@ def used_axes(
         closest=min((_stride(group) for group in [*used, *told]), default=1),
     )
     clear = {group: axis for group, axis in axes.items() if not _doubtful(group, axis, seen)}
-    lines: dict[str, set[Line | None]] = defaultdict(set)
+    lines: dict[str, set[RankLine | None]] = defaultdict(set)
     for group, axis in (told | clear).items():
         lines[axis].add(line_of(group.ranks))
     one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
@@ -57,12 +57,12 @@ def used_axes(
 
 def lines_of(
     axes: Mapping[Group, str], found: Exchanges, present: Collection[int]
-) -> dict[str, Line]:
+) -> dict[str, RankLine]:
     """The line of each axis of the mesh that groups and messages tell; unclear ones left out.
 
     A chain counts where all its ranks are there: else it may go on.
     """
-    seen: dict[str, set[Line | None]] = defaultdict(set)
+    seen: dict[str, set[RankLine | None]] = defaultdict(set)
     for group, axis in axes.items():
         seen[axis].add(line_of(group.ranks))
     for axis, exchanged in (("pp", found.pipelines), ("cp", found.rings)):
@@ -74,7 +74,7 @@ def lines_of(
 
 def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
     """The axes of groups by their use, where all groups of a shape within a stage agree."""
-    seen: dict[Line, set[str]] = defaultdict(set)
+    seen: dict[RankLine, set[str]] = defaultdict(set)
     axes: dict[Group, str] = {}
     for group, usage in used.items():
         axis, line = usage.axis(), line_of(group.ranks)
@@ -84,7 +84,9 @@ def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Gro
             axes[group] = axis
             seen[line].add(axis)
     lines = {group: line_of(group.ranks) for group in axes}
-    return {g: a for g, a in axes.items() if a == "ep" or len(seen[lines[g] or Line(1, 1)]) == 1}
+    return {
+        g: a for g, a in axes.items() if a == "ep" or len(seen[lines[g] or RankLine(1, 1)]) == 1
+    }
 
 
 def _doubtful(group: Group, axis: str, seen: _Seen) -> bool:

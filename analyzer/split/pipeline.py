@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, distinct, most_of, overlap_ns, union, without
-from stepsplit.analyzer.split.attribute import Band
+from stepsplit.analyzer.split.attribute import BucketBands
 from stepsplit.analyzer.split.classify import MARKERS, Mark, computing_ops, marks_in
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
@@ -226,7 +226,7 @@ class StageHoles:
     holes_ns: int
 
 
-def grid_of(rank: int, step: int, boxes: Sequence[Box], band: Band) -> StepGrid:
+def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> StepGrid:
     """The boxes of one step; busy leaves out waits for the pipeline that lie inside of a box.
 
     A range may hold the wait for what it works on (torch's own annotations do), which is no work.
@@ -282,7 +282,7 @@ def _holes(ranks: Sequence[int], step: int, parts: Sequence[StepGrid]) -> list[S
     ]
 
 
-def covered_ns(busy: Intervals, band: Band) -> int:
+def covered_ns(busy: Intervals, band: BucketBands) -> int:
     """Exposed communication inside holes of the schedule that a wait for the pipeline follows.
 
     Without it the rank would only have waited longer in the same hole.

@@ -12,7 +12,7 @@ from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.attribute import (
     Attribution,
-    Band,
+    BucketBands,
     Coverage,
     Overlap,
     attribute,
@@ -393,7 +393,7 @@ def _steps(
     windows: Steps,
     found: Attribution,
     grids: Sequence[StepGrid],
-    bands: Sequence[Band],
+    bands: Sequence[BucketBands],
     estimated: set[int],
     clock: Clock,
 ) -> tuple[StepSplit, ...]:
@@ -416,7 +416,7 @@ def _grids(
     rank: int,
     windows: Sequence[StepWindow],
     boxes: Sequence[Box],
-    bands: Sequence[Band],
+    bands: Sequence[BucketBands],
     clock: Clock,
 ) -> tuple[StepGrid, ...]:
     """The boxes that begin in each window; bands and what comes out are on the common clock."""
@@ -433,8 +433,8 @@ def _grids(
     )
 
 
-def _cut(band: Band, window: int, clock: Clock) -> Band:
+def _cut(band: BucketBands, window: int, clock: Clock) -> BucketBands:
     """The band of one window, on the common clock."""
     rows = slice(*band.window.searchsorted([window, window + 1]).tolist())
     start, end = clock.common_ns(band.start_ns[rows]), clock.common_ns(band.end_ns[rows])
-    return Band(band.window[rows], band.bucket[rows], start, end)
+    return BucketBands(band.window[rows], band.bucket[rows], start, end)

@@ -348,7 +348,7 @@ _WAITS = ("skew", "bubble")
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepDurations:
     """The full steps of one rank, or of all (rank is None: each step as long as on its last rank).
 
     p99_ns is by nearest rank: the least time that at least 99 % of the steps do not exceed, which
@@ -384,8 +384,8 @@ class SlowStep:
 class Variation:
     """The steps of each rank and of the run; run is None where no step is full on every rank."""
 
-    ranks: tuple[StepTimes, ...]
-    run: StepTimes | None
+    ranks: tuple[StepDurations, ...]
+    run: StepDurations | None
     slow: tuple[SlowStep, ...]
 
 
@@ -419,12 +419,12 @@ def _lengths(steps: Iterable[StepSplit]) -> Mapping[int, int]:
     return {one.step: one.split.step_ns for one in steps}
 
 
-def _times(rank: int | None, length_ns: Mapping[int, int]) -> StepTimes:
+def _times(rank: int | None, length_ns: Mapping[int, int]) -> StepDurations:
     ordered = np.sort(np.array(list(length_ns.values()), dtype=np.int64))
     middle = _middle(ordered)
     slow = tuple(n for n, ns in sorted(length_ns.items()) if _is_slow(ns, ordered, middle))
     place = -(-99 * len(ordered) // 100) - 1
-    return StepTimes(rank, len(ordered), middle, int(ordered[place]), int(ordered[-1]), slow)
+    return StepDurations(rank, len(ordered), middle, int(ordered[place]), int(ordered[-1]), slow)
 
 
 def _middle(values: Int64) -> int:
@@ -440,7 +440,7 @@ def _is_slow(step_ns: int, all_ns: Int64, middle: int) -> bool:
     return step_ns - middle > max(SIGMAS * sigma, LEAST_EXCESS * middle)
 
 
-def _slow(by_rank: _Splits, common: Sequence[int], run: StepTimes) -> tuple[SlowStep, ...]:
+def _slow(by_rank: _Splits, common: Sequence[int], run: StepDurations) -> tuple[SlowStep, ...]:
     ranks = sorted(by_rank)
     buckets = np.array(
         [[by_rank[rank][n].split.buckets_ns for rank in ranks] for n in common], dtype=np.int64
@@ -452,7 +452,7 @@ def _slow(by_rank: _Splits, common: Sequence[int], run: StepTimes) -> tuple[Slow
 
 
 def _explained(
-    step: int, buckets_ns: Int64, usual_ns: Int64, ranks: Sequence[int], run: StepTimes
+    step: int, buckets_ns: Int64, usual_ns: Int64, ranks: Sequence[int], run: StepDurations
 ) -> SlowStep:
     step_ns = int(buckets_ns.sum(axis=1).max())
     excess, beyond = step_ns - run.median_ns, buckets_ns - usual_ns

@@ -18,7 +18,7 @@ from stepsplit.analyzer.split.strategy_evidence import (
     BACKWARD,
     FORWARD,
     NAMES,
-    Seen,
+    RankEvidence,
     Strategy,
     axis_named,
     data_strategies,
@@ -53,7 +53,7 @@ def strategies_of(
     return _once_each([*found, *stages])
 
 
-def _of_rank(seen: Seen) -> Iterator[Strategy]:
+def _of_rank(seen: RankEvidence) -> Iterator[Strategy]:
     if not len(seen.passes):
         yield from named_strategies(seen)
         return
@@ -90,7 +90,7 @@ _TWICE = 1.5
 not twice as often where the last layer's stay."""
 
 
-def named_strategies(seen: Seen) -> list[Strategy]:
+def named_strategies(seen: RankEvidence) -> list[Strategy]:
     """The strategies of groups whose axis is known, where nothing tells forward from backward."""
     found = [one for group in seen.groups() for one in _of_model(seen, group)]
     sharded = [group for group in seen.groups() if _gathers_twice(seen, group)]
@@ -100,7 +100,7 @@ def named_strategies(seen: Seen) -> list[Strategy]:
     return [*found, *(Strategy("ddp", "dp_replicate", len(group.ranks)) for group in replicas)]
 
 
-def _of_model(seen: Seen, group: Group) -> list[Strategy]:
+def _of_model(seen: RankEvidence, group: Group) -> list[Strategy]:
     axes, size = seen.layout.axes_of(group), len(group.ranks)
     if axes == {"tp"}:
         return _named_tensor(seen, group)
@@ -111,28 +111,28 @@ def _of_model(seen: Seen, group: Group) -> list[Strategy]:
     return []
 
 
-def _named_tensor(seen: Seen, group: Group) -> list[Strategy]:
+def _named_tensor(seen: RankEvidence, group: Group) -> list[Strategy]:
     size = len(group.ranks)
     if _count(seen, group, "all_gather") and _count(seen, group, "reduce_scatter"):
         return [Strategy("tp", "tp", size), Strategy("sp", "tp", size)]
     return [Strategy("tp", "tp", size)] if _count(seen, group, "all_reduce") else []
 
 
-def _sharded(seen: Seen, group: Group, replicas: list[Group]) -> Strategy:
+def _sharded(seen: RankEvidence, group: Group, replicas: list[Group]) -> Strategy:
     axis, size = axis_named(seen.layout.axes_of(group), "dp_shard"), len(group.ranks)
     if replicas:
         return Strategy("hsdp", axis, size, f"{len(replicas[0].ranks)} replicas")
     return Strategy("fsdp", axis, size)
 
 
-def _only_sums(seen: Seen, group: Group) -> bool:
+def _only_sums(seen: RankEvidence, group: Group) -> bool:
     """Whether replicas exchange nothing but sums: what hands weights on may be zero-1."""
     if seen.layout.axes_of(group) != {"dp_replicate"} or not _count(seen, group, "all_reduce"):
         return False
     return not _count(seen, group, "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
-def _gathers_twice(seen: Seen, group: Group) -> bool:
+def _gathers_twice(seen: RankEvidence, group: Group) -> bool:
     axes = seen.layout.axes_of(group)
     if "dp_shard" not in axes or not axes <= {"dp_shard", "cp"}:
         return False
@@ -140,7 +140,7 @@ def _gathers_twice(seen: Seen, group: Group) -> bool:
     return scatters > 0 and _count(seen, group, "all_gather") >= _TWICE * scatters
 
 
-def _count(seen: Seen, group: Group, *ops: str) -> int:
+def _count(seen: RankEvidence, group: Group, *ops: str) -> int:
     """How many calls of tensors the rank makes on the group by these ops, over all steps."""
     return int((seen.on(group) & seen.of(*ops) & seen.is_tensor).sum())
 
@@ -156,20 +156,20 @@ _MOST_CALLS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class GroupUsage:
     """What a group does in the forwards of a rank."""
 
     group: Group
     strategies: tuple[Strategy, ...]
 
 
-def model_strategies(seen: Seen) -> list[Taken]:
+def model_strategies(seen: RankEvidence) -> list[GroupUsage]:
     """The strategies of the groups that work on one sample together."""
-    found = [Taken(group, tuple(_of_group(seen, group))) for group in seen.groups()]
+    found = [GroupUsage(group, tuple(_of_group(seen, group))) for group in seen.groups()]
     return [taken for taken in found if taken.strategies]
 
 
-def _of_group(seen: Seen, group: Group) -> list[Strategy]:
+def _of_group(seen: RankEvidence, group: Group) -> list[Strategy]:
     axes, size = seen.layout.axes_of(group), len(group.ranks)
     if axes == {"tp"}:
         return _inferred_tensor(seen, group)
@@ -182,7 +182,7 @@ def _of_group(seen: Seen, group: Group) -> list[Strategy]:
     return [Strategy("ep", "ep", size)] if routes and exchanges else []
 
 
-def _inferred_tensor(seen: Seen, group: Group) -> list[Strategy]:
+def _inferred_tensor(seen: RankEvidence, group: Group) -> list[Strategy]:
     """Activations are summed (tp), or gathered and scattered along the sequence (sp as well).
 
     A vocabulary in parts is summed between the look-up and the first layer, and for the loss twice
@@ -206,7 +206,7 @@ def _inferred_tensor(seen: Seen, group: Group) -> list[Strategy]:
     return found
 
 
-def _context_kind(seen: Seen, group: Group) -> str | None:
+def _context_kind(seen: RankEvidence, group: Group) -> str | None:
     """ring, all-gather or ulysses, by what the calls are beside attention; None for neither.
 
     A ring attends before or after each hop. Ulysses spreads heads before attention and sequences
@@ -231,7 +231,7 @@ def _kind_of_swaps(story: str) -> str | None:
     return "ulysses" if "XAX" in story else None
 
 
-def _routes_tokens(seen: Seen, group: Group) -> bool:
+def _routes_tokens(seen: RankEvidence, group: Group) -> bool:
     """Whether all_to_alls go around products that a choice of experts comes before."""
     mask = seen.on(group) & seen.is_tensor & seen.of("all_to_all")
     return _routed(once_each(seen.story(mask)))
@@ -257,13 +257,13 @@ _EIGHT_BITS = "aten::_scaled_mm"
 _UNSCALES, _SCALES = "aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_"
 
 
-def precisions(seen: Seen) -> list[Strategy]:
+def precisions(seen: RankEvidence) -> list[Strategy]:
     """autocast, products in 8 bits, mixed precision of sharded weights, loss scaling."""
     eight = [Strategy("fp8")] if _EIGHT_BITS in seen.trace.events.names else []
     return [*_autocast(seen), *eight, *_mixed(seen), *_scaled(seen)]
 
 
-def _autocast(seen: Seen) -> list[Strategy]:
+def _autocast(seen: RankEvidence) -> list[Strategy]:
     """Under autocast an op casts its inputs and calls itself: it holds casts, then its own like."""
     events = seen.trace.events
     found = any(_casts_itself(events, name) for name in _CASTING)
@@ -285,7 +285,7 @@ def _rows_of(events: Events, name: str) -> Int64:
     return np.flatnonzero(chosen & events.of(Category.OP))
 
 
-def _mixed(seen: Seen) -> list[Strategy]:
+def _mixed(seen: RankEvidence) -> list[Strategy]:
     """Sharded weights are gathered in one precision and their gradients summed in another."""
     gathers = _dtype(seen, "all_gather")
     sums = _dtype(seen, "reduce_scatter")
@@ -295,7 +295,7 @@ def _mixed(seen: Seen) -> list[Strategy]:
     return [Strategy("mixed precision", detail=text)]
 
 
-def _dtype(seen: Seen, op: str) -> str | None:
+def _dtype(seen: RankEvidence, op: str) -> str | None:
     """The type of most of FSDP's calls of the op."""
     mask = seen.shards & seen.of(op) & seen.is_tensor
     kinds = Counter(seen.trace.calls.dtype[seen.row[mask]].tolist())
@@ -303,7 +303,7 @@ def _dtype(seen: Seen, op: str) -> str | None:
     return seen.trace.calls.dtypes[most[0][0]] if most and most[0][0] >= 0 else None
 
 
-def _scaled(seen: Seen) -> list[Strategy]:
+def _scaled(seen: RankEvidence) -> list[Strategy]:
     """Gradients are divided by the loss's scale and checked for infinity, as GradScaler does."""
     found = all(len(spans_of(seen.trace.events, name)) for name in (_UNSCALES, _SCALES))
     return [Strategy("loss scaling")] if found else []
@@ -341,7 +341,7 @@ _MANY = 4
 """So many copies of a step are of tensors, not of a loss or of a batch."""
 
 
-def accumulated(seen: Seen, sums: int) -> list[Strategy]:
+def accumulated(seen: RankEvidence, sums: int) -> list[Strategy]:
     """Several microbatches for one step of the optimizer, where no pipeline splits the batch.
 
     sums is after how many backward passes, over all steps, gradients are brought together.
@@ -357,7 +357,7 @@ def accumulated(seen: Seen, sums: int) -> list[Strategy]:
     return [Strategy("gradient accumulation", detail=", ".join(part for part in parts if part))]
 
 
-def recomputed(seen: Seen) -> list[Strategy]:
+def recomputed(seen: RankEvidence) -> list[Strategy]:
     """Forward ops inside of backwards: full where most of every kind are, else selective.
 
     What selective checkpoints keep the result of is called again, but computes nothing.
@@ -393,7 +393,7 @@ def _computes(events: Events, rows: Int64, again: Bool) -> Bool:
     return found
 
 
-def offloaded(seen: Seen) -> list[Strategy]:
+def offloaded(seen: RankEvidence) -> list[Strategy]:
     """Activations that leave in the forward and return in the backward, or gradients that leave in
     the backward for weights that return in the forward."""
     away, back = (_copies(seen, way) for way in (r"DtoH", r"HtoD"))
@@ -407,7 +407,7 @@ def offloaded(seen: Seen) -> list[Strategy]:
     return found
 
 
-def _host_updates(seen: Seen) -> bool:
+def _host_updates(seen: RankEvidence) -> bool:
     """Whether the optimizer launches no kernel at all."""
     events, spans = seen.trace.events, seen.marks.optimizer
     kernels = np.flatnonzero(events.of(Category.KERNEL))
@@ -415,11 +415,11 @@ def _host_updates(seen: Seen) -> bool:
     return len(spans) > 0 and not inside(spans, events.start_ns[launches]).any()
 
 
-def _often(parts: Int64, part: int, seen: Seen) -> bool:
+def _often(parts: Int64, part: int, seen: RankEvidence) -> bool:
     return int((parts == part).sum()) >= _MANY * max(1, len(seen.steps))
 
 
-def _copies(seen: Seen, way: str) -> Int64:
+def _copies(seen: RankEvidence, way: str) -> Int64:
     """In which part of a step each copy to or from the host was launched."""
     events = seen.trace.events
     chosen = tuple(re.search(way, name) is not None for name in events.names)

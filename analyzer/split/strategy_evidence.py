@@ -91,7 +91,7 @@ class DataParallel:
     groups: tuple[Group, ...]
 
 
-def data_strategies(seen: Seen, taken: Collection[Group]) -> DataParallel:
+def data_strategies(seen: RankEvidence, taken: Collection[Group]) -> DataParallel:
     """What the rank's groups of data parallel ranks do; taken are those that do something else."""
     uses = [use for use in _uses(seen) if use.group not in taken and _is_data(seen, use)]
     groups, sharded = tuple(use.group for use in uses), [use for use in uses if use.shards]
@@ -102,14 +102,14 @@ def data_strategies(seen: Seen, taken: Collection[Group]) -> DataParallel:
     return DataParallel(tuple(_sharded(seen, use, replicas) for use in sharded), groups)
 
 
-def wrapped(seen: Seen, groups: Collection[Group]) -> list[Strategy]:
+def wrapped(seen: RankEvidence, groups: Collection[Group]) -> list[Strategy]:
     """DistributedDataParallel around the groups of cp, whose ranks hold the same weights."""
     uses = [use for use in _uses(seen) if use.group in groups and use.called(BACKWARD, *_SUMS)]
     sizes = [len(use.group.ranks) for use in uses] if _says(seen, _DDP) else []
     return [Strategy("ddp", "cp", size) for size in sizes]
 
 
-def sums_of(seen: Seen, groups: Collection[Group]) -> int:
+def sums_of(seen: RankEvidence, groups: Collection[Group]) -> int:
     """After how many of its backward passes, over all steps, the rank sums over the groups."""
     summing = np.zeros(len(seen.row), dtype=np.bool_)
     for group in groups:
@@ -123,17 +123,17 @@ def _copies_shards(use: _Use) -> bool:
     return use.marked or "dp_replicate" in use.axes
 
 
-def _uses(seen: Seen) -> list[_Use]:
+def _uses(seen: RankEvidence) -> list[_Use]:
     return [_use(seen, group, seen.on(group) & seen.is_tensor) for group in seen.groups()]
 
 
-def _use(seen: Seen, group: Group, mask: Bool) -> _Use:
+def _use(seen: RankEvidence, group: Group, mask: Bool) -> _Use:
     marked = bool((mask & seen.shards & seen.of("all_gather", *_SUMS)).any())
     axes = seen.layout.axes_of(group)
     return _Use(group, axes, seen.counts(mask), seen.bytes_of(mask), marked)
 
 
-def _is_data(seen: Seen, use: _Use) -> bool:
+def _is_data(seen: RankEvidence, use: _Use) -> bool:
     """Whether the group brings together gradients of ranks that see different data.
 
     A group of unknown axis does where nothing is summed in a forward; embeddings of the first and
@@ -151,7 +151,7 @@ def _is_data(seen: Seen, use: _Use) -> bool:
     return not use.called(FORWARD, "all_reduce", "reduce_scatter")
 
 
-def _sharded(seen: Seen, use: _Use, copies: int) -> Strategy:
+def _sharded(seen: RankEvidence, use: _Use, copies: int) -> Strategy:
     """Weights in parts: gathered for each use (fsdp), or kept from forward to backward (zero-2).
 
     Megatron-LM's distributed optimizer, which is ZeRO-1, may gather them in the next forward.
@@ -168,7 +168,7 @@ def _sharded(seen: Seen, use: _Use, copies: int) -> Strategy:
     return Strategy("zero-2", axis, size, "weights kept until the backward")
 
 
-def _replicated(seen: Seen, use: _Use) -> list[Strategy]:
+def _replicated(seen: RankEvidence, use: _Use) -> list[Strategy]:
     """Whole weights on each rank; who owns a part of them, or of the gradients, hands it on."""
     axis, size = axis_named(use.axes - {"ep"}, "dp_replicate"), len(use.group.ranks)
     if not use.returns_weights and not _says(seen, _ZERO):
@@ -176,7 +176,7 @@ def _replicated(seen: Seen, use: _Use) -> list[Strategy]:
     return [Strategy(*_stage(seen, use, axis, size))]
 
 
-def _stage(seen: Seen, use: _Use, axis: str, size: int) -> tuple[str, str, int, str]:
+def _stage(seen: RankEvidence, use: _Use, axis: str, size: int) -> tuple[str, str, int, str]:
     """ZeRO-2 keeps no whole gradients: it scatters them as they come, or of each microbatch.
 
     ZeRO-1 sums them once. With one microbatch, summed behind the backward, both look the same.
@@ -191,11 +191,11 @@ def _stage(seen: Seen, use: _Use, axis: str, size: int) -> tuple[str, str, int, 
     return ("zero-2" if each else "zero-1"), axis, size, ""
 
 
-def _is_megatron(seen: Seen) -> bool:
+def _is_megatron(seen: RankEvidence) -> bool:
     return any(_MEGATRON in group.description.upper() for group in seen.trace.groups)
 
 
-def _says(seen: Seen, prefix: str) -> bool:
+def _says(seen: RankEvidence, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in seen.trace.events.names)
 
 
@@ -279,7 +279,7 @@ _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankEvidence:
     """A rank's calls in its full steps, a row each in the order of the trace's; columns of one
     length. part is passes.FORWARD, BACKWARD or AFTER, -1 unknown; shards: FSDP made the call."""
 
@@ -357,7 +357,7 @@ class Seen:
         return letters.tobytes().decode("ascii")
 
 
-def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -> Seen:
+def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -> RankEvidence:
     """What the rank does; leads marks the first row of each of its calls."""
     steps, marks = host_steps(trace, windows), landmarks_of(trace.events)
     steps = whole_trace(trace) if steps.on_device else steps
@@ -365,7 +365,7 @@ def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -
     row = np.flatnonzero(leads & (steps.at(when) >= 0))
     when = when[row]
     ends = np.isin(trace.calls.op[row], _REDUCES) | inside(marks.optimizer, when)
-    return Seen(
+    return RankEvidence(
         trace=trace,
         layout=layout,
         steps=steps,

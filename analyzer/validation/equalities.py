@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepsplit.analyzer.model.comm_volume import messages_of
-from stepsplit.analyzer.model.config import Dtype, Job, Layout, Recipe, Recompute, Schedule
+from stepsplit.analyzer.model.config import (
+    Dtype,
+    JobConfig,
+    ParallelConfig,
+    Recompute,
+    Schedule,
+    TrainingConfig,
+)
 from stepsplit.analyzer.model.config_file import hardware, transformer
 from stepsplit.analyzer.model.flops import (
     hardware_flops,
@@ -45,7 +52,7 @@ from stepsplit.analyzer.validation.published_runs import (
 from stepsplit.analyzer.validation.tables import (
     Check,
     Published,
-    Record,
+    PublishedRow,
     Row,
     as_printed,
     equality,
@@ -62,11 +69,11 @@ SIZES = {"22B": (48, 6144, 64, 1, 1, 4), "175B": (96, 12288, 96, 8, 3, 1),
          "530B": (105, 20480, 128, 35, 3, 1), "1T": (128, 25600, 160, 64, 1, 1)}  # fmt: skip
 """Table 3 of the paper: layers, hidden, heads, pp, chunks, micro_batch."""
 
-ALONE, TENSOR = Layout(), Layout(tp=TP)
+ALONE, TENSOR = ParallelConfig(), ParallelConfig(tp=TP)
 
-SEQUENCE = Layout(tp=TP, sequence_parallel=True)
+SEQUENCE = ParallelConfig(tp=TP, sequence_parallel=True)
 
-CONFIGURATIONS: dict[str, tuple[Layout, Recompute]] = {
+CONFIGURATIONS: dict[str, tuple[ParallelConfig, Recompute]] = {
     "no parallelism": (ALONE, "none"),
     "tensor parallel (baseline)": (TENSOR, "none"),
     "tensor + sequence parallel": (SEQUENCE, "none"),
@@ -85,13 +92,13 @@ def activation_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _layers(row: Record) -> tuple[Row, ...]:
+def _layers(row: PublishedRow) -> tuple[Row, ...]:
     """The formulas of the table that give one layer's bytes, each for four models."""
     known = row.text("configuration") in CONFIGURATIONS
     return tuple(_layer(row, name) for name in SIZES) if known else ()
 
 
-def _layer(row: Record, name: str) -> Row:
+def _layer(row: PublishedRow, name: str) -> Row:
     layout, recompute = CONFIGURATIONS[row.text("configuration")]
     job = _job(name, layout)
     job = replace(job, recipe=replace(job.recipe, recompute=recompute))
@@ -107,7 +114,7 @@ def _layer(row: Record, name: str) -> Row:
     )  # fmt: skip
 
 
-def _figure1(row: Record) -> tuple[Row, ...]:
+def _figure1(row: PublishedRow) -> tuple[Row, ...]:
     """The figure counts weight matrices of layers alone, and the first stage's microbatches."""
     row.choice("model", SIZES)
     name = row.text("model")
@@ -127,31 +134,33 @@ def _figure1(row: Record) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-def _states_bytes(job: Job) -> float:
+def _states_bytes(job: JobConfig) -> float:
     model, each = job.model, parameter_bytes(job.recipe)
     weights = attention_weights(model).total + mlp_weights(model, model.ffn).total
     whole = each.weights + each.gradients + each.optimizer
     return whole * weights * model.layers / (job.layout.tp * job.layout.pp)
 
 
-def _held_bytes(job: Job) -> float:
+def _held_bytes(job: JobConfig) -> float:
     layers = job.model.layers / (job.layout.pp * job.layout.chunks)
     return chunks_in_flight(job, 0) * layers * layer_activations(job).total_bytes
 
 
-def _pipeline(name: str, sequence: bool = False) -> Layout:
+def _pipeline(name: str, sequence: bool = False) -> ParallelConfig:
     pp, chunks = SIZES[name][3:5]
     schedule: Schedule = "interleaved" if chunks > 1 else "1f1b"
-    return Layout(tp=TP, pp=pp, schedule=schedule, chunks=chunks, sequence_parallel=sequence)
+    return ParallelConfig(
+        tp=TP, pp=pp, schedule=schedule, chunks=chunks, sequence_parallel=sequence
+    )
 
 
-def _job(name: str, layout: Layout) -> Job:
+def _job(name: str, layout: ParallelConfig) -> JobConfig:
     layers, hidden, heads, _, _, micro_batch = SIZES[name]
-    recipe = Recipe(
+    recipe = TrainingConfig(
         SEQ_LEN, micro_batch, 512 * micro_batch, dtype="fp16", activation_dtype="fp16",
         flash_attention=False, dropout=True,
     )  # fmt: skip
-    return Job(
+    return JobConfig(
         gpt(layers, hidden, heads, VOCAB, SEQ_LEN), layout, recipe, hardware("a100-sxm-80gb")
     )
 
@@ -175,11 +184,11 @@ def bubble_checks(published: Published) -> tuple[Check, ...]:
     return (equality("Zero Bubble table 5, bubble rates", records, _rates),)
 
 
-def _rates(row: Record) -> tuple[Row, ...]:
+def _rates(row: PublishedRow) -> tuple[Row, ...]:
     return tuple(_rate(row, column) for column in COLUMNS)
 
 
-def _rate(row: Record, column: str) -> Row:
+def _rate(row: PublishedRow, column: str) -> Row:
     schedule = COLUMNS[column]
     chunks = row.count("vpp_max_chunks") if schedule == "interleaved" else 1
     times = row.number("TF_ms") * 1e6, row.number("TB_ms") * 1e6, row.number("TW_ms") * 1e6
@@ -209,7 +218,7 @@ def count_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _sc21(row: Record) -> tuple[Row, ...]:
+def _sc21(row: PublishedRow) -> tuple[Row, ...]:
     printed, found = row.text("params_B"), total_parameters(sc21_table1(row)[0].job.model)
     return (Row(
         row.table, row.id, "parameters", float(printed), found / 1e9, "billion",
@@ -217,12 +226,12 @@ def _sc21(row: Record) -> tuple[Row, ...]:
     ),)  # fmt: skip
 
 
-def _mpt(row: Record) -> tuple[Row, ...]:
+def _mpt(row: PublishedRow) -> tuple[Row, ...]:
     said, found = row.number("num_params"), float(total_parameters(mpt(row)))
     return (Row(row.table, row.id, "parameters", said, found, "parameters"),)
 
 
-def _scalar(row: Record) -> tuple[Row, ...]:
+def _scalar(row: PublishedRow) -> tuple[Row, ...]:
     """Printed as 671B and 37B; of the active ones the embedding is looked up, not multiplied."""
     what = row.text("quantity")
     if what not in QUANTITIES:
@@ -249,7 +258,7 @@ def deepspeed_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _formula(row: Record) -> tuple[Row, ...]:
+def _formula(row: PublishedRow) -> tuple[Row, ...]:
     """Bytes on a GPU for PARAMETERS parameters, LARGEST in the largest layer, over RANKS ranks."""
     symbols = {"P": PARAMETERS, "N": DEEPSPEED_RANKS, "largest": LARGEST}
     said = evaluate(row.text("gpu_bytes"), symbols)
@@ -258,11 +267,11 @@ def _formula(row: Record) -> tuple[Row, ...]:
     return (Row(row.table, row.id, "bytes on a GPU", said, float(found), "bytes", tolerance=1.0),)
 
 
-def _outputs(row: Record) -> tuple[Row, ...]:
+def _outputs(row: PublishedRow) -> tuple[Row, ...]:
     return _gpu(row), _host(row)
 
 
-def _gpu(row: Record) -> Row:
+def _gpu(row: PublishedRow) -> Row:
     """The estimator's "GB" are GiB."""
     ranks = row.count("gpus_per_node") * row.count("nodes")
     found = _gpu_bytes(
@@ -272,7 +281,7 @@ def _gpu(row: Record) -> Row:
     return _printed(row, "per_gpu_GB_as_printed", "on a GPU", found)
 
 
-def _host(row: Record) -> Row:
+def _host(row: PublishedRow) -> Row:
     nodes, zero = row.count("nodes"), int(row.text("stage")[-1])
     largest = row.count("largest_layer_params") if row.known("zero_init") else None
     found = deepspeed_host_bytes(
@@ -282,7 +291,7 @@ def _host(row: Record) -> Row:
     return _printed(row, "per_cpu_GB_as_printed", "on the host", found)
 
 
-def _printed(row: Record, column: str, what: str, found: int) -> Row:
+def _printed(row: PublishedRow, column: str, what: str, found: int) -> Row:
     """The printed counts are rounded to a million parameters: 0.1 % beside the last digit."""
     said = row.number(column)
     open_ = half_digit(row.text(column)) + 1e-3 * said
@@ -295,7 +304,7 @@ def _moved(options: str) -> frozenset[str]:
 
 
 def _gpu_bytes(stage: str, moved: frozenset[str], count: int, largest: int, ranks: int) -> int:
-    recipe = Recipe(
+    recipe = TrainingConfig(
         seq_len=1, micro_batch=1, global_batch=1, dtype="fp16", gradient_dtype="fp16",
         framework="deepspeed", offload=moved,
     )  # fmt: skip
@@ -335,11 +344,11 @@ def rate_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _table1(row: Record) -> tuple[Row, ...]:
+def _table1(row: PublishedRow) -> tuple[Row, ...]:
     return _percent(row, "pct_peak"), _aggregate(row)
 
 
-def _percent(row: Record, column: str, peak: float = PEAK_FLOPS_PER_S / 1e12) -> Row:
+def _percent(row: PublishedRow, column: str, peak: float = PEAK_FLOPS_PER_S / 1e12) -> Row:
     """The printed FLOP/s are whole TFLOP/s: what that leaves open is open here too."""
     rate, printed = row.text("tflops_per_gpu"), row.text(column)
     open_ = half_digit(printed) + 100 * half_digit(rate) / peak
@@ -348,7 +357,7 @@ def _percent(row: Record, column: str, peak: float = PEAK_FLOPS_PER_S / 1e12) ->
     )
 
 
-def _aggregate(row: Record) -> Row:
+def _aggregate(row: PublishedRow) -> Row:
     rate, gpus = row.text("tflops_per_gpu"), row.count("gpus")
     printed = row.text("aggregate_pflops")
     open_ = half_digit(printed) + half_digit(rate) * gpus / 1000
@@ -358,7 +367,7 @@ def _aggregate(row: Record) -> Row:
     )  # fmt: skip
 
 
-def _days(row: Record) -> tuple[Row, ...]:
+def _days(row: PublishedRow) -> tuple[Row, ...]:
     seq_len = row.count("seq")
     step = sc21_flops(row.count("layers"), row.count("hidden"), seq_len, row.count("vocab"), 1)
     found = training_days(
@@ -368,7 +377,7 @@ def _days(row: Record) -> tuple[Row, ...]:
     return (Row(row.table, row.id, "300 B tokens", said, found, "days", tolerance=1.0),)
 
 
-def _korthikanti(row: Record) -> tuple[Row, ...]:
+def _korthikanti(row: PublishedRow) -> tuple[Row, ...]:
     """From the time with selective recomputation; 0.3 points."""
     case = korthikanti(row)[1]
     world = case.job.layout.world_size
@@ -382,7 +391,7 @@ def _korthikanti(row: Record) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-def _mt_nlg(row: Record) -> tuple[Row, ...]:
+def _mt_nlg(row: PublishedRow) -> tuple[Row, ...]:
     """Whole TFLOP/s, from a time that is printed to a tenth of a second."""
     (case,) = mt_nlg(row)
     found = model_flops(case.job, "C3") / row.number("iter_s") / row.count("gpus") / 1e12
@@ -390,7 +399,7 @@ def _mt_nlg(row: Record) -> tuple[Row, ...]:
     return (Row(row.table, row.id, "FLOP/s of a GPU", said, found, "TFLOP/s", tolerance=1.0),)
 
 
-def _foundry(row: Record) -> tuple[Row, ...]:
+def _foundry(row: PublishedRow) -> tuple[Row, ...]:
     """C4; the throughput is printed to whole tokens a second, MFU to a hundredth of a percent."""
     case = llm_foundry(row)
     peak = FOUNDRY_PEAKS.get((row.text("gpu"), row.text("precision")), PEAK_FLOPS_PER_S)
@@ -402,7 +411,7 @@ def _foundry(row: Record) -> tuple[Row, ...]:
     ),)  # fmt: skip
 
 
-def _hundred(row: Record) -> tuple[Row, ...]:
+def _hundred(row: PublishedRow) -> tuple[Row, ...]:
     column = "mfu_pct" if row.known("mfu_pct") else "bf16_mfu_pct"
     peak = row.number("peak_tflops") if row.known("peak_tflops") else H100_TFLOPS
     return (_percent(row, column, peak),)
@@ -410,7 +419,7 @@ def _hundred(row: Record) -> tuple[Row, ...]:
 
 # Bytes of weights, gradients and optimizer, against the tables of those who defined them.
 
-PAPER = Recipe(
+PAPER = TrainingConfig(
     seq_len=1, micro_batch=1, global_batch=1, dtype="fp16", gradient_dtype="fp16",
     framework="zero-paper",
 )  # fmt: skip
@@ -434,7 +443,7 @@ def states_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _zero_table1(row: Record) -> tuple[Row, ...]:
+def _zero_table1(row: PublishedRow) -> tuple[Row, ...]:
     """Decimal GB on each of dp ranks."""
     count, ranks = row.count("params"), row.count("dp")
     zero = row.choice("stage", STAGES)
@@ -444,11 +453,11 @@ def _zero_table1(row: Record) -> tuple[Row, ...]:
     return (Row(row.table, row.id, "model states", float(printed), predicted, "GB"),)
 
 
-def _zero_table2(row: Record) -> tuple[Row, ...]:
+def _zero_table2(row: PublishedRow) -> tuple[Row, ...]:
     return tuple(_largest(row, scheme) for scheme in STAGES)
 
 
-def _largest(row: Record, scheme: str) -> Row:
+def _largest(row: PublishedRow, scheme: str) -> Row:
     """The largest model whose states fill a GPU, spread over gpus / mp ranks, times mp.
 
     The paper multiplies what it has rounded to a tenth of a billion.
@@ -462,9 +471,9 @@ def _largest(row: Record, scheme: str) -> Row:
     return Row(row.table, row.id, scheme, parameters(printed), predicted, "parameters")
 
 
-def _megatron(row: Record) -> tuple[Row, ...]:
+def _megatron(row: PublishedRow) -> tuple[Row, ...]:
     """Both columns, the distributed one over 2 and 64 ranks (d)."""
-    recipe = Recipe(
+    recipe = TrainingConfig(
         seq_len=1, micro_batch=1, global_batch=1, framework="megatron",
         dtype=row.choice("param_dtype", DTYPES), gradient_dtype=row.choice("grad_dtype", DTYPES),
     )  # fmt: skip
@@ -509,18 +518,18 @@ def wire_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _factors(row: Record) -> tuple[Row, ...]:
+def _factors(row: PublishedRow) -> tuple[Row, ...]:
     return tuple(_factor(row, ranks) for ranks in WIRE_RANKS)
 
 
-def _factor(row: Record, ranks: int) -> Row:
+def _factor(row: PublishedRow, ranks: int) -> Row:
     said = evaluate(row.text("busbw_factor"), {"n": ranks})
     found = busbw_factor(row.choice("collective", OPS), ranks)
     case = f"{row.id}_{ranks}"
     return Row(row.table, case, "busbw / algbw", said, found, "ratio", tolerance=1e-12)
 
 
-def _volumes(row: Record) -> tuple[Row, ...]:
+def _volumes(row: PublishedRow) -> tuple[Row, ...]:
     """Input bytes of the first stage's rank in a step, as the traces count them; 0.1 %."""
     sums = dict.fromkeys(VOLUMES, 0)
     for message in messages_of(ccl_bench(row)):

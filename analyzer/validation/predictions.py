@@ -9,7 +9,14 @@ from typing import get_args
 
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import Hardware, Job, Layout, Recipe, Span, Transformer
+from stepsplit.analyzer.model.config import (
+    HardwareConfig,
+    JobConfig,
+    ModelConfig,
+    ParallelConfig,
+    Span,
+    TrainingConfig,
+)
 from stepsplit.analyzer.model.config_file import hardware, transformer
 from stepsplit.analyzer.model.flops import hardware_flops
 from stepsplit.analyzer.model.memory import calibrate_memory, memory_of, reserved_bytes
@@ -36,7 +43,7 @@ from stepsplit.analyzer.validation.tables import (
     Build,
     Check,
     Published,
-    Record,
+    PublishedRow,
     Row,
     check,
     gathered,
@@ -119,7 +126,7 @@ def memory_checks(published: Published) -> tuple[Check, ...]:
     rows, fitted = published.records(SIMUMAX_TABLE), fitted_memory()
     dense = [row for row in rows if not row.known("experts")]
     mixtures = [row for row in rows if row.known("experts")]
-    kinds: tuple[tuple[str, list[Record], Build, tuple[float, float]], ...] = (
+    kinds: tuple[tuple[str, list[PublishedRow], Build, tuple[float, float]], ...] = (
         ("B200 dense, peak memory", dense, _fullest, DENSE_BAR),
         ("B200 dense, peak memory by stage", dense, _stages, DENSE_BAR),
         ("B200 experts, peak memory", mixtures, _fullest, EXPERTS_BAR),
@@ -139,21 +146,21 @@ def _torchtitan(published: Published) -> Check:
     return replace(found, note="what the allocator reserves; nothing is fitted")
 
 
-def _reserved(row: Record) -> tuple[Row, ...]:
+def _reserved(row: PublishedRow) -> tuple[Row, ...]:
     job = torchtitan_job(row)
     most = max(stage.total_bytes for stage in memory_of(job))
     found = reserved_bytes(most).bytes / 2**30
     return (Row(row.table, row.id, "reserved", row.number("peak_memory_GiB"), found, "GiB"),)
 
 
-def _fullest(row: Record) -> tuple[Row, ...]:
+def _fullest(row: PublishedRow) -> tuple[Row, ...]:
     """The fullest stage; the table states the maximum over all ranks."""
     found = max(stage.total_bytes for stage in memory_of(simumax(row).job))
     said = row.number("real_max_allocated_GiB")
     return (Row(row.table, row.id, "allocated", said, found / 2**30, "GiB"),)
 
 
-def _stages(row: Record) -> tuple[Row, ...]:
+def _stages(row: PublishedRow) -> tuple[Row, ...]:
     """The fullest rank of every stage; ranks are listed with the stage varying slowest."""
     if not row.known("rank_max_allocated_MiB"):
         return ()
@@ -238,16 +245,16 @@ def calibrated_checks(published: Published) -> tuple[Check, ...]:
     )  # fmt: skip
 
 
-def _firsts(records: Iterable[Record], column: str) -> dict[str, Record]:
+def _firsts(records: Iterable[PublishedRow], column: str) -> dict[str, PublishedRow]:
     """The first record of each model: it is calibrated on, and so not reported."""
-    found: dict[str, Record] = {}
+    found: dict[str, PublishedRow] = {}
     for row in records:
         found.setdefault(row.text(column), row)
     return found
 
 
 def _peak(
-    row: Record, first: Record, column: str, job_of: Callable[[Record], Job]
+    row: PublishedRow, first: PublishedRow, column: str, job_of: Callable[[PublishedRow], JobConfig]
 ) -> tuple[Row, ...]:
     measured = (round(first.number(column) * 2**30),)
     calibration = calibrate_memory(memory_of(job_of(first)), measured, first.id)
@@ -287,50 +294,50 @@ def collective_checks(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _valid(row: Record) -> bool:
+def _valid(row: PublishedRow) -> bool:
     """Rows whose results were wrong, or of systems that no preset describes, say nothing."""
     wrong = row.known("wrong_oop") and row.number("wrong_oop") != 0
     return not wrong and row.text("collective") == "all_reduce" and bool(_word(row))
 
 
-def _word(row: Record) -> str:
+def _word(row: PublishedRow) -> str:
     words = [word for word in CLUSTERS if word in row.text("system")]
     return max(words, key=len, default="")
 
 
-def _closed(rows: Iterable[Record]) -> tuple[Row, ...]:
+def _closed(rows: Iterable[PublishedRow]) -> tuple[Row, ...]:
     """The closed form; a sweep's odd powers of two were fitted on."""
     return marked([_time_row(row) for row in rows], fitted_collectives())
 
 
-def _time_row(row: Record) -> Row:
+def _time_row(row: PublishedRow) -> Row:
     found = time_of("all_reduce", row.count("size_bytes"), _span(row), _cluster(row)).ns
     return Row(row.table, row.id, "time", _time_ns(row), found, "ns")
 
 
-def _cluster(row: Record) -> Hardware:
+def _cluster(row: PublishedRow) -> HardwareConfig:
     name, link = CLUSTERS[_word(row)]
     return hardware(name, link, _span(row).ranks_per_node)
 
 
-def _span(row: Record) -> Span:
+def _span(row: PublishedRow) -> Span:
     return Span(row.count("ranks"), row.count("ranks") // row.count("nodes"))
 
 
-def _time_ns(row: Record) -> float:
+def _time_ns(row: PublishedRow) -> float:
     return row.number("time_us_oop" if row.table == ALPS else "time_us") * 1e3
 
 
-def _sweeps(rows: Iterable[Record]) -> list[list[Record]]:
+def _sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
     """The rows of each sweep inside a node, by size."""
-    found: dict[tuple[str, str], list[Record]] = {}
+    found: dict[tuple[str, str], list[PublishedRow]] = {}
     for row in rows:
         if row.count("nodes") == 1:
             found.setdefault((row.text("system"), row.text("tool")), []).append(row)
     return [sorted(each, key=lambda row: row.count("size_bytes")) for each in found.values()]
 
 
-def _left_out(rows: list[Record]) -> list[Row]:
+def _left_out(rows: list[PublishedRow]) -> list[Row]:
     """Each inner point from the others of its sweep: interpolation fits nothing."""
     points = [(row.count("size_bytes"), _time_ns(row)) for row in rows]
     found = []
@@ -357,7 +364,7 @@ def busbw_checks(published: Published) -> tuple[Check, ...]:
     return (gathered(name, records, _rows, "mean", (0.05,), fitted),)
 
 
-def _rows(row: Record) -> tuple[Row, ...]:
+def _rows(row: PublishedRow) -> tuple[Row, ...]:
     """As NCCL chose, and where it was measured without the switch's own sums (NVLS)."""
     cluster = hardware(GPUS[_gpu(row)])
     rings = replace(cluster, nvls=0.0)
@@ -368,7 +375,7 @@ def _rows(row: Record) -> tuple[Row, ...]:
     return tuple(found)
 
 
-def _busbw_row(row: Record, case: str, column: str, cluster: Hardware) -> Row:
+def _busbw_row(row: PublishedRow, case: str, column: str, cluster: HardwareConfig) -> Row:
     op, ranks = row.text("collective").split()[0], row.count("ranks")
     message_bytes = int(row.text("system").split()[1].removesuffix("GiB")) * 2**30
     span = Span(ranks, min(ranks, cluster.gpus_per_node))
@@ -377,7 +384,7 @@ def _busbw_row(row: Record, case: str, column: str, cluster: Hardware) -> Row:
     return Row(row.table, case, "busbw", row.number(column), predicted, "GB/s")
 
 
-def _gpu(row: Record) -> str:
+def _gpu(row: PublishedRow) -> str:
     """The GPU of a system such as 8xH200 8GiB."""
     return row.text("system").split()[0].partition("x")[2]
 
@@ -390,7 +397,7 @@ COLLECTIVE_BAR = (0.10,)
 
 NOTE = "norms of queries and keys, which Qwen3 has, are not modelled"
 
-GEMMA = Transformer(
+GEMMA = ModelConfig(
     layers=18, hidden=2048, heads=8, kv_heads=1, head_size=256, ffn=16384, vocab=256000,
     gated=True, norm="rms", biases=False,
 )  # fmt: skip
@@ -408,15 +415,17 @@ def eager_checks(published: Published) -> tuple[Check, ...]:
     return (gathered(name, records, _coefficient, "mean", COLLECTIVE_BAR, fitted_memory(), NOTE),)
 
 
-def _coefficient(row: Record) -> tuple[Row, ...]:
+def _coefficient(row: PublishedRow) -> tuple[Row, ...]:
     """Bytes of one decoder layer over 2 b s h."""
-    recipe = Recipe(row.count("seq"), micro_batch=1, global_batch=1, framework="huggingface")
-    job = Job(_model(row), Layout(), recipe, hardware("h100-sxm"))
+    recipe = TrainingConfig(
+        row.count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
+    )
+    job = JobConfig(_model(row), ParallelConfig(), recipe, hardware("h100-sxm"))
     found = layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
     return (Row(row.table, row.id, "coefficient", row.number("coefficient"), found, "x 2bsh"),)
 
 
-def _model(row: Record) -> Transformer:
+def _model(row: PublishedRow) -> ModelConfig:
     if row.text("model").startswith("google/gemma-1.1-2b"):
         return GEMMA
     return transformer(row.choice("model", PRESETS))

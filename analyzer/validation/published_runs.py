@@ -12,22 +12,22 @@ from stepsplit.analyzer.model.comm_time import H200, H200_LARGE, MI300X, ROWS, b
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     Dtype,
-    Hardware,
-    Job,
-    Layout,
-    Recipe,
+    HardwareConfig,
+    JobConfig,
+    ModelConfig,
+    ParallelConfig,
     Schedule,
-    Transformer,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_file import hardware, transformer
 from stepsplit.analyzer.model.flops import model_flops, sc21_flops
 from stepsplit.analyzer.model.hardware_config import efficiency, families
 from stepsplit.analyzer.model.memory_states import coefficients
-from stepsplit.analyzer.validation.tables import Published, Record
+from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
-def sc21_table1(row: Record) -> tuple[Case, ...]:
+def sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
     """Narayanan et al., SC'21, table 1: all layers recomputed, interleaved where chunks say so.
 
     Pipeline messages are scattered and gathered (section 4.1).
@@ -37,17 +37,19 @@ def sc21_table1(row: Record) -> tuple[Case, ...]:
     return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
 
 
-def sc21_table2(row: Record) -> tuple[Case, ...]:
+def sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
     """Table 2, rows of PTD-P: 1F1B, for throughput falls with the GPUs as (p-1)/m of one chunk."""
     if row.text("scheme") != "PTD-P":
         return ()
     dp = row.count("gpus") // (row.count("tp") * row.count("pp"))
-    layout = Layout(tp=row.count("tp"), pp=row.count("pp"), dp_replicate=dp, scatter_gather=True)
+    layout = ParallelConfig(
+        tp=row.count("tp"), pp=row.count("pp"), dp_replicate=dp, scatter_gather=True
+    )
     job = _megatron_job(row, layout, _megatron_recipe(row, row.count("micro_batch")))
     return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
 
 
-def korthikanti(row: Record) -> tuple[Case, ...]:
+def korthikanti(row: PublishedRow) -> tuple[Case, ...]:
     """Korthikanti et al., table 5: all recomputed, and attention alone with sequence parallelism.
 
     Gradients are fp32: the paper's figure 1 counts 18 bytes a parameter.
@@ -67,7 +69,7 @@ def korthikanti(row: Record) -> tuple[Case, ...]:
     )
 
 
-def mt_nlg(row: Record) -> tuple[Case, ...]:
+def mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
     """Smith et al., section 2.4: bf16, 1F1B of DeepSpeed, microbatches of one sequence.
 
     DeepSpeed adds bf16 gradients up in fp32.
@@ -80,7 +82,7 @@ def mt_nlg(row: Record) -> tuple[Case, ...]:
     return (Case(row.table, row.id, "A100 Megatron", job, row.number("iter_s") * 1e9),)
 
 
-def megascale(row: Record) -> tuple[Case, ...]:
+def megascale(row: PublishedRow) -> tuple[Case, ...]:
     """Jiang et al., table 2 and figure 9, the rows of Megatron-LM.
 
     The paper does not say what is recomputed. 53 % of the peak as MFU leaves no room for all of
@@ -98,14 +100,16 @@ def megascale(row: Record) -> tuple[Case, ...]:
     return (Case(row.table, row.id, "A100 Megatron", job, _megascale_step_ns(row, job)),)
 
 
-def tensor_2020(row: Record) -> tuple[Case, ...]:
+def tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
     """Megatron-LM's README of 2020: tensor and data parallelism; a replica's batch at once.
 
     Its kernels were not fused yet (Narayanan et al., SC'21, section 4.2, tells of that later), and
     the 8B model's gradients cannot but overlap: 2.2 GB over one adapter each take 0.17 s, and 128
     replicas cost 0.04 s more than one.
     """
-    layout = Layout(tp=row.count("tp"), dp_replicate=row.count("dp"), overlap=frozenset({"dp"}))
+    layout = ParallelConfig(
+        tp=row.count("tp"), dp_replicate=row.count("dp"), overlap=frozenset({"dp"})
+    )
     recipe = _megatron_recipe(row, row.count("global_batch") // row.count("dp"))
     recipe = replace(recipe, framework="ddp")
     job = _megatron_job(row, layout, recipe, vocab=51200)
@@ -121,7 +125,7 @@ TORCHTITAN_TABLE = "torchtitan_throughput_memory"
 
 # All published steps that a step time is predicted for.
 
-TABLES: tuple[tuple[str, Callable[[Record], tuple[Case, ...]]], ...] = (
+TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
     ("megatron_sc21_table1", sc21_table1),
     ("megatron_sc21_table2_zero3_vs_ptd", sc21_table2),
     ("korthikanti_table5_end_to_end", korthikanti),
@@ -173,7 +177,7 @@ MODELS = {
 }
 
 
-def ccl_bench(row: Record) -> Job:
+def ccl_bench(row: PublishedRow) -> JobConfig:
     """Short runs on four GPUs, and those of the mixtures, name the batch of a data-parallel rank
     and free all weights after the forward pass. Without FSDP torchtitan's activations stay fp32.
     """
@@ -181,7 +185,7 @@ def ccl_bench(row: Record) -> Job:
     ranks = row.count("dp_shard") * row.count("dp_replicate")
     batch = row.count("batch") * (ranks if short(row) else 1)
     rounds = row.count("pp_mb") if row.known("pp_mb") else 1
-    recipe = Recipe(
+    recipe = TrainingConfig(
         seq_len=row.count("seq"),
         micro_batch=1 if megatron else batch // ranks // rounds,
         global_batch=batch,
@@ -190,7 +194,7 @@ def ccl_bench(row: Record) -> Job:
         activation_dtype="bf16" if megatron or row.count("dp_shard") > 1 else "fp32",
     )
     model = transformer(row.choice("model", MODELS))
-    return Job(
+    return JobConfig(
         model,
         _ccl_bench_layout(row, megatron),
         recipe,
@@ -198,18 +202,18 @@ def ccl_bench(row: Record) -> Job:
     )
 
 
-def dense(row: Record) -> bool:
+def dense(row: PublishedRow) -> bool:
     return row.text("model").startswith("llama")
 
 
-def short(row: Record) -> bool:
+def short(row: PublishedRow) -> bool:
     return "4gpu" in row.text("trace")
 
 
-def _ccl_bench_layout(row: Record, megatron: bool) -> Layout:
+def _ccl_bench_layout(row: PublishedRow, megatron: bool) -> ParallelConfig:
     sharded = 3 if row.count("dp_shard") > 1 else 0
     frees = short(row) or not dense(row)
-    return Layout(
+    return ParallelConfig(
         tp=row.count("tp"),
         pp=row.count("pp"),
         dp_shard=row.count("dp_shard"),
@@ -233,29 +237,29 @@ GPUS = {
 DTYPES: dict[str, Dtype] = {"bf16": "bf16", "amp_bf16": "bf16", "amp_fp8": "fp8"}
 
 
-def llm_foundry(row: Record) -> Case:
+def llm_foundry(row: PublishedRow) -> Case:
     """MPT with flash attention and a fused loss, no dropout, sharded over all GPUs.
 
     Composer's mixed precision DEFAULT reduces gradients in fp32, PURE in bf16.
     """
     seconds = row.number("global_batch_tokens") / row.number("tokens_per_s")
-    job = Job(mpt(row), _llm_foundry_layout(row), _llm_foundry_recipe(row), gpu(row))
+    job = JobConfig(mpt(row), _llm_foundry_layout(row), _llm_foundry_recipe(row), gpu(row))
     return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9)
 
 
-def mpt(row: Record) -> Transformer:
+def mpt(row: PublishedRow) -> ModelConfig:
     """The benchmark gives each model as many learned positions as its sequence has tokens."""
     return replace(transformer(f"mpt-{row.text('model')}"), positions=row.count("seq"))
 
 
-def gpu(row: Record) -> Hardware:
+def gpu(row: PublishedRow) -> HardwareConfig:
     name, link = row.choice("gpu", GPUS)
     return hardware(name, link, 8)
 
 
-def _llm_foundry_layout(row: Record) -> Layout:
+def _llm_foundry_layout(row: PublishedRow) -> ParallelConfig:
     keeps = row.text("fsdp_strategy") == "SHARD_GRAD_OP"
-    return Layout(
+    return ParallelConfig(
         dp_shard=row.count("gpus"),
         zero=3,
         overlap=frozenset({"dp"}),
@@ -263,9 +267,9 @@ def _llm_foundry_layout(row: Record) -> Layout:
     )
 
 
-def _llm_foundry_recipe(row: Record) -> Recipe:
+def _llm_foundry_recipe(row: PublishedRow) -> TrainingConfig:
     offload = row.text("act_cpu_offload") == "True"
-    return Recipe(
+    return TrainingConfig(
         seq_len=row.count("seq"),
         micro_batch=row.count("micro_batch"),
         global_batch=row.count("micro_batch") * row.count("grad_accum") * row.count("gpus"),
@@ -285,8 +289,8 @@ def _llm_foundry_recipe(row: Record) -> Recipe:
 PEAK_FLOPS_PER_S = 312e12
 
 
-def _megatron_layout(row: Record, chunks: int) -> Layout:
-    return Layout(
+def _megatron_layout(row: PublishedRow, chunks: int) -> ParallelConfig:
+    return ParallelConfig(
         tp=row.count("tp"),
         pp=row.count("pp"),
         dp_replicate=row.count("dp"),
@@ -295,8 +299,8 @@ def _megatron_layout(row: Record, chunks: int) -> Layout:
     )
 
 
-def _megatron_recipe(row: Record, micro_batch: int) -> Recipe:
-    return Recipe(
+def _megatron_recipe(row: PublishedRow, micro_batch: int) -> TrainingConfig:
+    return TrainingConfig(
         seq_len=row.count("seq"),
         micro_batch=micro_batch,
         global_batch=row.count("global_batch"),
@@ -310,19 +314,21 @@ def _megatron_recipe(row: Record, micro_batch: int) -> Recipe:
     )
 
 
-def _megatron_job(row: Record, layout: Layout, recipe: Recipe, vocab: int | None = None) -> Job:
+def _megatron_job(
+    row: PublishedRow, layout: ParallelConfig, recipe: TrainingConfig, vocab: int | None = None
+) -> JobConfig:
     words = row.count("vocab") if vocab is None else vocab
     model = gpt(row.count("layers"), row.count("hidden"), row.count("heads"), words, recipe.seq_len)
-    return Job(model, layout, recipe, hardware("a100-sxm-80gb", "ib-hdr-200", 8))
+    return JobConfig(model, layout, recipe, hardware("a100-sxm-80gb", "ib-hdr-200", 8))
 
 
-def _sc21_step_ns(row: Record) -> float:
+def _sc21_step_ns(row: PublishedRow) -> float:
     """Eq. 3 over the published FLOP/s, which count the recomputation."""
     sizes = (row.count(name) for name in ("layers", "hidden", "seq", "vocab", "global_batch"))
     return sc21_flops(*sizes) / (row.count("gpus") * row.number("tflops_per_gpu") * 1e12) * 1e9
 
 
-def _megascale_step_ns(row: Record, job: Job) -> float:
+def _megascale_step_ns(row: PublishedRow, job: JobConfig) -> float:
     """The printed time; figure 9 prints MFU alone, which counts no recomputation."""
     if row.known("iter_s"):
         return row.number("iter_s") * 1e9
@@ -333,21 +339,21 @@ def _megascale_step_ns(row: Record, job: Job) -> float:
 # Nanotron's benchmark of best configurations -> the jobs behind them.
 
 
-def nanotron(row: Record) -> Job:
+def nanotron(row: PublishedRow) -> JobConfig:
     """Llama shapes in bf16 on H100, sequence parallelism, 1F1B, nothing recomputed."""
-    layout = Layout(
+    layout = ParallelConfig(
         tp=row.count("tp"),
         pp=row.count("pp"),
         dp_replicate=row.count("dp"),
         zero=row.count("zero_stage"),
         sequence_parallel=row.count("tp") > 1,
     )
-    recipe = Recipe(
+    recipe = TrainingConfig(
         row.count("seq"), row.count("micro_batch"), row.count("global_batch"),
         framework="nanotron", fused_loss=False,
     )  # fmt: skip
     model = llama(row, row.text("tied_embeddings") == "1")
-    return Job(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))
+    return JobConfig(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))
 
 
 # Measured steps and peaks of Megatron-LM on one node of B200 -> the jobs behind them.
@@ -358,19 +364,21 @@ DENSE_LAYERS = 1
 """The published launcher keeps the first layer dense, of whichever model it cuts."""
 
 
-def simumax(row: Record) -> Case:
+def simumax(row: PublishedRow) -> Case:
     """SimuMax docs/b200: bf16, fp32 gradients, distributed optimizer, nothing recomputed.
 
     Sequence parallelism with tensor parallelism, no dropout, no overlap, fused loss; context
     parallelism by all-to-all, the one kind that SimuMax models.
     """
     family: Family = "B200 experts" if row.known("experts") else "B200 dense"
-    job = Job(_simumax_model(row), _simumax_layout(row), _simumax_recipe(row), hardware("b200-sxm"))
+    job = JobConfig(
+        _simumax_model(row), _simumax_layout(row), _simumax_recipe(row), hardware("b200-sxm")
+    )
     return Case(row.table, row.id, family, job, row.number("real_iter_ms") * 1e6)
 
 
-def _simumax_layout(row: Record) -> Layout:
-    return Layout(
+def _simumax_layout(row: PublishedRow) -> ParallelConfig:
+    return ParallelConfig(
         tp=row.count("tp"),
         pp=row.count("pp"),
         dp_replicate=row.count("dp"),
@@ -382,16 +390,16 @@ def _simumax_layout(row: Record) -> Layout:
     )
 
 
-def _simumax_recipe(row: Record) -> Recipe:
+def _simumax_recipe(row: PublishedRow) -> TrainingConfig:
     sequences = row.count("micro_batch") * row.count("num_microbatches") * row.count("dp")
-    return Recipe(row.count("seq"), row.count("micro_batch"), sequences)
+    return TrainingConfig(row.count("seq"), row.count("micro_batch"), sequences)
 
 
-def _simumax_model(row: Record) -> Transformer:
+def _simumax_model(row: PublishedRow) -> ModelConfig:
     return _mixture(row) if row.known("experts") else llama(row)
 
 
-def _mixture(row: Record) -> Transformer:
+def _mixture(row: PublishedRow) -> ModelConfig:
     model = transformer(row.choice("model_family", MIXTURES))
     assert model.experts is not None, f"{model.name} has experts"
     experts = replace(model.experts, dense_layers=DENSE_LAYERS)
@@ -406,7 +414,7 @@ def torchtitan_cases(published: Published) -> tuple[Case, ...]:
     return tuple(torchtitan(row) for row in published.records(TORCHTITAN_TABLE))
 
 
-def torchtitan(row: Record) -> Case:
+def torchtitan(row: PublishedRow) -> Case:
     """FSDP2 with the sizes that the row's config names; no constant is fitted on these rows.
 
     The GPUs were H100 of 500 W with 94 or 96 GB of HBM2e, slower than the preset, and A100. A local
@@ -418,20 +426,22 @@ def torchtitan(row: Record) -> Case:
     return Case(row.table, row.id, "torchtitan", job, seconds * 1e9)
 
 
-def torchtitan_job(row: Record) -> Job:
+def torchtitan_job(row: PublishedRow) -> JobConfig:
     name = "a100-sxm-80gb" if row.text("gpu").startswith("A100") else "h100-sxm"
     layout = _torchtitan_layout(row)
-    return Job(transformer(_preset(row)), layout, _torchtitan_recipe(row, layout), hardware(name))
+    return JobConfig(
+        transformer(_preset(row)), layout, _torchtitan_recipe(row, layout), hardware(name)
+    )
 
 
-def _preset(row: Record) -> str:
+def _preset(row: PublishedRow) -> str:
     """llama3.1-8B -> llama-3.1-8b."""
     return row.text("model").lower().replace("llama3", "llama-3")
 
 
-def _torchtitan_layout(row: Record) -> Layout:
+def _torchtitan_layout(row: PublishedRow) -> ParallelConfig:
     tp, pp, cp = (_size(row, axis) for axis in ("TP", "PP", "CP"))
-    return Layout(
+    return ParallelConfig(
         tp=tp,
         pp=pp,
         cp=cp,
@@ -442,15 +452,15 @@ def _torchtitan_layout(row: Record) -> Layout:
     )
 
 
-def _size(row: Record, axis: str) -> int:
+def _size(row: PublishedRow, axis: str) -> int:
     """The number behind the axis in the config, "FSDP32 TP8 compile"; 1 where it is not named."""
     found = re.search(rf"\b{axis}(\d+)", row.text("config"))
     return int(found[1]) if found else 1
 
 
-def _torchtitan_recipe(row: Record, layout: Layout) -> Recipe:
+def _torchtitan_recipe(row: PublishedRow, layout: ParallelConfig) -> TrainingConfig:
     local = row.count("local_batch")
-    return Recipe(
+    return TrainingConfig(
         seq_len=row.count("seq"),
         micro_batch=1 if layout.pp > 1 else local,
         global_batch=local * layout.dp,
@@ -469,25 +479,25 @@ SCHEDULES: dict[str, Schedule] = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb
 VOCAB = 50257
 
 
-def zero_bubble(row: Record) -> Job:
+def zero_bubble(row: PublishedRow) -> JobConfig:
     """Qi et al., tables 3 and 4: Megatron-LM of 2023 on A100, one rank a stage, nothing recomputed.
 
     The first and the last stage have one layer fewer. The paper names no vocabulary: GPT-2's.
     """
     stages, layers = row.count("pp"), row.count("layers")
     each = (layers + 2) // stages
-    layout = Layout(
+    layout = ParallelConfig(
         pp=stages,
         schedule=row.choice("schedule", SCHEDULES),
         layers_per_stage=(each - 1, *[each] * (stages - 2), each - 1),
     )
     sequences = row.count("micro_batch") * row.count("num_microbatches")
-    recipe = Recipe(
+    recipe = TrainingConfig(
         row.count("seq"), row.count("micro_batch"), sequences, dtype="fp16",
         activation_dtype="fp16", flash_attention=False, fused_loss=False, dropout=True,
     )  # fmt: skip
     model = gpt(layers, row.count("hidden"), row.count("heads"), VOCAB, row.count("seq"))
-    return Job(model, layout, recipe, hardware("a100-sxm-80gb", "roce-200", 8))
+    return JobConfig(model, layout, recipe, hardware("a100-sxm-80gb", "roce-200", 8))
 
 
 # Case: a job that somebody ran, and how long its step took.
@@ -502,13 +512,13 @@ class Case:
     table: str
     id: str
     family: Family
-    job: Job
+    job: JobConfig
     step_ns: float
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Transformer:
+def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelConfig:
     """GPT as Megatron-LM trains it: learned positions, layer norms, biases, tied embeddings."""
-    return Transformer(
+    return ModelConfig(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -520,9 +530,9 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Trans
     )
 
 
-def llama(row: Record, tied: bool = False) -> Transformer:
+def llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
     """A model of Llama's kind, with the sizes that the row's columns give."""
-    return Transformer(
+    return ModelConfig(
         layers=row.count("layers"),
         hidden=row.count("hidden"),
         heads=row.count("heads"),

@@ -17,7 +17,7 @@ from stepsplit.analyzer.errors import DataError, StepsplitError
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PublishedRow:
     """One row of a table. Reading a column that is absent or no number raises DataError."""
 
     table: str
@@ -88,17 +88,17 @@ class Row:
 
 # A check made of a table's records, without those that describe nothing that can be modelled.
 
-Build = Callable[[Record], tuple[Row, ...]]
+Build = Callable[[PublishedRow], tuple[Row, ...]]
 
 
-def equality(name: str, records: Iterable[Record], build: Build) -> Check:
+def equality(name: str, records: Iterable[PublishedRow], build: Build) -> Check:
     """All rows must come out as printed."""
     return gathered(name, records, build, "equality", (1.0,))
 
 
 def gathered(
     name: str,
-    records: Iterable[Record],
+    records: Iterable[PublishedRow],
     build: Build,
     measure: Measure,
     bar: tuple[float, ...],
@@ -242,7 +242,7 @@ class Published:
     def has(self, table: str) -> bool:
         return (self.folder / f"{table}.csv").is_file()
 
-    def records(self, table: str) -> tuple[Record, ...]:
+    def records(self, table: str) -> tuple[PublishedRow, ...]:
         """The table's rows, none where there is no such file. Raises DataError."""
         if not self.has(table):
             return ()
@@ -251,7 +251,9 @@ class Published:
             names = [row_id(table, row) for row in rows]
         except KeyError as missing:
             raise DataError(f"{table}.csv", f"no column {missing}", _MEND_COLUMN) from None
-        return tuple(Record(table, *each) for each in zip(_distinct(names), rows, strict=True))
+        return tuple(
+            PublishedRow(table, *each) for each in zip(_distinct(names), rows, strict=True)
+        )
 
 
 def _read(path: Path) -> list[dict[str, str]]:

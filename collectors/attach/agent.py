@@ -20,7 +20,7 @@ from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.protocol import (
     MARGIN_STEPS,
     POLL_S,
-    Answer,
+    AgentAnswer,
     Status,
     agents,
     answer_line,
@@ -35,10 +35,10 @@ from stepsplit.collectors.attach.protocol import (
 from stepsplit.collectors.guard import guarded
 from stepsplit.collectors.nccl import cut, keep_small, log_path
 from stepsplit.collectors.optimizers import Listener, call, listen
-from stepsplit.collectors.record import PLAN_VARIABLE, Plan, plan
+from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, parse_plan
 
 if TYPE_CHECKING:
-    from stepsplit.collectors.profiler import Recording
+    from stepsplit.collectors.profiler import ActiveRecording
 
 
 # What runs in every process of a job that was started to be recorded: next to nothing.
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 class Agent:
     """The agent of this process; plan.first None: it stands by."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan: Plan | None = plan if plan.first is not None else None
+    def __init__(self, plan: RecordPlan) -> None:
+        self._plan: RecordPlan | None = plan if plan.first is not None else None
         self._counter = StepCounter(self._ended)
         self._times: deque[int] = deque(maxlen=16)
-        self._recording: Recording | None = None
+        self._recording: ActiveRecording | None = None
         self._pid = 0
         self._log: Path | None = None
 
@@ -75,7 +75,7 @@ class Agent:
             self._begin(step + 1)
 
     @staticmethod
-    def _begins(plan: Plan) -> int:
+    def _begins(plan: RecordPlan) -> int:
         """The step before which a recording begins: some are timed before the profiler warms up."""
         return max(1, (plan.first or 0) - plan.warmup - MARGIN_STEPS)
 
@@ -84,9 +84,9 @@ class Agent:
         if plan is not None:
             with guarded(identity().rank, "the recording"):
                 # Only now: the optimizers were imported by a torch that was itself half imported.
-                from stepsplit.collectors.profiler import Recording, Stated
+                from stepsplit.collectors.profiler import ActiveRecording, Stated
 
-                self._recording = Recording(plan, Stated())
+                self._recording = ActiveRecording(plan, Stated())
                 self._recording.begin(next_step)
 
     def _close(self) -> None:
@@ -132,20 +132,20 @@ class Agent:
                 connection.settimeout(2.0)
                 connection.sendall(answer_line(self._answer(read_line(connection))))
 
-    def _answer(self, line: bytes) -> Status | Answer:
+    def _answer(self, line: bytes) -> Status | AgentAnswer:
         question = asked(line)
         plan = question.plan
         if plan is None:
             return self._status()
         done = self._counter.steps
         if self._recording is not None or self._plan is not None:
-            return Answer(False, done, "it is being recorded")
+            return AgentAnswer(False, done, "it is being recorded")
         if done + 1 > (plan.first or 0) - plan.warmup:
-            return Answer(False, done, f"step {plan.first} is too near: {done} have ended")
+            return AgentAnswer(False, done, f"step {plan.first} is too near: {done} have ended")
         self._plan = plan
         if not question.relayed:
             hand_on(plan)
-        return Answer(True, done)
+        return AgentAnswer(True, done)
 
     def _status(self) -> Status:
         who, times = identity(), list(self._times)
@@ -261,7 +261,7 @@ def several_hosts() -> bool:
     return who.local_world_size < who.world_size
 
 
-def hand_on(asked: Plan) -> None:
+def hand_on(asked: RecordPlan) -> None:
     """Leaves the plan for the other hosts, from one rank of this one."""
     if several_hosts() and identity().local_rank == 0:
         with guarded(identity().rank, "the other hosts: they do not hear of the attach"):
@@ -284,10 +284,10 @@ def _relay() -> None:
             word = presence.heard(f"attach/{number}", _FOREVER_S, POLL_S)
             if word is None:
                 return
-            _tell_ranks(plan(word))
+            _tell_ranks(parse_plan(word))
 
 
-def _tell_ranks(asked: Plan) -> None:
+def _tell_ranks(asked: RecordPlan) -> None:
     """Those that were reached by the attach itself refuse: they are busy."""
     for pid in agents():
         status = ask_status(pid)

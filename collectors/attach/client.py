@@ -13,7 +13,7 @@ from pathlib import Path
 from stepsplit.collectors.attach.protocol import (
     MARGIN_STEPS,
     POLL_S,
-    Answer,
+    AgentAnswer,
     Captured,
     Status,
     agents,
@@ -29,14 +29,14 @@ from stepsplit.collectors.attach.protocol import (
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.rank_files import Packed, Packer
 from stepsplit.collectors.rank_record import record_path, trace_path
-from stepsplit.collectors.record import PLAN_VARIABLE, SITE, Plan
+from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan
 from stepsplit.collectors.run_spec import RankInfo, RunSpec, write_run_json
 
 # attach by whichever way the job can be reached: its agents, Kineto's protocol, or PEP 768.
 
 
 def attach_and_wait(
-    target: int | None, out: Path | None, plan_in: Callable[[Path], Plan], timeout_s: float
+    target: int | None, out: Path | None, plan_in: Callable[[Path], RecordPlan], timeout_s: float
 ) -> str:
     """Records the job, and returns when that is done; what to say of it.
 
@@ -57,7 +57,7 @@ def _has_agent(target: int) -> bool:
     return any(pid in agents() and ask_status(pid) is not None for pid in family(target))
 
 
-def _by_agents(target: int | None, plan: Plan, timeout_s: float) -> str:
+def _by_agents(target: int | None, plan: RecordPlan, timeout_s: float) -> str:
     agreed = attach(target, plan)
     last = agreed.first + plan.steps - 1
     here, all_ranks = len(agreed.ranks), agreed.ranks[0].world_size
@@ -72,7 +72,7 @@ def _by_agents(target: int | None, plan: Plan, timeout_s: float) -> str:
     return f"recorded: stepsplit analyze {plan.out}"
 
 
-def _by_kineto(target: int, plan: Plan, timeout_s: float) -> str:
+def _by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     _say("no agent; asking the profiler in each rank as a daemon does")
     captured = capture(target, plan, timeout_s)
     packer, folder = Packer(), Path(plan.out)
@@ -83,7 +83,7 @@ def _by_kineto(target: int, plan: Plan, timeout_s: float) -> str:
     return f"recorded {len(captured)} ranks: stepsplit analyze {plan.out}"
 
 
-def _spec(plan: Plan, captured: tuple[Captured, ...]) -> RunSpec:
+def _spec(plan: RecordPlan, captured: tuple[Captured, ...]) -> RunSpec:
     """What the environments of the processes tell; their traces do not say which rank they are."""
     told = {each.pid: environment(each.pid) for each in captured}
     sizes = [int(env.get("WORLD_SIZE", "0")) for env in told.values()]
@@ -118,7 +118,7 @@ _POLL_S, _TELL_S, _SECOND_STEP_S = 0.2, 5.0, 300.0
 class Attached:
     """What was agreed: the first step and the ranks that were asked; refused says why not all."""
 
-    plan: Plan
+    plan: RecordPlan
     ranks: tuple[Status, ...]
     refused: tuple[str, ...]
 
@@ -127,7 +127,7 @@ class Attached:
         return self.plan.first or 0
 
 
-def attach(target: int | None, plan: Plan) -> Attached:
+def attach(target: int | None, plan: RecordPlan) -> Attached:
     """Asks the ranks of the job to record the plan's steps, from the next step that all can reach.
 
     target: a process of the job, a rank or what has started it; None where there is one job only.
@@ -216,11 +216,11 @@ def _which(found: Sequence[Sequence[Status]], target: int | None) -> str:
     )
 
 
-def _took(answer: Answer | None) -> bool:
+def _took(answer: AgentAnswer | None) -> bool:
     return answer is not None and answer.accepted
 
 
-def _refusal(rank: Status, answer: Answer | None) -> str:
+def _refusal(rank: Status, answer: AgentAnswer | None) -> str:
     return f"rank {rank.rank}: {'it does not answer' if answer is None else answer.why}"
 
 
@@ -243,7 +243,7 @@ runpy.run_path({site!r})
 """
 
 
-def inject(pid: int, plan: Plan) -> None:
+def inject(pid: int, plan: RecordPlan) -> None:
     """Runs the agent's start in the process (PEP 768) and waits until it has ended a step.
 
     Raises CollectError where this Python or the other cannot, or may not.

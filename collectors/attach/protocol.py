@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.record import _RANK, Plan, is_rank, plan_of
+from stepsplit.collectors.record import _RANK, RecordPlan, is_rank, plan_of
 from stepsplit.collectors.run_spec import named
 
 MARGIN_STEPS = 3
@@ -45,7 +45,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentAnswer:
     """Whether a rank takes a plan, how many steps it has ended, and why not."""
 
     accepted: bool
@@ -57,7 +57,7 @@ class Answer:
 class Asked:
     """A plan to record by; None: only for the status."""
 
-    plan: Plan | None
+    plan: RecordPlan | None
     relayed: bool = False
 
 
@@ -93,16 +93,16 @@ def ask_status(pid: int) -> Status | None:
     return None if body is None else Status(**named(Status, body))
 
 
-def ask_record(pid: int, plan: Plan, relayed: bool = False) -> Answer | None:
+def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer | None:
     """Asks the rank in the process to record; None where no agent answers there.
 
     relayed: the other hosts of the job have heard of it.
     """
     body = _ask(pid, {"do": "record", "plan": asdict(plan), "relayed": relayed}, 2.0)
-    return None if body is None else Answer(**named(Answer, body))
+    return None if body is None else AgentAnswer(**named(AgentAnswer, body))
 
 
-def answer_line(status: Status | Answer) -> bytes:
+def answer_line(status: Status | AgentAnswer) -> bytes:
     """The line that ask_status or ask_record reads back."""
     return json.dumps(asdict(status)).encode() + b"\n"
 
@@ -182,7 +182,7 @@ def ranks_with_daemon(target: int) -> dict[int, int]:
     return {pid: int(env.get("RANK", "0")) for pid, env in asks.items() if is_rank(env)}
 
 
-def capture(target: int, plan: Plan, timeout_s: float) -> tuple[Captured, ...]:
+def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[Captured, ...]:
     """Has every rank of the target's family write a trace of the plan's steps beside `plan.out`.
 
     Raises CollectError where another daemon has the socket, or a rank asks or writes nothing in
@@ -198,7 +198,7 @@ def capture(target: int, plan: Plan, timeout_s: float) -> tuple[Captured, ...]:
     return tuple(sorted(wanted, key=lambda each: each.rank))
 
 
-def _configuration(folder: Path, plan: Plan) -> str:
+def _configuration(folder: Path, plan: RecordPlan) -> str:
     lines = {
         "ACTIVITIES_LOG_FILE": folder / "kineto.json",
         "ACTIVITIES_ITERATIONS": plan.steps,

@@ -24,9 +24,9 @@ def _start_agent() -> None:
     def install() -> None:
         _make_importable()
         from stepsplit.collectors.attach.agent import Agent
-        from stepsplit.collectors.record import plan
+        from stepsplit.collectors.record import parse_plan
 
-        Agent(plan(text)).install()
+        Agent(parse_plan(text)).install()
 
     imports = _loaded("_stepsplit_imports", _COLLECTORS / "attach" / "imports.py")
     imports.when_imported("torch.optim.optimizer", install)

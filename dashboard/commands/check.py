@@ -103,8 +103,8 @@ def check_command(
 
 
 def _judged(
-    candidate: Sequence[Run],
-    baseline: Sequence[Run],
+    candidate: Sequence[SideRun],
+    baseline: Sequence[SideRun],
     budgets: Sequence[str],
     across_setups: bool,
     dashboard_url: str | None,
@@ -131,7 +131,7 @@ def _named(budgets: Sequence[str], baselines: Sequence[str]) -> str:
     return files[0] if files else "stepsplit"
 
 
-def _record(store: Store, candidate: Sequence[Run], verdict: Verdict) -> None:
+def _record(store: Store, candidate: Sequence[SideRun], verdict: Verdict) -> None:
     """Keeps the answer beside the runs of the store that it is of."""
     from stepsplit.dashboard.reporters.verdict import headline
 
@@ -194,7 +194,7 @@ OpenStore = Callable[[], "Store"]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SideRun:
     """A run to judge, or to judge by; id is its own in the store that it came from."""
 
     facts: RunFacts
@@ -210,12 +210,12 @@ class Query:
     id: str | None = None
 
 
-def runs_at(places: Sequence[str], open_store: OpenStore, run: str | None = None) -> list[Run]:
+def runs_at(places: Sequence[str], open_store: OpenStore, run: str | None = None) -> list[SideRun]:
     """The runs at the places, each a path as facts_at takes it or a query; run is as there.
 
     Raises StepsplitError.
     """
-    found: list[Run] = []
+    found: list[SideRun] = []
     for place in places:
         if place.startswith(PREFIX):
             found += _stored(open_store(), parse_query(place))
@@ -224,12 +224,12 @@ def runs_at(places: Sequence[str], open_store: OpenStore, run: str | None = None
     return found
 
 
-def _read(place: str, run: str | None) -> list[Run]:
+def _read(place: str, run: str | None) -> list[SideRun]:
     from stepsplit.analyzer.analysis import facts_at
     from stepsplit.dashboard.reporters.terminal import reading_bar
 
     with reading_bar() as progress:
-        return [Run(facts) for facts in facts_at(place, cores(), progress, run)]
+        return [SideRun(facts) for facts in facts_at(place, cores(), progress, run)]
 
 
 def parse_query(text: str) -> Query:
@@ -247,7 +247,7 @@ def parse_query(text: str) -> Query:
     return Query(tuple(tags.items()), int(last))
 
 
-def _stored(store: Store, query: Query) -> list[Run]:
+def _stored(store: Store, query: Query) -> list[SideRun]:
     """The runs that are done and meant, the oldest first. Raises UsageError where none is."""
     from stepsplit.analyzer.regression.metrics import facts_of
 
@@ -256,7 +256,9 @@ def _stored(store: Store, query: Query) -> list[Run]:
         asked = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
         raise UsageError(f"the store has no finished run for {asked}; see the list of runs")
     kept = reversed(done[: query.last])
-    return [Run(facts_of(store.report(run.id), f"{run.name} ({run.id})"), run.id) for run in kept]
+    return [
+        SideRun(facts_of(store.report(run.id), f"{run.name} ({run.id})"), run.id) for run in kept
+    ]
 
 
 def _meant(run: RunRow, query: Query) -> bool:

@@ -12,7 +12,7 @@ from stepsplit.dashboard.commands.common import put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.gap.calibrate import Calibration
-    from stepsplit.analyzer.model.config import Job
+    from stepsplit.analyzer.model.config import JobConfig
     from stepsplit.analyzer.model.plan_space import Plan
     from stepsplit.analyzer.model.prediction import Prediction
     from stepsplit.analyzer.validation.tables import Check
@@ -48,7 +48,7 @@ def model_command(run_file: Path, json_file: str | None, explain: bool) -> None:
         _show_model(job, prediction, explain)
 
 
-def _show_model(job: Job, prediction: Prediction, explain: bool) -> None:
+def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
     from rich.console import Console
 
     from stepsplit.dashboard.reporters.prediction import prediction_screen
@@ -111,7 +111,7 @@ def _kept(words: tuple[str, ...]) -> frozenset[str]:
     return keys
 
 
-def _show_plan(job: Job, found: Plan) -> None:
+def _show_plan(job: JobConfig, found: Plan) -> None:
     from rich.console import Console
 
     from stepsplit.dashboard.reporters.plan import plan_screen

@@ -105,11 +105,17 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
 def _mesh(parallel: str) -> Mesh:
     """The layout asked for, or what of it this machine's memory holds."""
     from stepsplit.analyzer import units
-    from stepsplit.collectors.record import Recipe, affordable, check, parallel_text, parse_parallel
+    from stepsplit.collectors.record import (
+        DemoArgs,
+        affordable,
+        check,
+        parallel_text,
+        parse_parallel,
+    )
 
     try:
         wanted = parse_parallel(parallel)
-        check(Recipe(), wanted)
+        check(DemoArgs(), wanted)
     except ValueError as error:
         raise UsageError(f"--parallel: {error}") from None
     available = _available_bytes()

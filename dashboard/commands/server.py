@@ -28,7 +28,7 @@ from stepsplit.dashboard.commands.common import (
 if TYPE_CHECKING:
     from stepsplit.dashboard.store.ingest import LogFormat
     from stepsplit.dashboard.store.tokens import Tokens
-    from stepsplit.dashboard.upload import Chosen, Sender
+    from stepsplit.dashboard.upload import FileToSend, Sender
 
 
 # stepsplit dashboard: the pages over a store of runs.
@@ -261,7 +261,7 @@ def _pair(tag: str) -> tuple[str, str]:
     return key, value
 
 
-def _name(files: Sequence[Chosen]) -> str:
+def _name(files: Sequence[FileToSend]) -> str:
     first = files[0].path.partition("/")[0]
     alone = len(files) == 1 or "/" in files[0].path
     return first if alone else f"{first} and {len(files) - 1} more"

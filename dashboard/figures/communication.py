@@ -36,7 +36,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class BandwidthPoint:
     """One op of one size on an axis; count is how many such calls there were."""
 
     axis: str
@@ -57,12 +57,12 @@ class Curve:
     link_bytes_per_s: float
 
 
-def bandwidth(points: Sequence[Point], curves: Sequence[Curve] = ()) -> go.Figure:
+def bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
     """GB/s over bytes, both logarithmic: a color an axis, a shape an op, a line the model."""
     figure = blank(380, "message size", "busbw, GB/s")
     axes = sorted({one.axis for one in points} | {one.axis for one in curves})
     ops = sorted({one.op for one in points})
-    grouped: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    grouped: dict[tuple[str, str], list[BandwidthPoint]] = defaultdict(list)
     for one in points:
         grouped[one.axis, one.op].append(one)
     for (axis, op), own in sorted(grouped.items()):
@@ -76,7 +76,9 @@ def bandwidth(points: Sequence[Point], curves: Sequence[Curve] = ()) -> go.Figur
     return figure
 
 
-def _measured(axis: str, op: str, own: list[Point], axes: list[str], ops: list[str]) -> go.Scatter:
+def _measured(
+    axis: str, op: str, own: list[BandwidthPoint], axes: list[str], ops: list[str]
+) -> go.Scatter:
     return go.Scatter(
         name=f"{plain(op)} on {plain(axis)}",
         mode="markers",
@@ -120,7 +122,7 @@ def _color(axis: str, axes: list[str]) -> str:
     return AXES[axes.index(axis) % len(AXES)] if axis != "other" else MUTED
 
 
-def _told(one: Point) -> str:
+def _told(one: BandwidthPoint) -> str:
     rate = gigabytes_per_second(one.busbw_bytes_per_s)
     return f"{size(one.message_bytes)}, {rate}<br>{one.count:,} calls"
 
@@ -165,7 +167,7 @@ def _most(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MedianCall:
     """The median call of a kind: how long it waits, and how long it then moves data, in ns."""
 
     words: str
@@ -173,7 +175,7 @@ class Call:
     wait_ns: int
 
 
-def wait_against_transfer(calls: Sequence[Call]) -> go.Figure:
+def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     """A bar a kind of call, in ms: its transfer, and hatched its wait."""
     figure = blank(110 + 26 * len(calls), "ms of the median call", "")
     words = [plain(call.words) for call in calls]
@@ -209,7 +211,7 @@ _BAND_SDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class HistoryPoint:
     """A run's value, in the unit that people read; words name the run."""
 
     words: str
@@ -253,7 +255,7 @@ def usual(values: Sequence[float], at: int) -> Usual | None:
 
 
 def history(
-    points: Sequence[Measured],
+    points: Sequence[HistoryPoint],
     title: str,
     budget: float | None = None,
     levels: Sequence[Level] = (),

@@ -445,7 +445,7 @@ _FAR = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemoryBar:
     """A bar: what a rank or stage held, by category in bytes; rest is what nobody named."""
 
     label: str
@@ -457,7 +457,7 @@ class Held:
         return sum(part for _, part in self.parts) + self.rest_bytes
 
 
-def memory(bars: Sequence[Held], limit_bytes: int | None = None) -> go.Figure:
+def memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go.Figure:
     """A stacked bar each, in GiB; the limit as a line."""
     fullest = max((bar.total_bytes for bar in bars), default=0)
     one = _MIB if fullest < _GIB else _GIB
@@ -477,12 +477,12 @@ def memory(bars: Sequence[Held], limit_bytes: int | None = None) -> go.Figure:
     return figure
 
 
-def _of(bar: Held, category: str) -> int:
+def _of(bar: MemoryBar, category: str) -> int:
     return dict(bar.parts).get(category, 0) if category in CATEGORIES else bar.rest_bytes
 
 
 def _layer(
-    category: str, labels: list[str], values: list[int], bars: Sequence[Held], one: int
+    category: str, labels: list[str], values: list[int], bars: Sequence[MemoryBar], one: int
 ) -> go.Bar:
     return go.Bar(
         name=category,

@@ -16,17 +16,17 @@ from stepsplit.analyzer.split.attribute import Overlap, overlaps_together
 from stepsplit.analyzer.split.lateness import Lateness
 from stepsplit.analyzer.units import milliseconds, percent, size
 from stepsplit.dashboard.figures.communication import (
-    Call,
+    BandwidthPoint,
     Curve,
-    Point,
+    MedianCall,
     bandwidth,
     wait_against_transfer,
     waits_matrix,
 )
 from stepsplit.dashboard.figures.run import one_pipeline, pipeline, stage_bubbles
 from stepsplit.dashboard.pages.components import (
+    AddressQuery,
     Cell,
-    Chosen,
     View,
     card,
     choice,
@@ -68,8 +68,10 @@ def collectives_page(view: View) -> list[Component]:
 def _bandwidth(report: Report) -> list[html.Section]:
     axes = {group.id: group.axis or "other" for group in report.groups}
     points = [
-        Point(axes.get(row.group, "other"), row.op, row.message_bytes, row.busbw_bytes_per_s,
-              row.count)
+        BandwidthPoint(
+            axes.get(row.group, "other"), row.op, row.message_bytes, row.busbw_bytes_per_s,
+            row.count,
+        )
         for row in report.collectives if row.message_bytes and row.busbw_bytes_per_s
     ]  # fmt: skip
     if not points:
@@ -98,7 +100,7 @@ def _against_transfer(report: Report) -> list[html.Section]:
     for row in sorted(report.collectives, key=taken_ns):
         kinds[_words(row, axes.get(row.group, "other"))] = row
     largest = sorted(kinds.items(), key=lambda item: -taken_ns(item[1]))[:KINDS]
-    calls = [Call(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
+    calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
     note = "the median call of the group that takes most"
     figure = graph("wait-transfer", wait_against_transfer(calls))
     return [section("Wait against transfer", note, figure)]
@@ -205,7 +207,7 @@ def _overlap_row(one: Overlap, steps: int) -> list[Cell]:
 # Pipeline: the measured grid of microbatches above the ideal one, and each stage's bubble.
 
 
-def pipeline_page(view: View, chosen: Chosen) -> list[Component]:
+def pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
     """The grid of one step; a sentence where the job has no pipeline, or its work is not marked."""
     found = view.report.pipeline
     if found is None:
@@ -232,7 +234,7 @@ def _cards(found: Pipeline) -> html.Div:
     return html.Div(shown, className="cards")
 
 
-def _grid(view: View, found: Pipeline, chosen: Chosen) -> list[Component]:
+def _grid(view: View, found: Pipeline, chosen: AddressQuery) -> list[Component]:
     if view.tables is None or not len(view.tables.boxes.step):
         return []
     steps = steps_with_boxes(view.report, view.tables.boxes)

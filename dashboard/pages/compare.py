@@ -15,8 +15,8 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.compare import (
-    Calls,
     CallsChange,
+    CallStats,
     Change,
     RunComparison,
     compare_reports,
@@ -32,11 +32,11 @@ from stepsplit.analyzer.units import (
     size,
 )
 from stepsplit.dashboard.figures.communication import FEWEST as FEWEST_USUAL
-from stepsplit.dashboard.figures.communication import Level, Measured, history, usual
+from stepsplit.dashboard.figures.communication import HistoryPoint, Level, history, usual
 from stepsplit.dashboard.figures.run import NamedSplit, difference_figure, splits
 from stepsplit.dashboard.pages.components import (
+    AddressQuery,
     Cell,
-    Chosen,
     View,
     card,
     choice,
@@ -50,7 +50,7 @@ from stepsplit.dashboard.pages.components import (
     table,
     time_cell,
 )
-from stepsplit.dashboard.store.metrics import Point
+from stepsplit.dashboard.store.metrics import MetricPoint
 
 # Compare: two runs, what differs between them by bucket, by axis, by call and by kernel.
 
@@ -175,7 +175,7 @@ def _call(row: CallsChange) -> list[list[Cell]]:
     return [[*head, Cell(name), *_side(calls)] for name, calls in sides]
 
 
-def _side(calls: Calls | None) -> list[Cell]:
+def _side(calls: CallStats | None) -> list[Cell]:
     if calls is None:
         return [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
     busbw = calls.busbw_bytes_per_s
@@ -207,7 +207,7 @@ FEWEST_POINTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class HistoryMetric:
     """How a stored metric is shown: its words, its unit, and what one unit is of the stored."""
 
     words: str
@@ -215,30 +215,32 @@ class Metric:
     one: float
 
 
-METRICS: Mapping[str, Metric] = {
-    "step_ns": Metric("median step", "ms", 1e6),
-    "exposed_comm": Metric("exposed communication", "% of the time", 0.01),
-    "skew": Metric("skew", "% of the time", 0.01),
-    "bubble": Metric("bubble", "% of the time", 0.01),
-    "idle": Metric("idle", "% of the time", 0.01),
-    "bubble_fraction": Metric("bubble fraction of the schedule", "%", 0.01),
-    "mfu": Metric("MFU", "%", 0.01),
-    "peak_memory_bytes": Metric("peak memory of the fullest rank", "GiB", float(2**30)),
+METRICS: Mapping[str, HistoryMetric] = {
+    "step_ns": HistoryMetric("median step", "ms", 1e6),
+    "exposed_comm": HistoryMetric("exposed communication", "% of the time", 0.01),
+    "skew": HistoryMetric("skew", "% of the time", 0.01),
+    "bubble": HistoryMetric("bubble", "% of the time", 0.01),
+    "idle": HistoryMetric("idle", "% of the time", 0.01),
+    "bubble_fraction": HistoryMetric("bubble fraction of the schedule", "%", 0.01),
+    "mfu": HistoryMetric("MFU", "%", 0.01),
+    "peak_memory_bytes": HistoryMetric("peak memory of the fullest rank", "GiB", float(2**30)),
 }
 
 
-def metric_of(chosen: Chosen) -> str:
+def metric_of(chosen: AddressQuery) -> str:
     """The metric that the address names, else the step's time."""
     name = chosen.text("metric")
     return name if name is not None and name in METRICS else "step_ns"
 
 
-def history_page(points: Sequence[Point], tags: Sequence[str], chosen: Chosen) -> list[Component]:
+def history_page(
+    points: Sequence[MetricPoint], tags: Sequence[str], chosen: AddressQuery
+) -> list[Component]:
     """points of the chosen metric, oldest first, of the runs with the chosen tag; tags are all
     that there are, as key=value."""
     name = metric_of(chosen)
     metric = METRICS[name]
-    shown = [Measured(p.name, p.created_unix_ns, p.value / metric.one) for p in points]
+    shown = [HistoryPoint(p.name, p.created_unix_ns, p.value / metric.one) for p in points]
     if len(shown) < FEWEST_POINTS:
         told = "A history needs two runs at least: upload more, or choose another metric or tag."
         return [_controls(name, tags, chosen), nothing("Too few runs", told)]
@@ -257,7 +259,7 @@ def history_page(points: Sequence[Point], tags: Sequence[str], chosen: Chosen) -
     ]
 
 
-def _controls(name: str, tags: Sequence[str], chosen: Chosen) -> html.Section:
+def _controls(name: str, tags: Sequence[str], chosen: AddressQuery) -> html.Section:
     tag = chosen.text("tag")
     every = {"": "all runs", **{one: one for one in tags}}
     menus = [
@@ -288,7 +290,7 @@ def _moved(change: LevelChange) -> str:
 
 
 def _changes_section(
-    points: Sequence[Point], changed: Sequence[LevelChange], metric: Metric
+    points: Sequence[MetricPoint], changed: Sequence[LevelChange], metric: HistoryMetric
 ) -> html.Section:
     note = "levels of three runs or more that differ beyond chance; to look at, never for a gate"
     if not changed:
@@ -299,7 +301,7 @@ def _changes_section(
     return section("Changes", note, table(heads, rows))
 
 
-def _change_row(point: Point, change: LevelChange, metric: Metric) -> list[Cell]:
+def _change_row(point: MetricPoint, change: LevelChange, metric: HistoryMetric) -> list[Cell]:
     return [
         Cell(led(point.name, page_url(point.run_id))),
         Cell(_with_unit(change.before, metric), number=True),
@@ -308,12 +310,15 @@ def _change_row(point: Point, change: LevelChange, metric: Metric) -> list[Cell]
     ]
 
 
-def _with_unit(value: float, metric: Metric) -> str:
+def _with_unit(value: float, metric: HistoryMetric) -> str:
     return f"{value:,.4g} {metric.unit.split()[0]}"
 
 
 def _table(
-    points: Sequence[Point], shown: Sequence[Measured], metric: Metric, budget: float | None
+    points: Sequence[MetricPoint],
+    shown: Sequence[HistoryPoint],
+    metric: HistoryMetric,
+    budget: float | None,
 ) -> html.Section:
     values = [one.value for one in shown]
     rows = [_row(points[i], values, i, metric, budget) for i in reversed(range(len(values)))]
@@ -322,7 +327,11 @@ def _table(
 
 
 def _row(
-    point: Point, values: Sequence[float], at: int, metric: Metric, budget: float | None
+    point: MetricPoint,
+    values: Sequence[float],
+    at: int,
+    metric: HistoryMetric,
+    budget: float | None,
 ) -> list[Cell]:
     near, value = usual(values, at), values[at]
     change = signed_percent(value / near.middle - 1) if near and near.middle else ""

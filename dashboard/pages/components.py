@@ -298,7 +298,7 @@ _OTHERS = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AddressQuery:
     """What the search part of an address says, by name; what is odd in it counts as absent."""
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -319,12 +319,12 @@ class Address:
 
     page: str
     run_id: str
-    chosen: Chosen
+    chosen: AddressQuery
 
 
 def address_of(path: str | None, search: str | None) -> Address | None:
     """The page that a path and its search part name, None where there is no such page."""
-    chosen = Chosen(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
+    chosen = AddressQuery(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
     found = _RUN.fullmatch(path or "")
     if found:
         return Address(found.group(2) or RUN_PAGES[0], found.group(1), chosen)

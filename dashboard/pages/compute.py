@@ -16,7 +16,7 @@ from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.units import memory_size
-from stepsplit.dashboard.figures.run import CATEGORIES, Held, memory
+from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, memory
 from stepsplit.dashboard.pages.components import (
     Cell,
     View,
@@ -244,7 +244,7 @@ def memory_page(view: View) -> list[Component]:
     return [section("Memory", note, figure), *_stages(report), *_reserved(report)]
 
 
-def _modelled(report: Report) -> tuple[list[Held], int | None]:
+def _modelled(report: Report) -> tuple[list[MemoryBar], int | None]:
     """The predicted bars by stage and the device's limit in bytes, none without a prediction."""
     try:
         found, job = prediction_of(report), job_of_report(report)
@@ -254,20 +254,20 @@ def _modelled(report: Report) -> tuple[list[Held], int | None]:
     return ([] if found is None else predicted_bars(found)), limit
 
 
-def predicted_bars(found: Prediction, words: str = "model") -> list[Held]:
+def predicted_bars(found: Prediction, words: str = "model") -> list[MemoryBar]:
     """A bar a stage, by category."""
-    return [Held(f"{words}, stage {one.stage}", _parts(one)) for one in found.memory]
+    return [MemoryBar(f"{words}, stage {one.stage}", _parts(one)) for one in found.memory]
 
 
-def _memory_by_rank(report: Report) -> list[Held]:
+def _memory_by_rank(report: Report) -> list[MemoryBar]:
     rows = [row for row in report.memory or () if row.peak_allocated_bytes]
     return [_measured(row) for row in rows[:MEMORY_RANKS]]
 
 
-def _measured(row: MemoryRow) -> Held:
+def _measured(row: MemoryRow) -> MemoryBar:
     parts = _parts(row)
     rest = (row.peak_allocated_bytes or 0) - sum(held for _, held in parts)
-    return Held(f"rank {row.rank}", parts, max(rest, 0))
+    return MemoryBar(f"rank {row.rank}", parts, max(rest, 0))
 
 
 def _parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:

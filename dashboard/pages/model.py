@@ -11,9 +11,9 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.config import SCHEDULES, Job
+from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_file import hardware_names, job_in
-from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.config_table import TomlTable
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import Candidate
 from stepsplit.analyzer.model.predict import predict
@@ -22,8 +22,8 @@ from stepsplit.analyzer.report.io import job_of_report
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
 from stepsplit.dashboard.figures.run import NamedSplit, memory, splits
 from stepsplit.dashboard.pages.components import (
+    AddressQuery,
     Cell,
-    Chosen,
     View,
     card,
     choice,
@@ -44,7 +44,7 @@ from stepsplit.dashboard.pages.overview import against_the_model
 _DOUBLINGS = 4
 
 
-def model_page(view: View, chosen: Chosen) -> list[Component]:
+def model_page(view: View, chosen: AddressQuery) -> list[Component]:
     """Without a job there is nothing to change: then what the model must be told."""
     report = view.report
     try:
@@ -64,7 +64,7 @@ def model_page(view: View, chosen: Chosen) -> list[Component]:
     ]
 
 
-def _controls(job: Job, chosen: Chosen) -> html.Section:
+def _controls(job: JobConfig, chosen: AddressQuery) -> html.Section:
     now = {
         "tp": job.layout.tp, "pp": job.layout.pp, "cp": job.layout.cp,
         "dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard,
@@ -112,7 +112,7 @@ def _outcome(changed: Changed, bars: list[NamedSplit], before: Split) -> list[Co
     ]  # fmt: skip
 
 
-def _cards(found: Prediction, job: Job, before: Split) -> html.Div:
+def _cards(found: Prediction, job: JobConfig, before: Split) -> html.Div:
     step, peak = found.split.step_ns, max(one.total_bytes for one in found.memory)
     change = signed_percent(step / before.step_ns - 1) if before.step_ns else "?"
     shown = [
@@ -146,12 +146,12 @@ _INSTEAD = {
 class Changed:
     """The job as changed and its prediction, or why there can be no such job."""
 
-    job: Job | None
+    job: JobConfig | None
     prediction: Prediction | None
     fault: str
 
 
-def changed_job(values: Mapping[str, Any], chosen: Chosen) -> Changed:
+def changed_job(values: Mapping[str, Any], chosen: AddressQuery) -> Changed:
     """The job of those tables of a RUN.toml with what the address changes."""
     tables = {name: dict(own) for name, own in values.items()}
     for key, value in _asked(chosen).items():
@@ -162,13 +162,13 @@ def changed_job(values: Mapping[str, Any], chosen: Chosen) -> Changed:
     if (preset := chosen.text("hardware")) not in (None, AS_IT_IS):
         tables["hardware"] = {"preset": preset}
     try:
-        job = job_in(Table("this page", "", tables))
+        job = job_in(TomlTable("this page", "", tables))
         return Changed(job, predict(job), "")
     except StepsplitError as error:
         return Changed(None, None, str(error))
 
 
-def _asked(chosen: Chosen) -> dict[str, object]:
+def _asked(chosen: AddressQuery) -> dict[str, object]:
     """What the address changes, by the keys of a RUN.toml."""
     asked: dict[str, object] = {
         key: number for key in SIZES if (number := chosen.whole(key)) is not None
@@ -184,7 +184,7 @@ def _asked(chosen: Chosen) -> dict[str, object]:
 MOST_GPUS = 1_024
 
 
-def plan_of(view: View, job: Job | None, chosen: Chosen) -> list[Component]:
+def plan_of(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[Component]:
     """The ranking of layouts of as many GPUs, when it is asked for: the search takes seconds."""
     if job is None or job.layout.world_size > MOST_GPUS:
         return []

@@ -18,8 +18,8 @@ from stepsplit.dashboard.pages.components import (
     COMPUTE,
     RUN_PAGES,
     Address,
+    AddressQuery,
     Cell,
-    Chosen,
     Content,
     View,
     aria,
@@ -78,7 +78,7 @@ def upload_zone() -> html.Section:
     )
 
 
-def runs_page(runs: Sequence[RunRow], chosen: Chosen) -> html.Div:
+def runs_page(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
     """The runs that the address asks for, newest first unless it says otherwise."""
     if not runs:
         hint = "No runs yet. Drop a recording above, or see one made with stepsplit demo."
@@ -94,13 +94,13 @@ def runs_page(runs: Sequence[RunRow], chosen: Chosen) -> html.Div:
     return html.Div([_head(chosen), body, html.P(told, className="note")])
 
 
-def _head(chosen: Chosen) -> html.Div:
+def _head(chosen: AddressQuery) -> html.Div:
     search = entry("q", chosen.text("q") or "", "search names, tags, meshes")
     compare = html.A("compare the two", href="/compare", id="compare-link", className="off")
     return html.Div([html.H1("Runs"), search, compare, legend()], className="heading")
 
 
-def _heads(chosen: Chosen) -> list[Content]:
+def _heads(chosen: AddressQuery) -> list[Content]:
     """Each head sorts by its column; a second time, the other way."""
     now = chosen.text("sort") or NEWEST
     return [
@@ -109,7 +109,7 @@ def _heads(chosen: Chosen) -> list[Content]:
     ]
 
 
-def _sorter(name: str, now: str, chosen: Chosen) -> Content:
+def _sorter(name: str, now: str, chosen: AddressQuery) -> Content:
     mark = {name: " ▲", f"-{name}": " ▼"}.get(now, "")
     then = f"-{name}" if now == name else name
     if now.removeprefix("-") != name and name not in ("name", "mesh"):

@@ -43,7 +43,7 @@ SHAPES, MOST_SLOTS = 40_000, 2_500
 """How much of a step a page without a server holds."""
 
 
-def index_json(scene: Scene) -> dict[str, Any]:
+def index_json(scene: TimelineView) -> dict[str, Any]:
     """The run's steps and ranks, and how buckets look."""
     return {
         "buckets": [
@@ -88,7 +88,7 @@ def _places(places: dict[str, int], one: Shown) -> Int64:
 def still_json(report: Report, tables: Tables) -> dict[str, Any]:
     """What a page without a server holds: the bands of the middle full step of up to RANKS ranks,
     and the lanes too where there are few."""
-    scene = Scene(report, tables)
+    scene = TimelineView(report, tables)
     full = [one for one in scene.steps if one.kind == "full"] or list(scene.steps)
     step = full[len(full) // 2]
     index = index_json(scene)
@@ -139,7 +139,7 @@ class Shown:
     names: tuple[str, ...]
 
 
-class Scene:
+class TimelineView:
     """The timeline of one run."""
 
     def __init__(self, report: Report, tables: Tables) -> None:
@@ -162,7 +162,7 @@ class Scene:
         ]
         return tuple(_shown(rank, line, from_ns, to_ns, slots) for rank, line in lines)
 
-    def _read_lanes(self, rank: int) -> tuple[Line, ...]:
+    def _read_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
         slices = self._tables.slices
         return lanes_of(slices[rank]) if rank in slices else ()
 
@@ -203,7 +203,7 @@ def _only(stages: Sequence[int]) -> int | None:
     return stages[0] if len(stages) == 1 else None
 
 
-def _shown(rank: int, line: Line, from_ns: int, to_ns: int, slots: int) -> Shown:
+def _shown(rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int) -> Shown:
     drawn = line.track.drawn(from_ns, to_ns, slots)
     name, owner = (_of_rows(column, drawn.row) for column in (line.name, line.owner))
     return Shown(rank, line.lane, line.depth, drawn, name, owner, line.names)
@@ -225,28 +225,28 @@ _COMPUTE = BUCKETS.index("compute")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TimelineRow:
     """A track with what its slices are called; name indexes names, owner is -1 for nobody."""
 
     lane: str
     depth: int
-    track: Track
+    track: TimelineTrack
     name: Int32
     owner: Int32
     names: tuple[str, ...]
 
 
-def band_of(rank: int, segments: Segments, waits: Waits) -> Line:
+def band_of(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
     """The buckets of the rank; waits are named by what was waited in."""
     low, high = np.searchsorted(segments.rank, (rank, rank + 1)).tolist()
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
-    track = Track(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
+    track = TimelineTrack(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
     name, owner, names = _waited(rank, track.start_ns, waits)
-    return Line(BAND, 0, track, name, owner, names)
+    return TimelineRow(BAND, 0, track, name, owner, names)
 
 
-def lanes_of(slices: Slices) -> tuple[Line, ...]:
+def lanes_of(slices: Slices) -> tuple[TimelineRow, ...]:
     """A line for each depth of each lane, the lane with the most compute first."""
     place = slices.lane.astype(np.int64) * 256 + slices.depth
     first = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
@@ -258,11 +258,11 @@ def lanes_of(slices: Slices) -> tuple[Line, ...]:
     return tuple(sorted(lines, key=lambda line: (-busy[line.lane], line.lane, line.depth)))
 
 
-def _line(slices: Slices, rows: slice) -> Line:
-    return Line(
+def _line(slices: Slices, rows: slice) -> TimelineRow:
+    return TimelineRow(
         lane=slices.lanes[int(slices.lane[rows.start])],
         depth=int(slices.depth[rows.start]),
-        track=Track(slices.start_ns[rows], slices.dur_ns[rows], slices.bucket[rows]),
+        track=TimelineTrack(slices.start_ns[rows], slices.dur_ns[rows], slices.bucket[rows]),
         name=slices.name[rows],
         owner=slices.owner[rows],
         names=slices.names,
@@ -311,7 +311,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Track:
+class TimelineTrack:
     """Slices that do not overlap, by start; columns of one length, bucket indexes BUCKETS."""
 
     start_ns: Int64
@@ -338,7 +338,7 @@ class Track:
     def _together(self, edges: Int64, drawn: Drawn) -> Drawn:
         """For each slot the bucket with most time of the slices that are not drawn yet; neighbours
         of one bucket and cover are one shape."""
-        apart = Track(drawn.start_ns, drawn.dur_ns, drawn.bucket)
+        apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
         busy = self._busy(edges) - apart._busy(edges)
         cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
         winner = busy.argmax(axis=0).astype(np.uint8)

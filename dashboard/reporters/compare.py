@@ -7,11 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.diagnose.what_if import Change, WhatIf, WhatIfs
+from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs
 from stepsplit.analyzer.regression.compare import (
     BucketChange,
-    Calls,
     CallsChange,
+    CallStats,
     RunComparison,
     Side,
 )
@@ -210,7 +210,7 @@ def _size(row: CallsChange) -> str:
     return f"  {size} {row.dtype or ''}".rstrip()
 
 
-def _calls_cells(calls: Calls | None) -> tuple[str, ...]:
+def _calls_cells(calls: CallStats | None) -> tuple[str, ...]:
     if calls is None:
         return ("none",)
     rate = calls.busbw_bytes_per_s
@@ -263,7 +263,7 @@ def _change_cells(row: WhatIf, step_ns: int) -> tuple[str, ...]:
     )
 
 
-def _meaning(change: Change) -> str:
+def _meaning(change: WhatIfChange) -> str:
     match change.kind:
         case "link":
             of = "every link" if change.axis == "all" else f"the links of {change.axis}"

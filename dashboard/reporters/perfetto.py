@@ -121,7 +121,7 @@ def _sources(tables: Tables) -> Int64:
     return found
 
 
-def _together(parts: tuple[_Part, ...], reached: Int64) -> Slices:
+def _together(parts: tuple[_Part, ...], reached: Int64) -> PerfettoSlices:
     """All slices, from time 0 at the latest; the n-th row that a flow reaches ends flow n + 1."""
     track = np.concatenate([part.track for part in parts])
     start = np.concatenate([part.start_ns for part in parts])
@@ -131,7 +131,7 @@ def _together(parts: tuple[_Part, ...], reached: Int64) -> Slices:
     name = [part.name + before for part, before in zip(parts, offset, strict=True)]
     flow = np.zeros(len(track), dtype=np.int64)
     flow[reached] = np.arange(len(reached)) + 1
-    return Slices(track, np.concatenate(name), start - zero, end - zero, flow)
+    return PerfettoSlices(track, np.concatenate(name), start - zero, end - zero, flow)
 
 
 # The rows of a Perfetto page: the steps, buckets and waits of each rank, and its stages.
@@ -171,7 +171,7 @@ def lanes_of(boxes: Boxes) -> Lanes:
     return Lanes(count, track, dict(zip(track.tolist(), boxes.stage.tolist(), strict=True)))
 
 
-def tracks_of(run: Run, lanes: Lanes) -> list[Track]:
+def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
     """The tracks of all ranks: a process each, named by where it runs, and what it holds."""
     tracks = []
     stages: dict[int, set[int]] = {rank: set() for rank in run.ranks}
@@ -179,11 +179,11 @@ def tracks_of(run: Run, lanes: Lanes) -> list[Track]:
         stages.setdefault(track // lanes.count - 1, set()).add(stage)
     for rank, own in stages.items():
         base = (rank + 1) * lanes.count
-        tracks.append(Track(base, _process_name(run, rank, sorted(own)), pid=PID + rank))
-        tracks += [Track(base + place, name, base, place) for place, name in _NAMES.items()]
+        tracks.append(PerfettoTrack(base, _process_name(run, rank, sorted(own)), pid=PID + rank))
+        tracks += [PerfettoTrack(base + place, name, base, place) for place, name in _NAMES.items()]
     for track, stage in sorted(lanes.stage_of.items()):
         base = track // lanes.count * lanes.count
-        tracks.append(Track(track, f"stage {stage}", base, track - base))
+        tracks.append(PerfettoTrack(track, f"stage {stage}", base, track - base))
     return tracks
 
 
@@ -252,7 +252,7 @@ _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class PerfettoTrack:
     """A row of the page; a process holds the tracks that name it as their parent."""
 
     id: int
@@ -263,7 +263,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class PerfettoSlices:
     """Intervals on tracks, columns of one length: at no instant two on one track, none empty.
 
     track is a Track's id, name a place in the list of names, flow the id of the one flow that ends
@@ -288,14 +288,14 @@ class Origins:
     row: Int64
 
 
-def head(tracks: Sequence[Track], names: Sequence[str]) -> bytes:
+def head(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
     """The packets that say which tracks there are and what the slices' names mean."""
     texts = [(2, _message((1, i + 1), (2, name))) for i, name in enumerate(names)]
     interned = _packet((_INTERNED, _message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
     return b"".join([interned, *(_packet((_DESCRIPTOR, _described(t))) for t in tracks)])
 
 
-def events(slices: Slices, origins: Origins) -> Iterator[bytes]:
+def events(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
     """The packets of all slices.
 
     Readers sort packets by time and keep the order of those at one time: ends come first, so that
@@ -309,7 +309,7 @@ def events(slices: Slices, origins: Origins) -> Iterator[bytes]:
     yield from _begins(slices, origins)
 
 
-def _begins(slices: Slices, origins: Origins) -> Iterator[bytes]:
+def _begins(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
     """The beginnings, together those of as many flows."""
     count = np.bincount(origins.row, minlength=len(slices.track))
     first = np.cumsum(count) - count
@@ -356,7 +356,7 @@ def _fixed_field(number: int, values: Int64) -> UInt8:
     return np.hstack([_alike(_tag(number, 1), len(values)), eight])
 
 
-def _described(track: Track) -> bytes:
+def _described(track: PerfettoTrack) -> bytes:
     """The track's descriptor; a process orders its tracks by their place."""
     if track.pid is None:
         return _message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))

@@ -13,11 +13,11 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.comm_measured import TransferSweep
-from stepsplit.analyzer.model.config import Hardware, Job
+from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.plan_space import (
+    AxisPlacement,
     Candidate,
     Choice,
-    Place,
     Plan,
     Reason,
     RunnerUp,
@@ -29,7 +29,7 @@ from stepsplit.analyzer.validation.tables import Check, Row
 from stepsplit.dashboard.reporters.tables import bare_table
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.gap.calibrate import Calibration, Explained
+    from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage
 
 
 # The terminal's answer to a plan: the best layouts, why the others lose, and the way there.
@@ -39,7 +39,7 @@ _DIM = "bright_black"
 MOST_REFUSED = 3
 
 
-def plan_screen(job: Job, plan: Plan) -> RenderableType:
+def plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     """The whole screen of one plan, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_plan_heading(job, plan), _searched(plan.searched), Text()]
     parts += [_ranking(job, plan), Text(), _details(plan), Text(), *_tree(job, plan)]
@@ -48,7 +48,7 @@ def plan_screen(job: Job, plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _plan_heading(job: Job, plan: Plan) -> Text:
+def _plan_heading(job: JobConfig, plan: Plan) -> Text:
     recipe, name = job.recipe, job.model.name or f"of {job.model.layers} layers"
     text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
     text.append(
@@ -68,7 +68,7 @@ def _searched(searched: Searched) -> Text:
     return Text(f"{text}; {searched.timed:,} timed, the others cannot be faster", style=_DIM)
 
 
-def _ranking(job: Job, plan: Plan) -> Table:
+def _ranking(job: JobConfig, plan: Plan) -> Table:
     """One line a split of the GPUs."""
     table = bare_table("", "layout", "step", "behind", "MFU", "peak memory", "confidence")
     table.columns[1].justify = "left"
@@ -102,7 +102,7 @@ def _settings(one: Candidate) -> Text:
     return Text(settings_words(one))
 
 
-def _tree(job: Job, plan: Plan) -> list[RenderableType]:
+def _tree(job: JobConfig, plan: Plan) -> list[RenderableType]:
     """The questions that people ask by hand, and on which links the best layout lies."""
     table = bare_table("as people decide", "a GPU needs", "")
     for trial in _shown_trials(plan.tree):
@@ -137,7 +137,7 @@ def _question(trial: Trial) -> str:
     return f"{trial.question}{': ' if words else ''}{' '.join(words)}"
 
 
-def _place(place: Place) -> str:
+def _place(place: AxisPlacement) -> str:
     where = "in a node" if place.nodes == 1 else f"over {place.nodes:,} nodes"
     return f"{place.axis} {place.ranks:,} {where} ({place.link})"
 
@@ -268,7 +268,7 @@ def _constants(found: Calibration) -> Table:
     return table
 
 
-def _constant_lines(hardware: Hardware) -> Iterable[tuple[str, str]]:
+def _constant_lines(hardware: HardwareConfig) -> Iterable[tuple[str, str]]:
     """(what it is, its value as people read it), in the same order for any hardware."""
     known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
     peak = hardware.peaks_flops_per_s[0][1]
@@ -301,7 +301,7 @@ def _transfers(transfers: tuple[TransferSweep, ...]) -> Group:
     return Group(table, left_out) if more > 0 else Group(table)
 
 
-def _stages(stages: tuple[Explained, ...]) -> Table:
+def _stages(stages: tuple[ExplainedStage, ...]) -> Table:
     """Measured and predicted step of each stage, and the bucket that is farthest off."""
     table = bare_table("run", "stage", "measured", "predicted", "off", "most in")
     for one in stages:
@@ -317,7 +317,7 @@ def _stages(stages: tuple[Explained, ...]) -> Table:
     return table
 
 
-def _farthest(one: Explained) -> str:
+def _farthest(one: ExplainedStage) -> str:
     missed = (one.predicted - one.measured).buckets_ns
     bucket, ns = max(zip(BUCKETS, missed, strict=True), key=lambda pair: abs(pair[1]))
     return f"{bucket} {units.signed_percent(ns / one.step_ns)}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.config import Job, Layout
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.formulas import Explained, Folk, RuleOfThumb, Symbol, Unit, Verdict
 from stepsplit.analyzer.model.memory import allocated_band
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
@@ -27,7 +27,7 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
 _CONFIDENCE = {"calibrated": "bold", "high": "bold", "low": "bold yellow"}
 
 
-def prediction_screen(job: Job, prediction: Prediction) -> RenderableType:
+def prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
     """The whole screen for one prediction, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_prediction_heading(job, prediction), _training(job)]
     parts += [_step(prediction), _peak_memory(job, prediction)]
@@ -40,7 +40,7 @@ def prediction_screen(job: Job, prediction: Prediction) -> RenderableType:
     return Group(*parts)
 
 
-def _prediction_heading(job: Job, prediction: Prediction) -> Text:
+def _prediction_heading(job: JobConfig, prediction: Prediction) -> Text:
     hardware, ranks = job.hardware, job.layout.world_size
     nodes = -(-ranks // hardware.gpus_per_node)
     known = (
@@ -52,11 +52,11 @@ def _prediction_heading(job: Job, prediction: Prediction) -> Text:
     return Text("   ".join(part for part in known if part), style="bold")
 
 
-def _sizes(job: Job) -> str:
+def _sizes(job: JobConfig) -> str:
     return f"of {job.model.layers} layers, hidden size {job.model.hidden:,}"
 
 
-def _axes(layout: Layout) -> str:
+def _axes(layout: ParallelConfig) -> str:
     """The axes of more than one rank, and how the states are spread: "tp 2 pp 2, ZeRO-1"."""
     sizes = [(axis, getattr(layout, axis)) for axis in _AXES]
     axes = " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
@@ -64,7 +64,7 @@ def _axes(layout: Layout) -> str:
     return f"{axes}{sequence}{f', ZeRO-{layout.zero}' if layout.zero else ''}"
 
 
-def _training(job: Job) -> Text:
+def _training(job: JobConfig) -> Text:
     recipe = job.recipe
     known = (
         f"{recipe.global_batch:,} sequence{'s' if recipe.global_batch > 1 else ''} "
@@ -95,7 +95,7 @@ def _use_of_peak(prediction: Prediction) -> str:
     return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
 
-def _peak_memory(job: Job, prediction: Prediction) -> Text:
+def _peak_memory(job: JobConfig, prediction: Prediction) -> Text:
     """Whether the fullest stage fits, and by how much."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     there = job.hardware.memory_bytes
@@ -120,7 +120,7 @@ def _memo(prediction: Prediction) -> Text:
     return Text(memo, style="bright_black")
 
 
-def _pipeline(job: Job, prediction: Prediction) -> Text:
+def _pipeline(job: JobConfig, prediction: Prediction) -> Text:
     if job.layout.pp == 1:
         return Text("no pipeline: one stage")
     chunks = job.layout.stages_per_rank

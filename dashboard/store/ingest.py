@@ -27,7 +27,7 @@ from stepsplit.analyzer.model.config_table import read_table
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
-from stepsplit.dashboard.store.runs import LEASE_S, Job
+from stepsplit.dashboard.store.runs import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.store import Store
 
 # A worker: takes analyses from the queue, one after the other, and shows that it lives.
@@ -94,7 +94,7 @@ def _one(store: Store, terms: Terms, analyze: AnalysisOf) -> bool:
 
 
 @contextmanager
-def _heart(store: Store, job: Job, terms: Terms) -> Iterator[None]:
+def _heart(store: Store, job: AnalysisJob, terms: Terms) -> Iterator[None]:
     """Prolongs the lease meanwhile, and ends this process when the job takes too long."""
     over = threading.Event()
     deadline = time.monotonic() + terms.limit_s
@@ -117,7 +117,7 @@ def _heart(store: Store, job: Job, terms: Terms) -> Iterator[None]:
 
 
 def _give_up_work(
-    store: Store, job: Job, limit_s: float, end: Callable[[int], None] = os._exit
+    store: Store, job: AnalysisJob, limit_s: float, end: Callable[[int], None] = os._exit
 ) -> None:
     """Nothing in Python stops a thread that computes: the process goes, and what it started."""
     told = f"the analysis took over {limit_s / 60:g} minutes; upload fewer steps or ranks"
@@ -220,7 +220,7 @@ _READING = 0.9
 """How much of the progress is reading; what is after it cannot be told in parts."""
 
 
-def ingest(store: Store, job: Job, analyze: AnalysisOf) -> str:
+def ingest(store: Store, job: AnalysisJob, analyze: AnalysisOf) -> str:
     """Does the job, and says how it ended: "done", "failed", or "lost" where the run was removed or
     another worker has the job. Raises SQLAlchemyError where the database is away."""
     try:
@@ -243,7 +243,7 @@ def ingest(store: Store, job: Job, analyze: AnalysisOf) -> str:
     return ended if held else "lost"
 
 
-def _analyzed(store: Store, job: Job, analyze: AnalysisOf) -> Analysis:
+def _analyzed(store: Store, job: AnalysisJob, analyze: AnalysisOf) -> Analysis:
     uploads = store.artifacts.uploads(job.run_id)
 
     def tell(share: float, note: str) -> None:
@@ -271,13 +271,13 @@ def reporting(
     return progress
 
 
-def _in_uploaders_words(store: Store, job: Job, error: StepsplitError) -> str:
+def _in_uploaders_words(store: Store, job: AnalysisJob, error: StepsplitError) -> str:
     # The uploader knows the files by the names that they were sent under.
     folder = str(store.artifacts.folder(job.run_id) / INPUT_NAME)
     return str(error).replace(f"{folder}/", "").replace(folder, "the upload")
 
 
-def _tidy(store: Store, job: Job, held: bool) -> None:
+def _tidy(store: Store, job: AnalysisJob, held: bool) -> None:
     store.artifacts.analyzed(job.run_id)
     if not held and store.run(job.run_id) is None:
         store.artifacts.remove(job.run_id)

@@ -68,7 +68,7 @@ class RankRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """A metric of one run, for a history over runs."""
 
     run_id: str
@@ -83,7 +83,7 @@ class Numbers:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def history(self, metric: str) -> tuple[Point, ...]:
+    def history(self, metric: str) -> tuple[MetricPoint, ...]:
         """The metric of every run that has it, oldest first; one of METRIC_NAMES."""
         query = (
             select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value)
@@ -92,7 +92,7 @@ class Numbers:
             .order_by(RUNS.c.created_unix_ns, RUNS.c.id)
         )
         with self._database.reading() as connection:
-            return tuple(Point(*row) for row in connection.execute(query))
+            return tuple(MetricPoint(*row) for row in connection.execute(query))
 
     def ranks(self, run_id: str) -> tuple[RankRow, ...]:
         """The ranks of a run that is done, in their order."""

@@ -29,7 +29,7 @@ _SPENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AnalysisJob:
     """An analysis that one worker has claimed; attempt counts from 1."""
 
     id: int
@@ -38,13 +38,13 @@ class Job:
     attempt: int
 
 
-class Jobs:
+class AnalysisQueue:
     """The queue. Each change is one transaction; a job is changed by the worker that holds it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def claim(self, worker: str, lease_s: float = LEASE_S) -> Job | None:
+    def claim(self, worker: str, lease_s: float = LEASE_S) -> AnalysisJob | None:
         """The oldest job that is queued, or whose worker is silent; of several callers one gets
         it. None where nothing is to be done."""
         now = time.time_ns()
@@ -57,18 +57,18 @@ class Jobs:
                 return None
             running = update(RUNS).where(RUNS.c.id == row.run_id).values(state="running")
             connection.execute(running)
-        return Job(row.id, row.run_id, worker, row.attempts)
+        return AnalysisJob(row.id, row.run_id, worker, row.attempts)
 
-    def beat(self, job: Job, lease_s: float = LEASE_S) -> bool:
+    def beat(self, job: AnalysisJob, lease_s: float = LEASE_S) -> bool:
         """Prolongs the lease. False where the job is no longer this worker's."""
         return self._set(job, lease_until_unix_ns=time.time_ns() + int(lease_s * 1e9))
 
-    def tell(self, job: Job, progress: float, note: str) -> bool:
+    def tell(self, job: AnalysisJob, progress: float, note: str) -> bool:
         """Records how far the analysis is, 0..1, and what it is at."""
         share = min(max(progress, 0.0), 1.0)
         return self._set(job, progress=share, progress_note=plain(note, 200))
 
-    def done(self, job: Job, report: Report) -> bool:
+    def done(self, job: AnalysisJob, report: Report) -> bool:
         """Ends the job with a report that is saved. False where it is no longer this worker's."""
         with self._database.writing() as connection:
             ended = _end(connection, job, state="done", progress=1.0)
@@ -76,7 +76,7 @@ class Jobs:
                 run_done(connection, job.run_id, report)
         return ended
 
-    def failed(self, job: Job, message: str) -> bool:
+    def failed(self, job: AnalysisJob, message: str) -> bool:
         """Ends the job with why there is no report. False where it is no longer this worker's."""
         with self._database.writing() as connection:
             ended = _end(connection, job, state="failed", error=plain(message, 2_000))
@@ -84,7 +84,7 @@ class Jobs:
                 run_failed(connection, job.run_id, message)
         return ended
 
-    def put_back(self, job: Job) -> bool:
+    def put_back(self, job: AnalysisJob) -> bool:
         """Gives up the job for another worker; the attempt does not count."""
         with self._database.writing() as connection:
             back = {"state": "queued", "worker": None, "attempts": job.attempt - 1}
@@ -109,7 +109,7 @@ class Jobs:
                 connection.execute(select(JOBS.c.id).where(_free(now)).limit(1)).first() is not None
             )
 
-    def _set(self, job: Job, **values: Any) -> bool:
+    def _set(self, job: AnalysisJob, **values: Any) -> bool:
         with self._database.writing() as connection:
             return connection.execute(_held(job).values(values)).rowcount == 1
 
@@ -152,7 +152,7 @@ def _give_up_job(connection: Connection, which: ColumnElement[bool]) -> None:
         run_failed(connection, run_id, _SPENT)
 
 
-def _held(job: Job) -> Any:
+def _held(job: AnalysisJob) -> Any:
     return update(JOBS).where(
         JOBS.c.id == job.id,
         JOBS.c.state == "running",
@@ -161,7 +161,7 @@ def _held(job: Job) -> Any:
     )
 
 
-def _end(connection: Connection, job: Job, **values: Any) -> bool:
+def _end(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
     return connection.execute(_held(job).values(values)).rowcount == 1
 
 

@@ -22,7 +22,7 @@ from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
 from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
 from stepsplit.dashboard.store.metrics import Numbers, Verdicts
-from stepsplit.dashboard.store.runs import Jobs, RunRow, Tag, add_job, waits_for_files
+from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, waits_for_files
 from stepsplit.dashboard.store.tokens import Tokens
 
 # Runs in SQL, their files beside: what a dashboard is of.
@@ -37,7 +37,7 @@ class Store:
 
     def __init__(self, url: str, database: Database, artifacts: Artifacts) -> None:
         self.url, self.artifacts, self._database = url, artifacts, database
-        self.jobs, self.files = Jobs(database), Files(database)
+        self.jobs, self.files = AnalysisQueue(database), RunFiles(database)
         self.tokens, self.numbers = Tokens(database), Numbers(database)
         self.verdicts = Verdicts(database)
 
@@ -141,7 +141,7 @@ class Store:
         for run_id in left:
             self._remove_files(run_id)
 
-    def counts(self) -> Counts:
+    def counts(self) -> StoreCounts:
         """How much of everything there is."""
         with self._database.reading() as connection:
             return count(connection)
@@ -165,14 +165,14 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredSize:
     """What a run's upload holds in all."""
 
     files: int
     bytes: int
 
 
-class Files:
+class RunFiles:
     """The files of uploads."""
 
     def __init__(self, database: Database) -> None:
@@ -190,12 +190,12 @@ class Files:
             row = connection.execute(_file_rows(run_id).where(FILES.c.path == path)).one_or_none()
         return None if row is None else _file(row)
 
-    def held(self, run_id: str) -> Held:
+    def held(self, run_id: str) -> StoredSize:
         """How much the run's upload holds."""
         counted = select(func.count(), func.coalesce(func.sum(FILES.c.received_bytes), 0))
         with self._database.reading() as connection:
             files, size = connection.execute(counted.where(FILES.c.run_id == run_id)).one()
-        return Held(int(files), int(size))
+        return StoredSize(int(files), int(size))
 
     def begin(self, run_id: str, row: FileRow) -> bool:
         """Records that more of the file is coming. False where the run takes no more files."""
@@ -243,7 +243,7 @@ def _file_rows(run_id: str) -> Select[tuple[str, int, bool]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class StoreCounts:
     """Runs and jobs by state, how long the oldest queued job has waited (0 without one), and the
     size of all uploads that are held."""
 
@@ -253,12 +253,12 @@ class Counts:
     upload_bytes: int
 
 
-def count(connection: Connection) -> Counts:
+def count(connection: Connection) -> StoreCounts:
     """What the store holds at this moment."""
     oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
     queued = connection.execute(oldest).scalar()
     size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
-    return Counts(
+    return StoreCounts(
         _by_state(connection, RUNS, RUNS.c.state),
         _by_state(connection, JOBS, JOBS.c.state),
         0.0 if queued is None else max(0, time.time_ns() - queued) / 1e9,

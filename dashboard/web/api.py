@@ -15,12 +15,12 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.dashboard.store.runs import RunRow, Tag
-from stepsplit.dashboard.store.store import Counts, FileRow, Store
+from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
 from stepsplit.dashboard.web.uploads import (
     JSON_BYTES,
     Limits,
-    Part,
     Refused,
+    UploadPart,
     forget,
     next_part,
     offset_headers,
@@ -94,7 +94,7 @@ class Api:
         request.max_content_length = self.limits.file_bytes
         return cast(BinaryIO, request.stream)
 
-    def _taken(self, run_id: str, path: str, part: Part, status: int) -> Response:
+    def _taken(self, run_id: str, path: str, part: UploadPart, status: int) -> Response:
         self._run(run_id)
         row = receive(self.store, run_id, relative(path), part, self.limits)
         answer = jsonify(path=row.path, bytes=row.received_bytes, complete=row.complete)
@@ -260,7 +260,7 @@ def count_request(done: Answered) -> None:
     _RECEIVED.inc(done.body_bytes)
 
 
-def exposition(counts: Counts) -> bytes:
+def exposition(counts: StoreCounts) -> bytes:
     """All metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_OfStore(counts))
@@ -271,7 +271,7 @@ def exposition(counts: Counts) -> bytes:
 
 
 class _OfStore:
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: StoreCounts) -> None:
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:

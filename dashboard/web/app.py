@@ -20,10 +20,16 @@ from plotly.io.json import to_json_plotly
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report, Run, StepRow
-from stepsplit.dashboard.figures.communication import Point, bandwidth
+from stepsplit.dashboard.figures.communication import BandwidthPoint, bandwidth
 from stepsplit.dashboard.figures.run import by_rank
 from stepsplit.dashboard.pages.compare import compare_page, history_page, metric_of
-from stepsplit.dashboard.pages.components import Address, Chosen, address_of, nothing, page_url
+from stepsplit.dashboard.pages.components import (
+    Address,
+    AddressQuery,
+    address_of,
+    nothing,
+    page_url,
+)
 from stepsplit.dashboard.pages.runs import (
     missing_page,
     run_page,
@@ -31,7 +37,7 @@ from stepsplit.dashboard.pages.runs import (
     upload_zone,
     waiting_page,
 )
-from stepsplit.dashboard.pages.timeline import Scene, index_json, window_json
+from stepsplit.dashboard.pages.timeline import TimelineView, index_json, window_json
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
@@ -94,7 +100,10 @@ def _warm() -> None:
     import_module("pandas")
     run = Run("", 1, (0,), (), None, "", None, None, None, None, "0")
     step = StepRow(0, 1, "full", 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
-    drawn = [by_rank(Report(run=run, steps=(step,))), bandwidth([Point("tp", "send", 1, 1.0, 1)])]
+    drawn = [
+        by_rank(Report(run=run, steps=(step,))),
+        bandwidth([BandwidthPoint("tp", "send", 1, 1.0, 1)]),
+    ]
     drawn.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
     for figure in drawn:
         to_json_plotly(figure)
@@ -214,7 +223,7 @@ class Contents:
         made: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
         return made
 
-    def _compared(self, chosen: Chosen) -> html.Div:
+    def _compared(self, chosen: AddressQuery) -> html.Div:
         runs = [self._store.run(chosen.text(side) or "") for side in ("baseline", "candidate")]
         done = [run for run in runs if run is not None and run.state == "done"]
         if len(done) < len(runs):
@@ -226,7 +235,7 @@ class Contents:
             return html.Div([html.H1("Compare"), nothing("A run cannot be read", str(error))])
         return html.Div([html.H1("Compare"), *compare_page(baseline, candidate)])
 
-    def _history(self, chosen: Chosen) -> html.Div:
+    def _history(self, chosen: AddressQuery) -> html.Div:
         rows = {row.id: row for row in self._store.runs()}
         tags = sorted({f"{tag.key}={tag.value}" for row in rows.values() for tag in row.tags})
         points = self._store.numbers.history(metric_of(chosen))
@@ -274,7 +283,7 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(packed, mimetype="application/json")
 
 
-def _window(scene: Scene) -> dict[str, Any]:
+def _window(scene: TimelineView) -> dict[str, Any]:
     """from and to in ns, slots a line, ranks and open as lists of numbers."""
     from_ns, to_ns = _number("from"), _number("to")
     if to_ns <= from_ns:

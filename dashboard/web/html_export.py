@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
-from stepsplit.dashboard.pages.components import Chosen, View
+from stepsplit.dashboard.pages.components import AddressQuery, View
 from stepsplit.dashboard.pages.compute import memory_page
 from stepsplit.dashboard.pages.overview import overview
 from stepsplit.dashboard.pages.runs import compute_page
@@ -91,7 +91,7 @@ def _parts(view: View) -> Iterator[Component]:
     chapters = [
         ("", overview(view)),
         ("", timeline_page(view)),
-        ("Pipeline", pipeline_page(view, Chosen()) if view.report.pipeline else []),
+        ("Pipeline", pipeline_page(view, AddressQuery()) if view.report.pipeline else []),
         ("Communication", collectives_page(view)),
         ("Compute", compute_page(view)),
         ("Memory", memory_page(view) if view.report.memory or view.report.prediction else []),

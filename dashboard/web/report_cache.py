@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.pages.components import View
-from stepsplit.dashboard.pages.timeline import Scene
+from stepsplit.dashboard.pages.timeline import TimelineView
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
 
@@ -56,7 +56,7 @@ class Loaded:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._views: Kept[View] = Kept(_RUNS)
-        self._scenes: Kept[Scene] = Kept(_RUNS)
+        self._scenes: Kept[TimelineView] = Kept(_RUNS)
 
     def view(self, run: RunRow) -> View:
         """A finished run with its report and tables. Raises DataError."""
@@ -69,10 +69,10 @@ class Loaded:
             raise DataError(run_id, "there is no finished run of that id", "take one of the list")
         return self.view(run)
 
-    def scene(self, run_id: str) -> Scene:
+    def scene(self, run_id: str) -> TimelineView:
         """The timeline of a finished run. Raises DataError where there is none."""
         view = self.finished(run_id)
-        return self._scenes.get(run_id, lambda: Scene(view.report, tables_of(view)))
+        return self._scenes.get(run_id, lambda: TimelineView(view.report, tables_of(view)))
 
     def _read(self, run: RunRow) -> View:
         return View(run.name, self._store.report(run.id), self._store.tables(run.id), run.id)

@@ -55,7 +55,9 @@ def relative(path: str) -> PurePosixPath:
     return PurePosixPath(path)
 
 
-def receive(store: Store, run_id: str, path: PurePosixPath, part: Part, limits: Limits) -> FileRow:
+def receive(
+    store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
+) -> FileRow:
     """What is held of the file with this part. Raises Refused: then it is what was held before, or
     more where a part without a digest was cut off."""
     folder = store.folder(run_id)
@@ -96,7 +98,9 @@ def offset_headers(row: FileRow) -> dict[str, str]:
     return {"Upload-Offset": str(row.received_bytes), "Upload-Complete": complete}
 
 
-def _check_size(store: Store, run_id: str, path: PurePosixPath, part: Part, limits: Limits) -> None:
+def _check_size(
+    store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
+) -> None:
     """Refuses early what would be refused late."""
     if part.offset + (part.length or 0) > limits.file_bytes:
         raise Refused(413, f"the file is larger than this server takes ({limits.file_bytes} bytes)")
@@ -127,7 +131,7 @@ def _locked(target: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _before(store: Store, run_id: str, path: str, part: Part, file: BinaryIO) -> FileRow:
+def _before(store: Store, run_id: str, path: str, part: UploadPart, file: BinaryIO) -> FileRow:
     """What is held before the part; the file on disk is cut to that. Raises Refused."""
     known = None if part.whole else store.files.one(run_id, path)
     row = known or FileRow(path, 0, False)
@@ -155,7 +159,12 @@ def _room(store: Store, run_id: str, before: FileRow, limits: Limits) -> Room:
 
 
 def _check_taken(
-    store: Store, run_id: str, before: FileRow, part: Part, taken: Taken, limits: Limits
+    store: Store,
+    run_id: str,
+    before: FileRow,
+    part: UploadPart,
+    taken: ReceivedBody,
+    limits: Limits,
 ) -> None:
     # What cannot be checked is not kept; and several files may have come at once.
     if taken.cut_off and (part.whole or part.sha256 is not None):
@@ -167,12 +176,12 @@ def _check_taken(
         raise Refused(413, f"the run is larger than this server takes ({limits.run_bytes} bytes)")
 
 
-def _is_whole(part: Part, taken: Taken) -> bool:
+def _is_whole(part: UploadPart, taken: ReceivedBody) -> bool:
     return part.ends and not taken.cut_off
 
 
 def _undo(
-    store: Store, run_id: str, before: FileRow, part: Part, file: BinaryIO, target: Path
+    store: Store, run_id: str, before: FileRow, part: UploadPart, file: BinaryIO, target: Path
 ) -> None:
     """A whole file that failed was never there; of other files only the last part is forgotten."""
     if part.whole or before.received_bytes == 0:
@@ -205,7 +214,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ReceivedBody:
     """What a body gave. cut_off: there should have been more; false_digest: it is not what was
     sent."""
 
@@ -214,7 +223,7 @@ class Taken:
     false_digest: bool
 
 
-def take(part: Part, file: BinaryIO, room: Room) -> Taken:
+def take(part: UploadPart, file: BinaryIO, room: Room) -> ReceivedBody:
     """Appends the body to the file, on disk for good once this returns. Raises Refused."""
     taken, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
     for block in blocks:
@@ -230,7 +239,7 @@ def take(part: Part, file: BinaryIO, room: Room) -> Taken:
     os.fsync(file.fileno())
     cut_off = blocks.broken or (part.length is not None and taken < part.length)
     false_digest = part.sha256 is not None and digest.digest() != part.sha256
-    return Taken(taken, cut_off, false_digest)
+    return ReceivedBody(taken, cut_off, false_digest)
 
 
 class _Blocks:
@@ -262,7 +271,7 @@ _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]*):")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadPart:
     """A body and its place. length is what was announced, None for a chunked body; sha256 None
     where the sender did not say. whole: the body replaces the file."""
 
@@ -274,12 +283,12 @@ class Part:
     whole: bool = False
 
 
-def whole_file(stream: BinaryIO, length: int | None, headers: Headers) -> Part:
+def whole_file(stream: BinaryIO, length: int | None, headers: Headers) -> UploadPart:
     """The part of a PUT. Raises Refused."""
-    return Part(stream, length, 0, True, _sha256(headers), whole=True)
+    return UploadPart(stream, length, 0, True, _sha256(headers), whole=True)
 
 
-def next_part(stream: BinaryIO, length: int | None, headers: Headers) -> Part:
+def next_part(stream: BinaryIO, length: int | None, headers: Headers) -> UploadPart:
     """The part of a PATCH: Upload-Offset, and Upload-Complete: ?1 with the last. Raises Refused."""
     offset = headers.get("Upload-Offset", "")
     if not _OFFSET.fullmatch(offset):
@@ -287,7 +296,7 @@ def next_part(stream: BinaryIO, length: int | None, headers: Headers) -> Part:
     complete = headers.get("Upload-Complete", "?0")
     if complete not in ("?0", "?1"):
         raise Refused(400, "Upload-Complete is ?1 with the last part of a file, else ?0")
-    return Part(stream, length, int(offset), complete == "?1", _sha256(headers))
+    return UploadPart(stream, length, int(offset), complete == "?1", _sha256(headers))
 
 
 def _sha256(headers: Headers) -> bytes | None:

@@ -161,9 +161,9 @@ def hooks_alone(turns: int) -> None:
     from torch.optim import optimizer as module
 
     from stepsplit.collectors.attach.agent import Agent
-    from stepsplit.collectors.record import Plan
+    from stepsplit.collectors.record import RecordPlan
 
-    Agent(Plan(out="nowhere", name="standby", first=None)).install()
+    Agent(RecordPlan(out="nowhere", name="standby", first=None)).install()
     stepping = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     before = list(module._global_optimizer_pre_hooks.values())
     after = list(module._global_optimizer_post_hooks.values())

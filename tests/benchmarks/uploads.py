@@ -22,7 +22,7 @@ if not __package__:  # run as a file: its folder is no place to import from, the
 
 from dashboard_processes import Dashboard, open_store, running_dashboard
 
-from stepsplit.dashboard.upload import Chosen, Connection, Sender
+from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
 TARGET_BYTES = 100_000_000
 _BLOCK = os.urandom(1 << 20)
@@ -85,7 +85,7 @@ def _put(folder: Path, dashboard: Dashboard, trace: Path) -> None:
 
 def _patch(folder: Path, dashboard: Dashboard, trace: Path) -> None:
     run_id, connection = _new_run(dashboard), Connection(dashboard.url, None)
-    Sender(connection).send(run_id, Chosen(trace, trace.name, trace.stat().st_size))
+    Sender(connection).send(run_id, FileToSend(trace, trace.name, trace.stat().st_size))
     connection.close()
     _check(folder, run_id, trace)
 

@@ -20,12 +20,12 @@ def nothing() -> None:
 def extra_all_reduce() -> None:
     """Every layer sums something that nobody needs, as a debugging metric left in would."""
 
-    class Summed(demo_job.Block):
+    class Summed(demo_job.GptBlock):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             distributed.all_reduce(x.detach().clone())
             return super().forward(x)
 
-    demo_job.Block = Summed
+    demo_job.GptBlock = Summed
 
 
 def halved_bucket() -> None:

@@ -18,7 +18,7 @@ from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.attach.client import attach
 from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.protocol import (
-    Answer,
+    AgentAnswer,
     Identity,
     Status,
     ancestors,
@@ -35,11 +35,11 @@ from stepsplit.collectors.attach.protocol import (
     socket_path,
 )
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.record import Plan
+from stepsplit.collectors.record import RecordPlan
 
 NO_PROCESS = 1 << 22
 """Linux gives no process this id or a higher one."""
-PLAN = Plan(out="/runs/a", name="a", first=None, steps=3)
+PLAN = RecordPlan(out="/runs/a", name="a", first=None, steps=3)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ class Rank:
 
     def __init__(self, status: Status, takes: bool = True) -> None:
         self.status, self.takes = status, takes
-        self.plans: list[Plan] = []
+        self.plans: list[RecordPlan] = []
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(socket_path(status.pid)))
         self._server.listen()
@@ -66,7 +66,7 @@ class Rank:
                 plan = asked(read_line(connection)).plan
                 if plan is not None:
                     self.plans.append(plan)
-                answer = Answer(self.takes, self.status.steps, "" if self.takes else "busy")
+                answer = AgentAnswer(self.takes, self.status.steps, "" if self.takes else "busy")
                 connection.sendall(answer_line(self.status if plan is None else answer))
 
 
@@ -145,7 +145,7 @@ def test_a_line_that_is_no_question_is_a_value_error(line: bytes) -> None:
 def test_a_relayed_plan_is_handed_on_no_further() -> None:
     assert asked(b'{"do": "status"}') == protocol.Asked(None)
     line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
-    assert asked(line) == protocol.Asked(Plan("o", "n", 4), relayed=True)
+    assert asked(line) == protocol.Asked(RecordPlan("o", "n", 4), relayed=True)
 
 
 def test_ranks_are_told_by_torchrun_before_slurm_before_mpi() -> None:

@@ -12,8 +12,8 @@ from stepsplit.collectors import record
 from stepsplit.collectors.record import (
     RANK_BYTES,
     Command,
+    DemoArgs,
     LaunchError,
-    Recipe,
     affordable,
     parallel_text,
     parse_command,
@@ -55,7 +55,7 @@ def test_short_memory_costs_dp_first_then_pp_then_tp() -> None:
 
 
 def test_a_recipe_survives_its_own_command_line() -> None:
-    recipe = Recipe(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
+    recipe = DemoArgs(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
     mesh = parse_parallel("tp=2,pp=2")
     line = ["--out", "runs/a", "--parallel", parallel_text(mesh), *recipe.arguments()]
 

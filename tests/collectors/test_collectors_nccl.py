@@ -6,10 +6,10 @@ import pytest
 
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.nccl import inspector_environment, log_environment
-from stepsplit.collectors.record import PLAN_VARIABLE, SITE, NcclLogs, Plan, environment
+from stepsplit.collectors.record import PLAN_VARIABLE, SITE, NcclLogs, RecordPlan, environment
 
 OUT = Path("/runs/a")
-ASKED = Plan(out=str(OUT), name="a", first=10)
+ASKED = RecordPlan(out=str(OUT), name="a", first=10)
 
 
 def test_only_an_nccl_that_knows_timestamps_is_asked_for_them() -> None:

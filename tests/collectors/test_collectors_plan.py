@@ -3,24 +3,26 @@
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.record import Plan, detail, listed, plan
+from stepsplit.collectors.record import RecordPlan, detail, listed, parse_plan
 from stepsplit.collectors.run_spec import GroupInfo
 
 
 def test_a_plan_reads_itself_back() -> None:
-    asked = Plan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
+    asked = RecordPlan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
 
-    assert plan(asked.text()) == asked
+    assert parse_plan(asked.text()) == asked
 
 
 def test_a_plan_of_a_newer_version_keeps_what_this_one_knows() -> None:
-    assert plan('{"out": "o", "name": "n", "first": null, "novel": 1}') == Plan("o", "n", None)
+    assert parse_plan('{"out": "o", "name": "n", "first": null, "novel": 1}') == RecordPlan(
+        "o", "n", None
+    )
 
 
 @pytest.mark.parametrize("text", ["3", "{}", '{"out": "o", "name": "n", "first": -1}', "["])
 def test_what_is_no_plan_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
-        plan(text)
+        parse_plan(text)
 
 
 def test_ranks_are_listed_as_people_write_them() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from stepsplit.collectors import Mesh, ModelSpec
-from stepsplit.collectors.record import LaunchError, LaunchResult, Recipe, launch_workload
+from stepsplit.collectors.record import DemoArgs, LaunchError, LaunchResult, launch_workload
 from stepsplit.collectors.run_spec import GroupInfo, RunSpec, from_json
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
-SMALL = Recipe(steps=12, active=3, micro_batch=4, hidden=64, seq_len=32)
+SMALL = DemoArgs(steps=12, active=3, micro_batch=4, hidden=64, seq_len=32)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def test_no_message_is_waited_for_inside_a_microbatch(pipeline: Recording) -> No
 
 def test_a_failing_training_is_told_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="divisible"):
-        launch_workload("dp=1", tmp_path, Recipe(steps=2, hidden=60, heads=7))
+        launch_workload("dp=1", tmp_path, DemoArgs(steps=2, hidden=60, heads=7))
 
 
 def steps(run: Any, count: int) -> None:

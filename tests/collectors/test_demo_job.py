@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("torch")
 
 from stepsplit.collectors.demo_job import model_spec, training
-from stepsplit.collectors.record import Recipe, parse_parallel
+from stepsplit.collectors.record import DemoArgs, parse_parallel
 from stepsplit.collectors.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
 
-RECIPE = Recipe(layers=2, hidden=64, heads=4, seq_len=32)
+RECIPE = DemoArgs(layers=2, hidden=64, heads=4, seq_len=32)
 
 
 def test_the_model_has_learned_positions_and_no_biases() -> None:

@@ -19,7 +19,7 @@ from dashboard_processes import is_gone, open_store, running_dashboard, store_ur
 from store_builders import queued, settled, state
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.upload import Chosen, Connection, Sender
+from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
 pytestmark = pytest.mark.slow
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
@@ -45,7 +45,7 @@ def test_a_killed_server_has_lost_nothing_of_an_upload(tmp_path: Path) -> None:
     content = os.urandom(1 << 20) * 96
     trace = tmp_path / "rank0_trace.json"
     trace.write_bytes(content)
-    one, ids = Chosen(trace, trace.name, len(content)), []
+    one, ids = FileToSend(trace, trace.name, len(content)), []
     arrived = threading.Semaphore(0)
 
     def send(url: str) -> None:

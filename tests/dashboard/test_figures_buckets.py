@@ -18,7 +18,7 @@ from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
 from stepsplit.dashboard.figures.communication import usual, waits_matrix
 from stepsplit.dashboard.figures.run import (
-    Held,
+    MemoryBar,
     by_rank,
     by_step,
     difference_figure,
@@ -139,7 +139,7 @@ def test_a_row_waits_for_a_column() -> None:
 
 
 def test_a_limit_far_above_all_bars_is_no_part_of_the_picture() -> None:
-    bars = [Held("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
+    bars = [MemoryBar("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
 
     assert memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
     assert not memory(bars, 300 * 2**30).layout.shapes

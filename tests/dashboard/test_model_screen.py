@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import Message
-from stepsplit.analyzer.model.config import Layout, Recipe
+from stepsplit.analyzer.model.comm_ops import CommOp
+from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import Explained, Folk, Formula, RuleOfThumb, Symbol
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
@@ -134,8 +134,10 @@ def test_an_unknown_peak_leaves_the_mfu_out() -> None:
 
 
 def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
-    alone = Layout(zero=0)
-    recipe = Recipe(2048, 1, 1, optimizer="sgd", framework="ddp", offload=frozenset({"optimizer"}))
+    alone = ParallelConfig(zero=0)
+    recipe = TrainingConfig(
+        2048, 1, 1, optimizer="sgd", framework="ddp", offload=frozenset({"optimizer"})
+    )
     one = replace(
         prediction(), splits=prediction().splits[1:], memory=prediction().memory[1:],
         communication=(), notes=(), confidence="low",
@@ -153,7 +155,7 @@ def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
 
 
 def test_states_that_are_spread_and_stages_that_share_a_rank_are_named() -> None:
-    layout = Layout(
+    layout = ParallelConfig(
         tp=2, pp=2, dp_shard=2, zero=3, sequence_parallel=True, schedule="interleaved", chunks=2
     )
     text = shown(prediction_screen(job(layout=layout), prediction()), 120)
@@ -198,7 +200,7 @@ def test_counts_work_rates_and_bands_as_people_read_them(text: str, expected: st
 
 def test_words_of_a_narrow_table_break_between_words() -> None:
     """An op and its phase share a column, which alone may take a second line."""
-    message = Message("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
+    message = CommOp("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
     row = Communication(message, Band(9e9, 8e9, 9e9), 9_000 * MS)
     lines = shown(
         prediction_screen(job(), replace(prediction(), communication=(row,))), 80

@@ -18,7 +18,7 @@ from stepsplit.dashboard.pages.communication import collectives_page, pipeline_p
 from stepsplit.dashboard.pages.compare import compare_page, history_page
 from stepsplit.dashboard.pages.components import (
     Address,
-    Chosen,
+    AddressQuery,
     View,
     address_of,
     page_url,
@@ -28,7 +28,7 @@ from stepsplit.dashboard.pages.compute import memory_page
 from stepsplit.dashboard.pages.model import model_page
 from stepsplit.dashboard.pages.overview import overview
 from stepsplit.dashboard.pages.runs import in_order, matching, run_page, runs_page, waiting_page
-from stepsplit.dashboard.store.metrics import Point, VerdictRow, headline
+from stepsplit.dashboard.store.metrics import MetricPoint, VerdictRow, headline
 from stepsplit.dashboard.store.runs import RunRow, State, Tag
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -87,9 +87,9 @@ def test_an_address_leaves_out_what_is_not_chosen() -> None:
     assert page_url(RUN, "timeline", step=None, rank=3) == f"/run/{RUN}/timeline?rank=3"
     assert search_of({"q": "", "sort": None}) == ""
     assert address_of("/", "?step=-1&rank=1e9") == Address(
-        "runs", "", Chosen({"step": "-1", "rank": "1e9"})
+        "runs", "", AddressQuery({"step": "-1", "rank": "1e9"})
     )
-    assert Chosen({"step": "-1", "rank": "1e9"}).whole("rank") is None
+    assert AddressQuery({"step": "-1", "rank": "1e9"}).whole("rank") is None
 
 
 def test_findings_lead_to_where_they_show() -> None:
@@ -116,19 +116,19 @@ def test_with_a_model_the_overview_shows_the_waterfall_and_its_doubts() -> None:
 
 def test_a_pages_tabs_name_the_page() -> None:
     for name in ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model"):
-        page = run_page(view(), Address(name, RUN, Chosen()))
+        page = run_page(view(), Address(name, RUN, AddressQuery()))
         (on,) = [link for link in found(page, dcc.Link) if getattr(link, "className", "") == "on"]
         assert on.children == name.capitalize()
 
 
 def test_a_job_without_a_pipeline_says_so() -> None:
     report = msgspec.structs.replace(analysis().report, pipeline=None)
-    assert "one pipeline stage" in text(pipeline_page(view(report), Chosen()))
+    assert "one pipeline stage" in text(pipeline_page(view(report), AddressQuery()))
 
 
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
     for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
-        assert shown in text(pipeline_page(view(), Chosen({"step": asked})))
+        assert shown in text(pipeline_page(view(), AddressQuery({"step": asked})))
 
 
 def test_of_each_kind_of_call_the_slowest_groups_wait_stands_by_its_transfer() -> None:
@@ -153,7 +153,9 @@ def test_memory_is_told_by_rank_and_by_what_the_allocator_holds() -> None:
 
 def test_a_changed_job_moves_beside_the_measured_one() -> None:
     report = analyze(SAMPLES / "tp2_pp2", run="auto")
-    page = model_page(view(report), Chosen({"tp": "1", "dp_replicate": "2", "global_batch": "48"}))
+    page = model_page(
+        view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
+    )
     assert graphs(page) == ["splits", "memory"]
     (bars,) = [one.figure for one in found(page, dcc.Graph) if one.id == "splits"]
     assert list(bars.data[0].y) == ["measured", "predicted", "changed"]
@@ -162,15 +164,15 @@ def test_a_changed_job_moves_beside_the_measured_one() -> None:
 
 def test_a_job_that_cannot_be_says_why() -> None:
     report = analyze(SAMPLES / "tp2_pp2", run="auto")
-    page = model_page(view(report), Chosen({"tp": "64"}))
+    page = model_page(view(report), AddressQuery({"tp": "64"}))
     assert "There can be no such job" in text(page)
     assert graphs(page) == []
 
 
 def test_the_plan_ranks_layouts_when_asked() -> None:
     report = analyze(SAMPLES / "tp2_pp2", run="auto")
-    assert "Rank the layouts of 4 GPUs" in text(model_page(view(report), Chosen()))
-    (table,) = found(model_page(view(report), Chosen({"plan": "1"})), html.Table)
+    assert "Rank the layouts of 4 GPUs" in text(model_page(view(report), AddressQuery()))
+    (table,) = found(model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
     assert steps == sorted(steps)
     assert len(steps) > 2
@@ -221,7 +223,7 @@ def test_the_list_tells_what_a_gate_said_and_is_sorted_and_searched_by_it() -> N
         listed("delta", 4, "failed", verdict=VerdictRow("regressed", "step +12.3 %")),
     ]
 
-    page = runs_page(rows, Chosen({"sort": "verdict"}))
+    page = runs_page(rows, AddressQuery({"sort": "verdict"}))
 
     assert [
         (text(one), one.className, one.title) for one in pills(page) if hasattr(one, "title")
@@ -242,12 +244,12 @@ def test_the_list_shows_how_far_a_run_is_and_why_one_failed() -> None:
         listed("going", 3, "running", progress=0.4, progress_note="2 of 5 files"),
         listed("failed", 2, "failed", error="rank0.json: no trace in it"),
     ]
-    page = runs_page(rows, Chosen())
+    page = runs_page(rows, AddressQuery())
     assert [bar.value for bar in found(page, html.Progress)] == ["40"]
     assert "2 of 5 files" in text(page)
     assert "no trace in it" in text(page)
-    assert "No run has all of these words" in text(runs_page(rows, Chosen({"q": "zzz"})))
-    assert "stepsplit demo" in text(runs_page([], Chosen()))
+    assert "No run has all of these words" in text(runs_page(rows, AddressQuery({"q": "zzz"})))
+    assert "stepsplit demo" in text(runs_page([], AddressQuery()))
 
 
 @pytest.mark.parametrize(
@@ -260,20 +262,20 @@ def test_a_run_without_a_report_says_what_it_waits_for(state: State, words: str)
 
 def test_history_tells_the_unusual_from_the_budget_and_needs_runs_for_both() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 150, 101]
-    points = [Point(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
-    page = history_page(points, ["branch=main"], Chosen({"budget": "101.5"}))
+    points = [MetricPoint(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
+    page = history_page(points, ["branch=main"], AddressQuery({"budget": "101.5"}))
     assert [text(one) for one in pills(page)] == ["unusual, over budget", "over budget"]
-    assert "Too few runs" in text(history_page(points[:1], [], Chosen()))
-    few = history_page(points[:4], [], Chosen({"metric": "nonsense", "budget": "x"}))
+    assert "Too few runs" in text(history_page(points[:1], [], AddressQuery()))
+    few = history_page(points[:4], [], AddressQuery({"metric": "nonsense", "budget": "x"}))
     assert not pills(few)
     assert "No lasting change in 8 runs." in text(page)
 
 
 def test_history_tells_and_draws_where_the_level_changed() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
-    points = [Point(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
+    points = [MetricPoint(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
 
-    page = history_page(points, [], Chosen())
+    page = history_page(points, [], AddressQuery())
 
     (section,) = [one for one in found(page, html.Section) if text(one).startswith("Changes")]
     (table,) = found(section, html.Table)

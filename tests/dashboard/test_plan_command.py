@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import Job
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.plan import from_json, plan, to_json
 from stepsplit.analyzer.model.plan_space import Plan
@@ -34,12 +34,12 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 
 
 @pytest.fixture(scope="module")
-def job() -> Job:
+def job() -> JobConfig:
     return job_of(RUN)
 
 
 @pytest.fixture(scope="module")
-def found(job: Job) -> Plan:
+def found(job: JobConfig) -> Plan:
     return plan(job, 16, top=4)
 
 
@@ -50,7 +50,7 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def printed(job: Job, found: Plan, width: int) -> list[str]:
+def printed(job: JobConfig, found: Plan, width: int) -> list[str]:
     console = Console(width=width, highlight=False, no_color=True)
     with console.capture() as capture:
         console.print(plan_screen(job, found))
@@ -90,7 +90,7 @@ def test_buckets_that_do_not_add_up_are_refused(found: Plan) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_screen_ranks_and_says_why(job: Job, found: Plan, width: int) -> None:
+def test_the_screen_ranks_and_says_why(job: JobConfig, found: Plan, width: int) -> None:
     lines = printed(job, found, width)
     ranks = [line for line in lines if line[:1].isdigit() and " ms " in line]
     assert [line[0] for line in ranks] == ["1", "2", "3", "4"]

@@ -17,7 +17,7 @@ from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.database import VERDICTS
 from stepsplit.dashboard.store.metrics import METRIC_NAMES, RankRow, VerdictRow
 from stepsplit.dashboard.store.runs import Tag
-from stepsplit.dashboard.store.store import FileRow, Held, Store
+from stepsplit.dashboard.store.store import FileRow, Store, StoredSize
 
 MS = 1_000_000
 
@@ -180,7 +180,7 @@ def test_a_run_waits_until_its_files_are_complete(store: Store) -> None:
     assert not store.queue(run_id)
     store.files.write(run_id, FileRow("rank0", 7, True))
 
-    assert store.files.held(run_id) == Held(1, 7)
+    assert store.files.held(run_id) == StoredSize(1, 7)
     assert store.queue(run_id) and not store.queue(run_id)
     assert state(store, run_id) == ("queued", None)
     assert not store.files.begin(run_id, FileRow("late", 0, False))

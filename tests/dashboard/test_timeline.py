@@ -15,8 +15,8 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Slices, Waits
 from stepsplit.dashboard.pages.timeline import (
     Drawn,
-    Scene,
-    Track,
+    TimelineTrack,
+    TimelineView,
     band_of,
     index_json,
     lanes_of,
@@ -27,10 +27,10 @@ from stepsplit.dashboard.pages.timeline import (
 COMPUTE, COLLECTIVE, SKEW = (BUCKETS.index(name) for name in ("compute", "collective", "skew"))
 
 
-def track(*slices: tuple[int, int, int]) -> Track:
+def track(*slices: tuple[int, int, int]) -> TimelineTrack:
     """Slices as (start, duration, bucket)."""
     columns = np.array(slices, dtype=np.int64).reshape(len(slices), 3)
-    return Track(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.uint8))
+    return TimelineTrack(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.uint8))
 
 
 def shapes(drawn: Drawn) -> list[tuple[int, int, int, int, int]]:
@@ -107,7 +107,7 @@ def test_the_lane_with_the_most_compute_comes_first() -> None:
 
 def test_the_index_names_steps_ranks_and_how_buckets_look() -> None:
     made = analysis()
-    index = index_json(Scene(made.report, made.tables))
+    index = index_json(TimelineView(made.report, made.tables))
     assert [one["kind"] for one in index["steps"]] == ["partial", "full", "full", "full", "full"]
     assert index["ranks"][2] == {"rank": 2, "host": "node02", "stage": 1}
     assert [one["name"] for one in index["buckets"]] == list(BUCKETS)
@@ -115,7 +115,7 @@ def test_the_index_names_steps_ranks_and_how_buckets_look() -> None:
 
 def test_a_window_of_a_step_holds_every_rank_to_the_nanosecond() -> None:
     made = analysis()
-    scene = Scene(made.report, made.tables)
+    scene = TimelineView(made.report, made.tables)
     step = scene.steps[2]
     lines = scene.window(step.start_ns, step.end_ns, 10_000, (0, 1, 2, 3), ())
     for line in lines:
@@ -135,7 +135,7 @@ def test_a_page_to_keep_holds_one_full_step_however_long_it_is() -> None:
 
 def test_a_window_far_off_is_empty() -> None:
     made = analysis()
-    lines = Scene(made.report, made.tables).window(10**15, 10**15 + 5, 100, (0,), (0,))
+    lines = TimelineView(made.report, made.tables).window(10**15, 10**15 + 5, 100, (0,), (0,))
     assert [len(line.drawn.start_ns) for line in lines] == [0]
 
 

@@ -17,7 +17,7 @@ from stepsplit.dashboard import cli, upload
 from stepsplit.dashboard.store.ingest import ingest
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.upload import Chosen, Connection
+from stepsplit.dashboard.upload import Connection, FileToSend
 from stepsplit.dashboard.web.auth import Access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
@@ -103,7 +103,7 @@ def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: P
         sender = upload.Sender(Connection(url, None), sleep=lambda _: None)
         run_id = sender.create("run", {})
         size = (recording / "rank0.json").stat().st_size
-        sender.send(run_id, Chosen(recording / "rank0.json", "rank0.json", size))
+        sender.send(run_id, FileToSend(recording / "rank0.json", "rank0.json", size))
         sender.finish(run_id)
 
     assert (store.folder(run_id) / "input" / "rank0.json").read_bytes() == b"0" * 2500
@@ -211,7 +211,7 @@ def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -
         Connection(url, None).ask("PATCH", asked, b"0" * 100, part)
 
         with pytest.raises(UsageError, match="is shorter than what was sent"):
-            sender.send(run_id, Chosen(path, "rank0.json", 50))
+            sender.send(run_id, FileToSend(path, "rank0.json", 50))
 
 
 def test_the_answer_is_there_once_a_worker_has_it(store: Store, recording: Path) -> None:

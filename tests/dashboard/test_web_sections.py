@@ -16,7 +16,7 @@ from stepsplit.analyzer.report.report import ContentionRow, IdleRow, Report
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import SlowStep, StepTimes
+from stepsplit.analyzer.split.steps import SlowStep, StepDurations
 from stepsplit.dashboard.pages.communication import overlap, stragglers
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.compute import compute, idle
@@ -231,7 +231,7 @@ def test_a_slow_step_is_a_sentence_that_leads_to_it() -> None:
             SlowStep(7, 160 * MS, 15 * MS, 1, "compute", 9 * MS),
             SlowStep(5, 170 * MS, 25 * MS, 3, "idle", 24 * MS),
         ),
-        step_times=(StepTimes(None, 12, 145 * MS, 170 * MS, 170 * MS, (5, 7)),),
+        step_times=(StepDurations(None, 12, 145 * MS, 170 * MS, 170 * MS, (5, 7)),),
     )
 
     (section,) = path(seen(report))

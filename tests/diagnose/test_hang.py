@@ -17,8 +17,8 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     Culprit,
     LastCall,
     Mismatch,
+    MismatchSide,
     Missing,
-    Side,
     StackFrame,
     Stuck,
     StuckGroup,
@@ -132,7 +132,7 @@ def test_a_rank_that_called_another_op_is_the_odd_one(tmp_path: Path) -> None:
     dump(tmp_path, 1, [WORLD], call(WORLD, 5, "broadcast"))
     dump(tmp_path, 2, [WORLD], call(WORLD, 5))
     found = hang_of(tmp_path)
-    sides = (Side("all_reduce", (0, 2)), Side("broadcast", (1,)))
+    sides = (MismatchSide("all_reduce", (0, 2)), MismatchSide("broadcast", (1,)))
     assert found.mismatches == (Mismatch(WORLD, 5, "op", sides),)
     assert found.culprits == (
         Culprit(
@@ -146,12 +146,20 @@ def test_a_rank_that_called_another_op_is_the_odd_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("theirs", "what", "sides"),
     [
-        ({"input_sizes": [[999]]}, "size", (Side("4000", (0,)), Side("3996", (1,)))),
-        ({"input_dtypes": ["Int"]}, "dtype", (Side("Float", (0,)), Side("Int", (1,)))),
+        (
+            {"input_sizes": [[999]]},
+            "size",
+            (MismatchSide("4000", (0,)), MismatchSide("3996", (1,))),
+        ),
+        (
+            {"input_dtypes": ["Int"]},
+            "dtype",
+            (MismatchSide("Float", (0,)), MismatchSide("Int", (1,))),
+        ),
     ],
 )
 def test_two_that_differ_in_size_or_dtype_are_both_to_blame(
-    theirs: Json, what: str, sides: tuple[Side, ...], tmp_path: Path
+    theirs: Json, what: str, sides: tuple[MismatchSide, ...], tmp_path: Path
 ) -> None:
     dump(tmp_path, 0, [TP], call(TP, 5))
     dump(tmp_path, 1, [TP], call(TP, 5) | theirs)

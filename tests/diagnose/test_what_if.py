@@ -12,7 +12,7 @@ from cases import for_each
 from replay_builders import scene
 
 from stepsplit.analyzer import analyze, what_if
-from stepsplit.analyzer.diagnose.what_if import EXAMPLES, Change, change_of, replayed
+from stepsplit.analyzer.diagnose.what_if import EXAMPLES, WhatIfChange, change_of, replayed
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 
@@ -55,7 +55,7 @@ def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
         trace = GpuTrace(rank, 2, groups=groups).step(1, 0, 60)
         traces.append(trace.kernel("gemm", 0, 40).all_reduce(40, 50).kernel("adam", 50, 60))
     found = scene(tmp_path, *traces)
-    assert found.gain_ns(replayed(found, Change("replicas", count=2))) == -5_000
+    assert found.gain_ns(replayed(found, WhatIfChange("replicas", count=2))) == -5_000
 
 
 def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
         traces.append(trace.kernel("gemm", 0, busy).all_reduce(busy, 70))
     found = scene(tmp_path, *traces)
     assert found.mean_ns == 40_000, "a step ends with its compute"
-    assert found.gain_ns(replayed(found, Change("even-stages"))) == 0
+    assert found.gain_ns(replayed(found, WhatIfChange("even-stages"))) == 0
 
 
 def test_a_link_that_is_not_there_is_named() -> None:

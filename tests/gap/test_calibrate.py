@@ -24,7 +24,7 @@ from stepsplit.analyzer.gap.calibrate import (
 )
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import Efficiency, Hardware, Job, Learned, Span
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig, Learned, Span
 from stepsplit.analyzer.model.config_file import hardware, job_of
 from stepsplit.analyzer.model.memory import memory_of
 from stepsplit.dashboard import cli
@@ -51,11 +51,11 @@ preset = "cpu"
 """
 
 
-def job(parallel: str = "tp = 2", framework: str = "fsdp2", micro_batch: int = 4) -> Job:
+def job(parallel: str = "tp = 2", framework: str = "fsdp2", micro_batch: int = 4) -> JobConfig:
     return job_of(JOB.format(parallel=parallel, framework=framework, micro_batch=micro_batch))
 
 
-def run(of: Job, true: Efficiency, name: str = "one", *transfers: Transfer) -> RunSeen:
+def run(of: JobConfig, true: Efficiency, name: str = "one", *transfers: Transfer) -> RunSeen:
     """What a run of the job would show on a machine of these constants."""
     there = replace(of, hardware=replace(of.hardware, efficiency=true))
     splits, parts = predict(there).splits, parts_of(of)
@@ -130,7 +130,9 @@ def test_a_device_that_never_idles_tells_nothing_of_its_host() -> None:
     assert efficiency_seen([replace(busy, stages=quiet)], known()).host_ns == 0.0
 
 
-def transfers(true: Hardware, *sizes: int, ranks: int = 2, per_node: int = 2) -> list[Transfer]:
+def transfers(
+    true: HardwareConfig, *sizes: int, ranks: int = 2, per_node: int = 2
+) -> list[Transfer]:
     span = Span(ranks, per_node)
     return [
         Transfer(
@@ -145,7 +147,7 @@ def transfers(true: Hardware, *sizes: int, ranks: int = 2, per_node: int = 2) ->
     ]
 
 
-def links(**numbers: float) -> Hardware:
+def links(**numbers: float) -> HardwareConfig:
     """A CPU whose link differs in these."""
     known = hardware("cpu")
     return replace(known, intra=replace(known.intra, **numbers))

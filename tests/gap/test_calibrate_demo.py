@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.gap.calibrate import Calibration, RunSeen, calibration_of, run_seen
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.collectors.record import Recipe, launch_workload
+from stepsplit.collectors.record import DemoArgs, launch_workload
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +32,9 @@ QUIET_CORES = 0.15
 """How many cores other programs may use on average during a run that counts."""
 UNDISTURBED = 0.15
 """By how much a run may be longer than the shortest of its layout: other programs slow it down."""
-RECIPE = Recipe(steps=6, active=4, layers=2, hidden=512, microbatches=4, micro_batch=8, seq_len=128)
+RECIPE = DemoArgs(
+    steps=6, active=4, layers=2, hidden=512, microbatches=4, micro_batch=8, seq_len=128
+)
 KNOWN, OTHERS = "tp=2", ("dp=2", "pp=2", "fsdp=2")
 
 

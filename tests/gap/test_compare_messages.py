@@ -18,7 +18,7 @@ from stepsplit.analyzer.gap.comm_gap import (
     compare_messages,
     measured_messages,
 )
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
@@ -38,7 +38,7 @@ def measured(folder: Path) -> tuple[MeasuredMessages, ...]:
 def predicted(*messages: tuple[str, str, int, int, int]) -> Prediction:
     """A prediction that sends (axis, op, stage, count, message bytes) and nothing else."""
     found = (
-        Message("any", op, axis, stage, "forward", count, size, size, size)
+        CommOp("any", op, axis, stage, "forward", count, size, size, size)
         for axis, op, stage, count, size in messages
     )
     communication = tuple(Communication(one, Band(MS, MS, MS), 0) for one in found)

@@ -35,7 +35,7 @@ from stepsplit.analyzer.gap.comm_gap import Wire
 from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
 from stepsplit.analyzer.gap.waterfall import Price, price_of
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.config import Layout
+from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Communication, StageMemory
 from stepsplit.analyzer.report.report import (
@@ -201,7 +201,7 @@ def test_a_message_between_stages_is_counted_once(tmp_path: Path) -> None:
 def test_predicted_messages_add_up_to_their_buckets(axes: dict[str, int]) -> None:
     """What the model says of all calls of a stage is what it says of the stage."""
     layout = {"tp": 2, "pp": 2, "dp_replicate": 2} | axes
-    expected = predict(job(layout=Layout(**layout)))  # type: ignore[arg-type]
+    expected = predict(job(layout=ParallelConfig(**layout)))  # type: ignore[arg-type]
     whole = {
         (bucket, stage): getattr(each, f"{bucket}_ns")
         for stage, each in enumerate(expected.splits) for bucket in ("collective", "p2p")
@@ -421,16 +421,16 @@ def test_what_a_replay_says_already_is_said_once() -> None:
     assert slow(1.0, cause, overlap=40, link=20) == [("slower_calls", 20)]
 
 
-def disagreed(found: RunSplit, stated: Layout, world_size: int = 2) -> tuple[str, ...]:
+def disagreed(found: RunSplit, stated: ParallelConfig, world_size: int = 2) -> tuple[str, ...]:
     spec = RunSpec("run", world_size, "nccl", found.layout.mesh)
     return disagreements(stated, spec, found, "my.toml")
 
 
 def test_a_run_file_of_other_ranks_is_refused(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE)
-    assert disagreed(found, Layout(tp=2)) == ()
+    assert disagreed(found, ParallelConfig(tp=2)) == ()
     with pytest.raises(UsageError) as told:
-        disagreed(found, Layout(tp=2, dp_replicate=4))
+        disagreed(found, ParallelConfig(tp=2, dp_replicate=4))
     assert str(told.value) == (
         "my.toml is of 8 ranks (tp 2 dp 4), the recording of 2: mend [parallel]"
     )
@@ -438,7 +438,7 @@ def test_a_run_file_of_other_ranks_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_file_of_other_stages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as told:
-        disagreed(ranks(tmp_path, TWICE), Layout(pp=2))
+        disagreed(ranks(tmp_path, TWICE), ParallelConfig(pp=2))
     assert str(told.value) == (
         "my.toml has 2 stages, the recording shows no pipeline: mend pp in [parallel], or record"
         " a run.json that states the mesh"
@@ -446,7 +446,7 @@ def test_a_run_file_of_other_stages_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_file_of_another_mesh_is_said(tmp_path: Path) -> None:
-    assert disagreed(ranks(tmp_path, TWICE), Layout(dp_replicate=2)) == (
+    assert disagreed(ranks(tmp_path, TWICE), ParallelConfig(dp_replicate=2)) == (
         "my.toml has tp 1 dp 2, the recording tp 2 dp 1 (by run.json): the model is of another"
         " layout than what ran",
     )
@@ -455,13 +455,13 @@ def test_a_run_file_of_another_mesh_is_said(tmp_path: Path) -> None:
 def test_a_trace_alone_may_be_of_more_ranks_than_it_tells(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE, count=1, mesh=Mesh.of({"tp": 1}))
     unknown = replace(found, layout=replace(found.layout, mesh=None))
-    assert disagreements(Layout(tp=8), None, unknown, "my.toml") == ()
+    assert disagreements(ParallelConfig(tp=8), None, unknown, "my.toml") == ()
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tp=2, pp=2, dp_replicate=2), Layout(cp=2, dp_replicate=2)]
+    "layout", [ParallelConfig(tp=2, pp=2, dp_replicate=2), ParallelConfig(cp=2, dp_replicate=2)]
 )
-def test_a_call_of_a_predicted_size_costs_what_is_predicted(layout: Layout) -> None:
+def test_a_call_of_a_predicted_size_costs_what_is_predicted(layout: ParallelConfig) -> None:
     """One of twice the bytes costs more, and none less than its latency."""
     of = price_of(job(layout=layout), Rates())
     for one in predict(job(layout=layout)).communication:

@@ -12,8 +12,8 @@ from cases import for_each
 from stepsplit.analyzer import UsageError
 from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
 from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
-from stepsplit.analyzer.model.config import Job
-from stepsplit.analyzer.model.config_table import Table, table_of
+from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config_table import TomlTable, table_of
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
@@ -37,7 +37,7 @@ biases = false
 """What the collector did not tell when the samples were recorded."""
 
 
-def stated(text: str) -> Table:
+def stated(text: str) -> TomlTable:
     return table_of("RUN.toml", text.encode())
 
 
@@ -59,7 +59,7 @@ def on(found: RunSplit, mesh: Mesh) -> RunSplit:
     return replace(found, layout=replace(found.layout, mesh=mesh))
 
 
-def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> Job:
+def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> JobConfig:
     split = found if spec.mesh is None else on(found, spec.mesh)
     return job_of_run(spec, split, None if text is None else stated(text))
 

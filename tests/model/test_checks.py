@@ -9,23 +9,23 @@ from cases import for_each
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
     Experts,
-    Hardware,
-    Job,
+    HardwareConfig,
+    JobConfig,
     LatentAttention,
-    Layout,
-    Recipe,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import check, first_fault
 from stepsplit.analyzer.model.hardware_config import efficiency, link
 
-GPT = Transformer(
+GPT = ModelConfig(
     layers=8, hidden=512, heads=8, kv_heads=4, head_size=64, ffn=2048, vocab=1000, positions=1024
 )
 MOE = replace(GPT, experts=Experts(count=8, top_k=2, ffn=256))
-RECIPE = Recipe(seq_len=1024, micro_batch=1, global_batch=16)
+RECIPE = TrainingConfig(seq_len=1024, micro_batch=1, global_batch=16)
 PEAKS = (("fp32", 1e12), ("bf16", 2e12))
-DEVICE = Hardware(
+DEVICE = HardwareConfig(
     name="device",
     family="ampere",
     peaks_flops_per_s=PEAKS,
@@ -40,11 +40,11 @@ DEVICE = Hardware(
 ZEROS: dict[str, Any] = {"dp_shard": 2, "zero": 3}
 
 
-def job(model: Transformer = GPT, recipe: Recipe = RECIPE, **axes: Any) -> Job:
-    return Job(model, Layout(**axes), recipe, DEVICE)
+def job(model: ModelConfig = GPT, recipe: TrainingConfig = RECIPE, **axes: Any) -> JobConfig:
+    return JobConfig(model, ParallelConfig(**axes), recipe, DEVICE)
 
 
-def message(impossible: Job) -> str:
+def message(impossible: JobConfig) -> str:
     with pytest.raises(UsageError) as error:
         check(impossible)
     return str(error.value)
@@ -72,7 +72,7 @@ def message(impossible: Job) -> str:
         job(dp_replicate=2, **ZEROS),
     ],
 )
-def test_what_can_be_is_let_through(possible: Job) -> None:
+def test_what_can_be_is_let_through(possible: JobConfig) -> None:
     check(possible)
     assert first_fault(possible) is None
 
@@ -193,7 +193,9 @@ def test_what_can_be_is_let_through(possible: Job) -> None:
         ),
     ],
 )
-def test_an_impossible_product_is_refused_with_its_arithmetic(impossible: Job, told: str) -> None:
+def test_an_impossible_product_is_refused_with_its_arithmetic(
+    impossible: JobConfig, told: str
+) -> None:
     assert message(impossible) == told
 
 

@@ -28,7 +28,7 @@ from stepsplit.analyzer.model.comm_time import (
     tree_ns,
     tree_until_bytes,
 )
-from stepsplit.analyzer.model.config import Hardware, Link, Span
+from stepsplit.analyzer.model.config import HardwareConfig, Link, Span
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.ops import busbw_factor
 
@@ -38,7 +38,7 @@ PLAIN = cluster(Link("nvlink", 400e9, 0.5, 1_000), Link("net", 25e9, 0.8, 10_000
 ONE, TWO, FOUR = Span(4, 4), Span(8, 4), Span(16, 4)
 
 
-def ns(op: str, message_bytes: float, span: Span, hardware: Hardware = PLAIN) -> float:
+def ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig = PLAIN) -> float:
     return time_of(op, message_bytes, span, hardware).ns
 
 
@@ -127,7 +127,7 @@ def test_a_rank_alone_and_an_empty_message_cost_nothing(op: str) -> None:
 
 @for_each("op", TIMED_OPS)
 @for_each("hardware", [A100, H200, B200, ALPS, MI300X])
-def test_a_larger_message_never_takes_less(op: str, hardware: Hardware) -> None:
+def test_a_larger_message_never_takes_less(op: str, hardware: HardwareConfig) -> None:
     for nodes in (1, 2, 3, 16, 256):
         span = Span(4 * nodes, 4)
         times = [ns(op, 2 ** (k / 4), span, hardware) for k in range(140)]

@@ -10,9 +10,17 @@ import pytest
 from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
 from stepsplit.analyzer.model.comm_measured import SWEEP
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import nvls_ns, ring_ns
-from stepsplit.analyzer.model.config import Experts, Hardware, Job, Layout, Link, Recipe, Span
+from stepsplit.analyzer.model.config import (
+    Experts,
+    HardwareConfig,
+    JobConfig,
+    Link,
+    ParallelConfig,
+    Span,
+    TrainingConfig,
+)
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import Explained, RuleOfThumb, Symbol, heard
 from stepsplit.analyzer.model.parameters import TOTAL
@@ -25,7 +33,7 @@ FIRST = 12 * LAYER + 25_088 * 2048 + 2048 * 2048
 LAST = 12 * LAYER + 25_088 * 2048 + 2 * 2048
 
 
-def of(formula: str, a_job: Job, a_prediction: Prediction) -> Explained:
+def of(formula: str, a_job: JobConfig, a_prediction: Prediction) -> Explained:
     return next(one for one in explain(a_job, a_prediction) if one.formula.id == formula)
 
 
@@ -37,7 +45,7 @@ def values(explained: tuple[Explained, ...]) -> dict[str, tuple[float, dict[str,
     return {one.formula.id: (one.value, rules(one)) for one in explained}
 
 
-def with_messages(*messages: Message, time_ms: int = 3) -> Prediction:
+def with_messages(*messages: CommOp, time_ms: int = 3) -> Prediction:
     """The built prediction with other communication: each kind of call takes time_ms."""
     time = Band(time_ms * MS, time_ms * MS, time_ms * MS)
     rows = tuple(Communication(message, time, 0) for message in messages)
@@ -129,7 +137,7 @@ def test_symbols_carry_name_meaning_value_and_unit() -> None:
 
 
 def test_a_rule_that_is_right_here_is_not_shown() -> None:
-    paper = job(recipe=Recipe(2048, 1, 16, framework="zero-paper", gradient_dtype="bf16"))
+    paper = job(recipe=TrainingConfig(2048, 1, 16, framework="zero-paper", gradient_dtype="bf16"))
     stage = replace(
         prediction().memory[0],
         weights_bytes=2 * FIRST, gradients_bytes=2 * FIRST, optimizer_bytes=12 * FIRST,
@@ -139,20 +147,20 @@ def test_a_rule_that_is_right_here_is_not_shown() -> None:
 
 
 def test_zero_spreads_the_sixteen_bytes_as_its_paper_says() -> None:
-    sharded = job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=1))
+    sharded = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, zero=1))
     rule = "16 bytes a parameter (2 + 2 + 12), by ZeRO-1 over N"
     states = of("memory.states_megatron", sharded, prediction())
     assert rules(states)[rule] == (4 + 12 / 2) * FIRST
 
 
 def test_fused_attention_keeps_none_of_the_scores_of_the_gpt_formula() -> None:
-    one = of("memory.activations", job(recipe=Recipe(2048, 1, 16)), prediction())
+    one = of("memory.activations", job(recipe=TrainingConfig(2048, 1, 16)), prediction())
     token = 2048 * (10 + 24 / 2 + 5 * 16 * 2048 / (2048 * 2))
     assert rules(one) == {"s b h (34 + 5 a s / h), spread by tp": 2048 * token}
 
 
 def test_interleaving_halves_what_the_simple_bubble_says() -> None:
-    two = job(layout=Layout(tp=2, pp=2, dp_replicate=2, schedule="interleaved", chunks=2))
+    two = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, schedule="interleaved", chunks=2))
     measured = replace(prediction(), bubble_fraction=1 / 17, bubble_overhead=1 / 16)
     found = values(explain(two, measured))
     assert found["pipeline.bubble_fraction"][1]["(p-1)/(m+p-1)"] == 1 / 9
@@ -161,19 +169,19 @@ def test_interleaving_halves_what_the_simple_bubble_says() -> None:
 
 def test_one_stage_has_no_bubble_to_explain() -> None:
     alone = one_stage()
-    found = values(explain(job(layout=Layout(tp=2, dp_replicate=4)), alone))
+    found = values(explain(job(layout=ParallelConfig(tp=2, dp_replicate=4)), alone))
     assert not {"pipeline.bubble_fraction", "pipeline.bubble_overhead", "schedule.in_flight"} & set(
         found
     )
 
 
 def test_sequence_parallelism_makes_two_calls_of_each() -> None:
-    split = job(layout=Layout(tp=2, pp=2, dp_replicate=2, sequence_parallel=True))
+    split = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, sequence_parallel=True))
     calls = (
-        Message("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB),
-        Message("sp", "reduce_scatter", "tp", 1, "backward", 192, 8 * MIB, 8 * MIB, 4 * MIB),
-        Message("sp", "all_reduce", "tp", 1, "grad_sync", 1, 4096, 4096, 4096),
-        Message("loss", "all_reduce", "tp", 1, "forward", 24, 8192, 8192, 8192),
+        CommOp("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB),
+        CommOp("sp", "reduce_scatter", "tp", 1, "backward", 192, 8 * MIB, 8 * MIB, 4 * MIB),
+        CommOp("sp", "all_reduce", "tp", 1, "grad_sync", 1, 4096, 4096, 4096),
+        CommOp("loss", "all_reduce", "tp", 1, "forward", 24, 8192, 8192, 8192),
     )
     one = of("comm.sequence", split, with_messages(*calls))
     assert (one.value, rules(one)) == (392, {"two all_reduces a layer": 192})
@@ -181,10 +189,10 @@ def test_sequence_parallelism_makes_two_calls_of_each() -> None:
 
 
 def test_zero_1_needs_no_all_reduce() -> None:
-    zero = job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=1))
+    zero = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, zero=1))
     calls = (
-        Message("zero-1", "reduce_scatter", "dp", 1, "grad_sync", 1, 4 * LAST, 4 * LAST, 2 * LAST),
-        Message("zero-1", "all_gather", "dp", 1, "optimizer", 1, 2 * LAST, LAST, LAST),
+        CommOp("zero-1", "reduce_scatter", "dp", 1, "grad_sync", 1, 4 * LAST, 4 * LAST, 2 * LAST),
+        CommOp("zero-1", "all_gather", "dp", 1, "optimizer", 1, 2 * LAST, LAST, LAST),
     )
     one = of("comm.zero", zero, with_messages(*calls))
     assert (one.value, rules(one)) == (
@@ -197,11 +205,11 @@ def test_zero_1_needs_no_all_reduce() -> None:
 
 
 def test_fsdp_gathers_for_every_microbatch() -> None:
-    layout = Layout(tp=2, pp=2, dp_shard=2, zero=3)
+    layout = ParallelConfig(tp=2, pp=2, dp_shard=2, zero=3)
     calls = (
-        Message("fsdp", "all_gather", "dp_shard", 1, "forward", 8, 2 * LAST, LAST, LAST),
-        Message("fsdp", "all_gather", "dp_shard", 1, "backward", 8, 2 * LAST, LAST, LAST),
-        Message("fsdp", "reduce_scatter", "dp_shard", 1, "grad_sync", 8, 4 * LAST, 4 * LAST,
+        CommOp("fsdp", "all_gather", "dp_shard", 1, "forward", 8, 2 * LAST, LAST, LAST),
+        CommOp("fsdp", "all_gather", "dp_shard", 1, "backward", 8, 2 * LAST, LAST, LAST),
+        CommOp("fsdp", "reduce_scatter", "dp_shard", 1, "grad_sync", 8, 4 * LAST, 4 * LAST,
                 2 * LAST),
     )  # fmt: skip
     one = of("comm.fsdp", job(layout=layout), with_messages(*calls))
@@ -211,8 +219,8 @@ def test_fsdp_gathers_for_every_microbatch() -> None:
 
 def of_large_sum() -> Explained:
     """What is said of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
-    wide = job(layout=Layout(pp=2, dp_replicate=16))
-    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    wide = job(layout=ParallelConfig(pp=2, dp_replicate=16))
+    call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
     return of("comm.tree", wide, with_messages(call))
 
 
@@ -224,8 +232,8 @@ def test_a_tree_moves_the_buffer_twice_however_many_ranks() -> None:
 
 def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
     network = replace(H100, inter=Link("ib-hdr-200", 25e9, 0.5, 5_000))
-    wide = job(layout=Layout(pp=2, dp_replicate=16), hardware=network)
-    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=network)
+    call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
     ring = of("comm.choice", wide, with_messages(call))
     assert ring.symbols == (
         Symbol("S", "message", 8 * MIB, "bytes"),
@@ -244,8 +252,8 @@ def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
 
 def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None:
     inside = replace(H100, intra=Link("nvlink4", 100e9, 0.5, 2_000))
-    call = Message("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
-    wide = job(layout=Layout(pp=2, dp_replicate=16), hardware=inside)
+    call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
+    wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=inside)
     ring = of("comm.choice", wide, with_messages(call))
     assert ring.symbols[4] == Symbol("B", "nvlink4, one direction of one GPU", 100e9, "bytes_per_s")
     assert not ring.folk[0].why.endswith("the network is the narrower part")
@@ -256,13 +264,13 @@ def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None
     [("comm.ring", partial(ring_ns, "all_reduce")), ("comm.nvls", nvls_ns)],
 )
 def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
-    formula: str, closed_form: Callable[[float, Span, Hardware], float]
+    formula: str, closed_form: Callable[[float, Span, HardwareConfig], float]
 ) -> None:
     time_ns = closed_form(8 * MIB, Span(8, 8), H100)
-    message = Message("ddp", "all_reduce", "dp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
+    message = CommOp("ddp", "all_reduce", "dp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
     both = Band(2 * time_ns, time_ns, 3 * time_ns)
     of_node = replace(one_stage(), communication=(Communication(message, both, 0),))
-    assert of(formula, job(layout=Layout(dp_replicate=8)), of_node).value == time_ns
+    assert of(formula, job(layout=ParallelConfig(dp_replicate=8)), of_node).value == time_ns
 
 
 def test_a_mixture_has_parameters_that_a_token_does_not_pass() -> None:
@@ -287,7 +295,7 @@ def test_another_link_than_nvlink_has_no_double_rate() -> None:
 
 
 def test_offloaded_states_are_left_to_the_memory_table() -> None:
-    away = Recipe(2048, 1, 16, offload=frozenset({"optimizer"}))
+    away = TrainingConfig(2048, 1, 16, offload=frozenset({"optimizer"}))
     found = values(explain(job(recipe=away), prediction()))
     assert not [name for name in found if name.startswith("memory.states")]
 
@@ -309,8 +317,8 @@ def test_a_rule_that_a_formula_answers_with_the_jobs_numbers_is_not_heard_again(
 def test_tokens_go_to_every_expert_that_they_pass() -> None:
     """Eight experts on eight ranks of a node: dispatch and combine of 12 layers of a stage."""
     mixture = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
-    apart = job(model=mixture, layout=Layout(pp=2, dp_replicate=8, ep=8))
-    calls = Message("ep", "all_to_all", "ep", 1, "forward", 48, 16 * MIB, 16 * MIB, 14 * MIB)
+    apart = job(model=mixture, layout=ParallelConfig(pp=2, dp_replicate=8, ep=8))
+    calls = CommOp("ep", "all_to_all", "ep", 1, "forward", 48, 16 * MIB, 16 * MIB, 14 * MIB)
     found = explain(apart, with_messages(calls))
     routes = next(one for one in found if one.formula.id == "comm.experts")
     assert (routes.value, routes.note) == (48 * 14 * MIB, "calls: 48 all_to_all forward")
@@ -331,7 +339,7 @@ def test_tokens_go_to_every_expert_that_they_pass() -> None:
 
 
 def test_what_a_layer_keeps_adds_up_item_by_item() -> None:
-    one = of("memory.activations", job(recipe=Recipe(2048, 1, 16)), prediction())
+    one = of("memory.activations", job(recipe=TrainingConfig(2048, 1, 16)), prediction())
     items = {symbol.name: symbol.value for symbol in one.symbols if symbol.unit == "bytes"}
     assert set(items) == {"norms", "heads", "attention", "mlp"}
     assert sum(items.values()) == pytest.approx(one.value, abs=12)
@@ -340,7 +348,8 @@ def test_what_a_layer_keeps_adds_up_item_by_item() -> None:
 def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
     notes = {
         zero: of(
-            "memory.states_megatron", job(layout=Layout(tp=2, pp=2, dp_replicate=2, zero=zero)),
+            "memory.states_megatron",
+            job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, zero=zero)),
             prediction(),
         ).note
         for zero in (0, 1, 2)
@@ -349,14 +358,14 @@ def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
 
 
 def test_a_time_that_was_interpolated_in_a_sweep_is_said_to_be() -> None:
-    message = Message("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB)
+    message = CommOp("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB)
     swept = replace(with_messages(message), formulas=(SWEEP,))
     assert of("comm.sweep", job(), swept).value == 3 * MS / 200
 
 
 def test_gradients_summed_over_context_parallelism_are_on_all_of_its_ranks() -> None:
-    around = job(layout=Layout(cp=2, dp_replicate=4))
-    call = Message("ddp", "all_reduce", "dp_cp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
+    around = job(layout=ParallelConfig(cp=2, dp_replicate=4))
+    call = CommOp("ddp", "all_reduce", "dp_cp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
     rows = with_messages(call).communication
     one = of("comm.choice", around, replace(one_stage(), communication=rows))
     assert one.what == "time of one all_reduce on dp_cp (grad_sync)"

@@ -14,11 +14,11 @@ from stepsplit.analyzer.model.comm_measured import Cost, Rates, TransferSweep, T
 from stepsplit.analyzer.model.config import (
     Experts,
     Framework,
-    Job,
+    JobConfig,
     LatentAttention,
-    Layout,
-    Recipe,
+    ParallelConfig,
     Schedule,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.predict import predict
@@ -37,44 +37,44 @@ EACH = (
 MIXTURE = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
 
 
-def ids(a_job: Job, rates: Rates | None = None) -> set[str]:
+def ids(a_job: JobConfig, rates: Rates | None = None) -> set[str]:
     return {formula.id for formula in formulas_of(a_job, rates)}
 
 
-def more(layout: Layout, **changes: object) -> set[str]:
+def more(layout: ParallelConfig, **changes: object) -> set[str]:
     """What a layout adds to one rank, but for what every job of several ranks has."""
-    found = ids(replace(job(layout=layout, recipe=Recipe(2048, 1, 16)), **changes))  # type: ignore[arg-type]
+    found = ids(replace(job(layout=layout, recipe=TrainingConfig(2048, 1, 16)), **changes))  # type: ignore[arg-type]
     return found - {*ALONE, *EACH}
 
 
 def test_one_rank_rests_on_no_message() -> None:
-    one = formulas_of(job(layout=Layout(), recipe=Recipe(2048, 1, 16)))
+    one = formulas_of(job(layout=ParallelConfig(), recipe=TrainingConfig(2048, 1, 16)))
     assert tuple(formula.id for formula in one) == ALONE
 
 
 @for_each(
     ("layout", "formulas"),
     [
-        (Layout(dp_replicate=8), {"comm.ddp"}),
-        (Layout(dp_replicate=8, zero=1), {"comm.zero", "comm.norm"}),
-        (Layout(dp_shard=8, zero=3), {"comm.fsdp", "comm.norm", "memory.gathered"}),
+        (ParallelConfig(dp_replicate=8), {"comm.ddp"}),
+        (ParallelConfig(dp_replicate=8, zero=1), {"comm.zero", "comm.norm"}),
+        (ParallelConfig(dp_shard=8, zero=3), {"comm.fsdp", "comm.norm", "memory.gathered"}),
         (
-            Layout(dp_replicate=2, dp_shard=4, zero=3),
+            ParallelConfig(dp_replicate=2, dp_shard=4, zero=3),
             {"comm.fsdp", "comm.hsdp", "comm.norm", "memory.gathered"},
         ),
-        (Layout(tp=8), {"comm.tensor", "comm.loss", "comm.norm"}),
+        (ParallelConfig(tp=8), {"comm.tensor", "comm.loss", "comm.norm"}),
         (
-            Layout(tp=8, sequence_parallel=True),
+            ParallelConfig(tp=8, sequence_parallel=True),
             {"comm.tensor", "comm.sequence", "comm.loss", "comm.norm"},
         ),
-        (Layout(cp=8), {"comm.context_ring", "comm.send", "comm.ddp", "step.ring_pieces"}),
+        (ParallelConfig(cp=8), {"comm.context_ring", "comm.send", "comm.ddp", "step.ring_pieces"}),
         (
-            Layout(cp=8, context_kind="ulysses"),
+            ParallelConfig(cp=8, context_kind="ulysses"),
             {"comm.context_ulysses", "comm.all_to_all", "comm.ddp"},
         ),
     ],
 )
-def test_each_strategy_adds_its_own(layout: Layout, formulas: set[str]) -> None:
+def test_each_strategy_adds_its_own(layout: ParallelConfig, formulas: set[str]) -> None:
     assert more(layout) == formulas
 
 
@@ -85,7 +85,7 @@ def test_each_strategy_adds_its_own(layout: Layout, formulas: set[str]) -> None:
 def test_a_pipeline_adds_its_bubble_and_what_its_schedule_sends(
     schedule: Schedule, formulas: set[str]
 ) -> None:
-    found = more(Layout(pp=4, dp_replicate=2, schedule=schedule))
+    found = more(ParallelConfig(pp=4, dp_replicate=2, schedule=schedule))
     assert found - {"comm.ddp"} == formulas | {
         "schedule.in_flight", "comm.pipeline", "comm.send", "comm.norm",
         "pipeline.bubble_fraction", "pipeline.bubble_overhead",
@@ -94,7 +94,7 @@ def test_a_pipeline_adds_its_bubble_and_what_its_schedule_sends(
 
 def test_experts_and_latent_attention_add_their_parameters_and_messages() -> None:
     latent = LatentAttention(query_rank=512, kv_rank=256, nope=64, rope=32, value=64)
-    found = more(Layout(dp_replicate=8, ep=8), model=replace(MIXTURE, latent=latent))
+    found = more(ParallelConfig(dp_replicate=8, ep=8), model=replace(MIXTURE, latent=latent))
     assert found == {
         "parameters.latent_attention", "parameters.experts", "comm.experts", "comm.all_to_all",
         "comm.ddp",
@@ -111,20 +111,20 @@ def test_experts_and_latent_attention_add_their_parameters_and_messages() -> Non
     ],
 )
 def test_each_framework_has_its_own_states(framework: Framework, states: str) -> None:
-    found = ids(job(recipe=Recipe(2048, 1, 16, framework=framework)))
+    found = ids(job(recipe=TrainingConfig(2048, 1, 16, framework=framework)))
     assert {name for name in found if name.startswith("memory.states")} == {states}
 
 
 def test_recomputation_and_offload_change_what_memory_rests_on() -> None:
-    recipe = Recipe(2048, 1, 16, recompute="full", offload=frozenset({"optimizer"}))
-    found = ids(job(layout=Layout(), recipe=recipe))
+    recipe = TrainingConfig(2048, 1, 16, recompute="full", offload=frozenset({"optimizer"}))
+    found = ids(job(layout=ParallelConfig(), recipe=recipe))
     assert found - set(ALONE) == {"flops.recompute", "memory.recompute_full", "memory.offload"}
     assert "memory.activations" not in found
 
 
 def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> None:
-    wide = Layout(dp_replicate=16)
-    found = ids(job(layout=wide, recipe=Recipe(2048, 1, 16)))
+    wide = ParallelConfig(dp_replicate=16)
+    found = ids(job(layout=wide, recipe=TrainingConfig(2048, 1, 16)))
     assert found - {*ALONE, *EACH} == {"comm.ddp", "step.skew"}
     assert "comm.nvls" not in found
     assert "comm.nvls" not in ids(job(hardware=replace(H100, nvls=0.0)))
@@ -133,7 +133,7 @@ def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> Non
 def test_what_was_measured_of_the_links_is_named() -> None:
     sweep = TransferSweep("all_reduce", 8, 8, (1024.0, 2048.0), (1e4, 2e4))
     table = TunerTable(8, 8, (Cost("all_reduce", 1e4, 1e11),))
-    a_job = job(layout=Layout(dp_replicate=8))
+    a_job = job(layout=ParallelConfig(dp_replicate=8))
     measured = ids(a_job, Rates((sweep,), (table,)))
     assert measured - ids(a_job) == {"comm.sweep", "comm.tuner"}
 
@@ -141,8 +141,10 @@ def test_what_was_measured_of_the_links_is_named() -> None:
 def test_no_formula_is_named_twice_and_all_that_are_explained_are_named() -> None:
     busy = job(
         model=MIXTURE,
-        layout=Layout(tp=2, pp=2, cp=2, dp_replicate=4, ep=2, sequence_parallel=True, zero=1),
-        recipe=Recipe(2048, 1, 64, recompute="selective"),
+        layout=ParallelConfig(
+            tp=2, pp=2, cp=2, dp_replicate=4, ep=2, sequence_parallel=True, zero=1
+        ),
+        recipe=TrainingConfig(2048, 1, 64, recompute="selective"),
     )
     named = Counter(formula.id for formula in formulas_of(busy))
     explained = {one.formula.id for one in explain(busy, predict(busy))}

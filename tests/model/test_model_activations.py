@@ -9,7 +9,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, Layout, stages_of
+from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig, stages_of
 from stepsplit.analyzer.model.memory_states import (
     LayerActivations,
     StageActivations,
@@ -44,7 +44,7 @@ def test_gpt_with_dropout_is_table_2_of_korthikanti(
     tp: int, sequence_parallel: bool, recompute: Any, total: int
 ) -> None:
     """sbh = 128 and 5as/h = 40."""
-    layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
+    layout = ParallelConfig(tp=tp, sequence_parallel=sequence_parallel)
     assert layer_activations(job(layout=layout, recompute=recompute, **GPT)).total_bytes == total
 
 
@@ -56,8 +56,8 @@ def test_gated_mlp_and_grouped_queries() -> None:
 
 
 def test_context_parallelism_divides_the_tokens_and_ulysses_keeps_its_output_twice() -> None:
-    ring = layer_activations(job(layout=Layout(cp=2)))
-    ulysses = layer_activations(job(layout=Layout(cp=2, context_kind="ulysses")))
+    ring = layer_activations(job(layout=ParallelConfig(cp=2)))
+    ulysses = layer_activations(job(layout=ParallelConfig(cp=2, context_kind="ulysses")))
     assert ring == LayerActivations(512, 384, 256, 0, 1024, 0)
     assert ulysses == replace(ring, attention=256 + 128)
 
@@ -130,7 +130,7 @@ def test_the_best_number_of_inputs_is_the_root_of_the_ratio() -> None:
 def test_microbatches_in_flight_on_each_of_four_ranks(
     schedule: Any, chunks: int, in_flight: list[int]
 ) -> None:
-    piped = job(layout=Layout(pp=4, schedule=schedule, chunks=chunks), global_batch=8)
+    piped = job(layout=ParallelConfig(pp=4, schedule=schedule, chunks=chunks), global_batch=8)
     assert [chunks_in_flight(piped, rank) for rank in range(4)] == in_flight
 
 
@@ -145,7 +145,7 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
             (False, "none", "act_GiB_no_recompute_TP8"),
             (True, "selective", "act_GiB_selective_SP"),
         ):
-            layout = Layout(
+            layout = ParallelConfig(
                 tp=8, pp=pp, schedule=schedule, chunks=chunks, sequence_parallel=parallel
             )
             model = gpt(layers, hidden, heads, 51200, 2048)

@@ -8,7 +8,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.config import Chunk, Experts, Layout, stages_of
+from stepsplit.analyzer.model.config import Chunk, Experts, ParallelConfig, stages_of
 from stepsplit.analyzer.model.flops import (
     CONVENTIONS,
     ChunkFlops,
@@ -83,7 +83,13 @@ def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms(
         sizes = (model.layers, model.hidden, 2048, 51200, batch)
         step = {"seq_len": 2048, "global_batch": batch}
         plain, selective, full = (
-            job(model, Layout(tp=int(row["tp"])), **step, recompute=how, flash_attention=False)
+            job(
+                model,
+                ParallelConfig(tp=int(row["tp"])),
+                **step,
+                recompute=how,
+                flash_attention=False,
+            )
             for how in ("none", "selective", "full")
         )
         assert model_flops(plain) == hardware_flops(plain) == korthikanti_flops(*sizes)
@@ -114,7 +120,7 @@ def test_latent_attention_compares_wide_keys_and_adds_narrow_values() -> None:
 
 def test_one_rank_does_its_share_of_a_chunk() -> None:
     """A layer has 2 · (256 + 512) FLOPs of products a token, core 4 s h = 512, head 8192."""
-    layout = Layout(tp=2, pp=2, cp=2)
+    layout = ParallelConfig(tp=2, pp=2, cp=2)
     chunks = [stage.chunks[0] for stage in stages_of(job(layout=layout))]
     assert [chunk_flops(job(layout=layout), chunk) for chunk in chunks] == [
         ChunkFlops(8 * 2 * 1536 // 2, 8 * 2 * 512 // 2, 0),
@@ -125,15 +131,17 @@ def test_one_rank_does_its_share_of_a_chunk() -> None:
 def test_ranks_of_a_mixture_share_routed_tokens_whatever_experts_they_hold() -> None:
     """The router (32 weights) runs on a rank's own tokens under sequence parallelism."""
     chunk = Chunk(dense_layers=0, expert_layers=1, embedding=False, head=False)
-    spread = job(MIXED, Layout(tp=2, dp_shard=2, ep=4, sequence_parallel=True), global_batch=2)
-    whole = job(MIXED, Layout(tp=2), global_batch=2)
+    spread = job(
+        MIXED, ParallelConfig(tp=2, dp_shard=2, ep=4, sequence_parallel=True), global_batch=2
+    )
+    whole = job(MIXED, ParallelConfig(tp=2), global_batch=2)
     divided = 16 * 2 * (256 + 2 * 256 + 128) // 2
     assert chunk_flops(spread, chunk).linear == divided + 8 * 2 * 32
     assert chunk_flops(whole, chunk).linear == divided + 16 * 2 * 32
 
 
 def test_ranks_together_do_what_the_model_needs() -> None:
-    layout = Layout(tp=2, pp=2, dp_replicate=2, cp=2)
+    layout = ParallelConfig(tp=2, pp=2, dp_replicate=2, cp=2)
     split = job(layout=layout, global_batch=8)
     passes = [chunk_flops(split, stage.chunks[0]) for stage in stages_of(split)]
     forward = sum(each.linear + each.attention + each.head for each in passes)
@@ -149,7 +157,7 @@ def test_utilization_is_work_over_what_the_peak_allows() -> None:
 def test_korthikanti_table_5_within_a_third_of_a_point() -> None:
     for row in published("korthikanti_table5_end_to_end"):
         batch, gpus = int(row["global_batch"]), int(row["gpus"])
-        layout = Layout(tp=int(row["tp"]), pp=int(row["pp"]), sequence_parallel=True)
+        layout = ParallelConfig(tp=int(row["tp"]), pp=int(row["pp"]), sequence_parallel=True)
         step = {"seq_len": 2048, "global_batch": batch, "recompute": "selective"}
         step["flash_attention"] = False
         trained, took_ns = job(gpt_of(row), layout, **step), float(row["iter_s_selective_SP"]) * 1e9
@@ -171,7 +179,7 @@ def test_megatron_table_1_prints_the_share_and_the_sum_of_its_rates() -> None:
 
 def test_megatron_table_2_takes_the_days_that_equation_3_says() -> None:
     for row in published("megatron_sc21_table2_zero3_vs_ptd"):
-        trained = job(gpt_of(row), Layout(tp=8), seq_len=2048, recompute="full")
+        trained = job(gpt_of(row), ParallelConfig(tp=8), seq_len=2048, recompute="full")
         rate, gpus = float(row["tflops_per_gpu"]) * 1e12, int(row["gpus"])
         days = training_days(300e9, hardware_flops(trained) / 2048, gpus, rate)
         assert days == pytest.approx(float(row["days_for_300B_tokens"]), abs=1)
@@ -182,7 +190,7 @@ def test_megatron_table_2_takes_the_days_that_equation_3_says() -> None:
 def test_mt_nlg_rates_count_full_recomputation() -> None:
     for row in published("mtnlg_530b"):
         step = {"seq_len": 2048, "global_batch": 1920, "recompute": "full"}
-        flops = hardware_flops(job(gpt_of(row), Layout(tp=8), **step))
+        flops = hardware_flops(job(gpt_of(row), ParallelConfig(tp=8), **step))
         rate = flops / float(row["iter_s"]) / int(row["gpus"]) / 1e12
         assert round(rate) == float(row["tflops_per_gpu"])
 

@@ -13,7 +13,7 @@ import pytest
 from machine import slowness, usual_seconds
 
 from stepsplit.analyzer.model import config_file
-from stepsplit.analyzer.model.config import Job, Layout, Recipe
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.predict import predict
 
 RUN = """\
@@ -82,24 +82,24 @@ def _seconds(run_file: Path) -> float:
 
 
 LAYOUTS = (
-    Layout(tp=8, dp_replicate=8, zero=1, sequence_parallel=True),
-    Layout(dp_shard=64, zero=3, overlap=frozenset({"dp"})),
-    Layout(tp=4, pp=4, dp_replicate=4),
-    Layout(tp=2, pp=2, dp_replicate=4, cp=4, zero=1),
-    Layout(tp=2, pp=8, dp_replicate=4, schedule="interleaved", chunks=2),
-    Layout(tp=4, pp=4, dp_replicate=4, schedule="zb-h1"),
-    Layout(tp=2, pp=4, dp_replicate=8, schedule="dualpipe-v"),
-    Layout(tp=8, pp=2, dp_replicate=4, schedule="gpipe"),
+    ParallelConfig(tp=8, dp_replicate=8, zero=1, sequence_parallel=True),
+    ParallelConfig(dp_shard=64, zero=3, overlap=frozenset({"dp"})),
+    ParallelConfig(tp=4, pp=4, dp_replicate=4),
+    ParallelConfig(tp=2, pp=2, dp_replicate=4, cp=4, zero=1),
+    ParallelConfig(tp=2, pp=8, dp_replicate=4, schedule="interleaved", chunks=2),
+    ParallelConfig(tp=4, pp=4, dp_replicate=4, schedule="zb-h1"),
+    ParallelConfig(tp=2, pp=4, dp_replicate=8, schedule="dualpipe-v"),
+    ParallelConfig(tp=8, pp=2, dp_replicate=4, schedule="gpipe"),
 )
 MODELS = ("llama-7b", "llama-3.1-70b", "gpt3-175b", "llama-2-70b", "qwen2.5-32b")
 
 
-def thousand_jobs(seq_len: int) -> list[Job]:
+def thousand_jobs(seq_len: int) -> list[JobConfig]:
     """5 models in 8 layouts with 25 batches, none like another."""
-    recipes = [Recipe(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
+    recipes = [TrainingConfig(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
     hardware = config_file.hardware("h100-sxm")
     return [
-        Job(config_file.transformer(name), layout, each, hardware)
+        JobConfig(config_file.transformer(name), layout, each, hardware)
         for name in MODELS
         for layout in LAYOUTS
         for each in recipes
@@ -115,6 +115,6 @@ def test_a_thousand_predictions_take_less_than_two_seconds() -> None:
     assert usual_seconds(pieces) < MOST_THOUSAND_S
 
 
-def _predict(jobs: list[Job]) -> None:
+def _predict(jobs: list[JobConfig]) -> None:
     for one in jobs:
         predict(one)

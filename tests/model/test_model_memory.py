@@ -12,16 +12,16 @@ from work_builders import DEVICE, RECIPE, TINY, gpt, job, llama, published
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
     Experts,
-    Job,
+    JobConfig,
     LatentAttention,
-    Layout,
-    Recipe,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
     stages_of,
 )
 from stepsplit.analyzer.model.memory import (
     BytesBand,
-    Calibration,
+    MemoryCalibration,
     Moment,
     allocated_band,
     calibrate_memory,
@@ -57,7 +57,7 @@ def test_one_rank_of_megatron_peaks_at_the_loss() -> None:
 def test_the_first_stage_holds_two_microbatches_and_the_last_the_logits() -> None:
     """Two layers a stage. Stage 0: 5664 parameters; gradient of a layer's output and of its first
     product. Stage 1: 5672; beside the loss the input gradient that is still being sent."""
-    assert memory_of(job(layout=Layout(pp=2), global_batch=2)) == (
+    assert memory_of(job(layout=ParallelConfig(pp=2), global_batch=2)) == (
         StageMemory(0, 11328, 22656, 67968, 2 * 8704, 1536 + 256 + 1024, WORKSPACE),
         StageMemory(1, 11344, 22688, 68064, 8704 + 16384 + 512, 1536 + 8448 + 256, WORKSPACE),
     )
@@ -82,20 +82,22 @@ def test_an_unfused_loss_keeps_fp32_logits() -> None:
 
 def test_fsdp_gathers_two_layers_and_reduces_one_in_fp32() -> None:
     """784 parameters a layer, two gathered in bf16, gradients in bf16 and fp32; the head alike."""
-    (found,) = memory_of(job(layout=Layout(dp_shard=4, zero=3), framework="fsdp2"))
+    (found,) = memory_of(job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2"))
     assert found.weights_bytes == 11336
     assert found.transient_bytes == (4 + 6) * 784 + 8 * 4096 + 256
 
 
 def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() -> None:
-    layout = Layout(pp=2, dp_shard=4, zero=3)
+    layout = ParallelConfig(pp=2, dp_shard=4, zero=3)
     first, _ = memory_of(job(layout=layout, framework="fsdp2", global_batch=8))
     assert first.transient_bytes == (2 + 4) * 5664 + 256 + 1024
 
 
 def test_autocast_keeps_copies_of_all_weights_and_ddp_its_buckets() -> None:
     (alone,) = memory_of(job(framework="ddp"))
-    (one_of_two,) = memory_of(job(layout=Layout(dp_replicate=2), framework="ddp", global_batch=2))
+    (one_of_two,) = memory_of(
+        job(layout=ParallelConfig(dp_replicate=2), framework="ddp", global_batch=2)
+    )
     assert one_of_two.transient_bytes - alone.transient_bytes == 4 * 11336
 
 
@@ -106,7 +108,7 @@ def test_full_recomputation_runs_one_layer_again() -> None:
 
 def test_a_loss_over_a_split_vocabulary_needs_more_for_a_moment() -> None:
     """torchtitan's loss_parallel: 12 bytes a logit beside the 4 kept, 8 where it is whole."""
-    layout = Layout(tp=2, dp_shard=4, zero=3)
+    layout = ParallelConfig(tp=2, dp_shard=4, zero=3)
     found, fused = (
         memory_of(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
         for loss in (False, True)
@@ -117,7 +119,7 @@ def test_a_loss_over_a_split_vocabulary_needs_more_for_a_moment() -> None:
 def test_sequence_parallelism_gathers_the_input_of_a_layers_first_product() -> None:
     """Stage 0 of two at tp 4: the gathered input and its gradient, 256 each, without the 256 of
     the last product's input; beside a gradient of 64 and a dummy of 2 x (64 + 128)."""
-    layout = Layout(tp=4, pp=2, sequence_parallel=True)
+    layout = ParallelConfig(tp=4, pp=2, sequence_parallel=True)
     first, _ = memory_of(job(layout=layout, global_batch=2))
     assert first.transient_bytes == 384 + 64 + 2 * 256 - 256
 
@@ -135,13 +137,17 @@ def test_a_job_fits_up_to_the_context_beside_what_is_reserved() -> None:
     """1000 MB allocated reserve 1050 MB; the context takes 1 GiB."""
     memory = (StageMemory(0, 1_000_000_000, 0, 0, 0, 0, 0),)
     need = 1_050_000_000 + 2**30
-    assert fits(Job(TINY, Layout(), RECIPE, replace(DEVICE, memory_bytes=need)), memory)
-    assert not fits(Job(TINY, Layout(), RECIPE, replace(DEVICE, memory_bytes=need - 1)), memory)
+    assert fits(
+        JobConfig(TINY, ParallelConfig(), RECIPE, replace(DEVICE, memory_bytes=need)), memory
+    )
+    assert not fits(
+        JobConfig(TINY, ParallelConfig(), RECIPE, replace(DEVICE, memory_bytes=need - 1)), memory
+    )
 
 
 def test_a_band_is_narrow_for_megatron_wide_for_others_and_closes_with_a_calibration() -> None:
     stage = StageMemory(0, 1000, 0, 0, 0, 0, 0)
-    run = Calibration("run", 1.0, 0)
+    run = MemoryCalibration("run", 1.0, 0)
     assert allocated_band(job(), stage) == BytesBand(1000, 965, 1035)
     assert allocated_band(job(framework="fsdp2"), stage) == BytesBand(1000, 800, 1450)
     assert allocated_band(job(framework="fsdp2"), stage, run) == BytesBand(1000, 900, 1100)
@@ -150,18 +156,18 @@ def test_a_band_is_narrow_for_megatron_wide_for_others_and_closes_with_a_calibra
 def test_one_measured_peak_gives_a_factor_on_the_activations_of_the_fullest_stage() -> None:
     """Stage 0 has 100 + 100, stage 1 has 100 + 40: at 1.5 stage 0 reaches 250."""
     predicted = (StageMemory(0, 100, 0, 0, 100, 0, 0), StageMemory(1, 100, 0, 0, 40, 0, 0))
-    assert calibrate_memory(predicted, (250,), "run 1") == Calibration("run 1", 1.5, 0)
+    assert calibrate_memory(predicted, (250,), "run 1") == MemoryCalibration("run 1", 1.5, 0)
 
 
 def test_a_peak_a_stage_gives_factor_and_constant() -> None:
     """2 x 100 + 30 + 100, and 2 x 40 + 30 + 100."""
     predicted = (StageMemory(0, 100, 0, 0, 100, 0, 0), StageMemory(1, 100, 0, 0, 40, 0, 0))
-    assert calibrate_memory(predicted, (330, 210), "run 1") == Calibration("run 1", 2.0, 30)
+    assert calibrate_memory(predicted, (330, 210), "run 1") == MemoryCalibration("run 1", 2.0, 30)
 
 
 def test_what_no_activations_can_explain_becomes_a_constant() -> None:
     predicted = (StageMemory(0, 100, 0, 0, 10, 0, 0),)
-    assert calibrate_memory(predicted, (200,), "run 1") == Calibration("run 1", 1.0, 90)
+    assert calibrate_memory(predicted, (200,), "run 1") == MemoryCalibration("run 1", 1.0, 90)
 
 
 def test_a_wrong_number_of_measured_peaks_is_refused() -> None:
@@ -171,7 +177,7 @@ def test_a_wrong_number_of_measured_peaks_is_refused() -> None:
 
 
 def test_a_calibration_changes_activations_and_other_alone() -> None:
-    (plain,), (used,) = memory_of(job()), memory_of(job(), Calibration("run", 2.0, 7))
+    (plain,), (used,) = memory_of(job()), memory_of(job(), MemoryCalibration("run", 2.0, 7))
     assert used == replace(
         plain,
         activations_bytes=2 * plain.activations_bytes,
@@ -193,22 +199,22 @@ def test_megatron_on_b200_needs_what_was_measured() -> None:
     assert max(routed) <= 0.04
 
 
-def of_simumax(row: dict[str, str]) -> Job:
+def of_simumax(row: dict[str, str]) -> JobConfig:
     """A run of simumax_b200_measured: Megatron-LM, distributed optimizer, fused loss; context
     parallelism by all-to-all."""
     n = {key: int(value) for key, value in row.items() if value.isdigit()}
     model = llama(n["layers"], n["hidden"], n["heads"], n["kv_heads"], n["ffn"], n["vocab"])
     if n.get("experts"):
         model = deepseek(model, n["experts"], n["topk"])
-    layout = Layout(
+    layout = ParallelConfig(
         tp=n["tp"], pp=n["pp"], cp=n["cp"], ep=n["ep"], dp_replicate=n["dp"], zero=1,
         sequence_parallel=n["tp"] > 1, context_kind="ulysses",
     )  # fmt: skip
     batch = n["micro_batch"] * n["num_microbatches"] * n["dp"]
-    return Job(model, layout, Recipe(n["seq"], n["micro_batch"], batch), DEVICE)
+    return JobConfig(model, layout, TrainingConfig(n["seq"], n["micro_batch"], batch), DEVICE)
 
 
-def deepseek(model: Transformer, experts: int, top_k: int) -> Transformer:
+def deepseek(model: ModelConfig, experts: int, top_k: int) -> ModelConfig:
     """DeepSeek-V2's experts and latent attention: its config.json at Hugging Face."""
     return replace(
         model,
@@ -233,7 +239,7 @@ def test_one_run_calibrates_the_other_schedules_of_a_model() -> None:
         *published("zero_bubble_table4_throughput_memory"),
         *published("zero_bubble_table6_zbv"),
     ]
-    learned: dict[str, Calibration] = {}
+    learned: dict[str, MemoryCalibration] = {}
     errors = []
     for row in (row for row in rows if row["schedule"] in SCHEDULES):
         case, measured = of_zero_bubble(row), float(row["memory_GB"]) * 1e9
@@ -248,7 +254,7 @@ def test_one_run_calibrates_the_other_schedules_of_a_model() -> None:
     assert max(errors) <= 0.07
 
 
-def of_zero_bubble(row: dict[str, str]) -> Job:
+def of_zero_bubble(row: dict[str, str]) -> JobConfig:
     """Megatron-LM's GPT with dropout and unfused attention; both end stages have a layer less."""
     layers, heads, hidden = SHAPES[row["model"]]
     schedule, chunks = SCHEDULES[row["schedule"]]
@@ -257,29 +263,34 @@ def of_zero_bubble(row: dict[str, str]) -> Job:
     each[0] -= 1
     each[-1] -= 1
     batch = int(row["micro_batch"])
-    layout = Layout(
+    layout = ParallelConfig(
         pp=int(row["pp"]), schedule=schedule, chunks=chunks, layers_per_stage=tuple(each)
     )
-    recipe = Recipe(
+    recipe = TrainingConfig(
         1024, batch, batch * int(row["num_microbatches"]),
         dropout=True, flash_attention=False, fused_loss=False,
     )  # fmt: skip
-    return Job(replace(gpt(layers, hidden, heads, 51200, 1024), tied=False), layout, recipe, DEVICE)
+    return JobConfig(
+        replace(gpt(layers, hidden, heads, 51200, 1024), tied=False), layout, recipe, DEVICE
+    )
 
 
 DEEP = llama(16, 64, 8, 8, 256, 512)
 SHARED = (
-    job(DEEP, Layout(tp=2, pp=8, dp_replicate=2), global_batch=32),
-    job(DEEP, Layout(pp=4, schedule="interleaved", chunks=2), global_batch=8),
+    job(DEEP, ParallelConfig(tp=2, pp=8, dp_replicate=2), global_batch=32),
+    job(DEEP, ParallelConfig(pp=4, schedule="interleaved", chunks=2), global_batch=8),
     job(
-        DEEP, Layout(pp=4, schedule="zb-v", dp_shard=2, zero=3), global_batch=16, framework="fsdp2"
+        DEEP,
+        ParallelConfig(pp=4, schedule="zb-v", dp_shard=2, zero=3),
+        global_batch=16,
+        framework="fsdp2",
     ),
-    job(DEEP, Layout(pp=4), global_batch=8, offload=frozenset({"activations"})),
+    job(DEEP, ParallelConfig(pp=4), global_batch=8, offload=frozenset({"activations"})),
 )
 
 
 @pytest.mark.parametrize("one", SHARED, ids=lambda one: one.layout.schedule)
-def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: Job) -> None:
+def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: JobConfig) -> None:
     layers, both = layers_of(one), zip(stages_of(one), stage_parameters(one), strict=True)
     worst = [
         max(moments_of(one, stage, held, layers), key=lambda moment: moment.total_bytes)

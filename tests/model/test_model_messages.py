@@ -9,22 +9,22 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import Bucket, buckets, messages_of
-from stepsplit.analyzer.model.config import Experts, Job, Layout, Transformer
+from stepsplit.analyzer.model.config import Experts, JobConfig, ModelConfig, ParallelConfig
 
-M = Message
+M = CommOp
 MIXED = replace(TINY, layers=2, experts=Experts(4, 2, ffn=16, shared_ffn=8, dense_layers=1))
 TWO_KV = replace(TINY, layers=1, kv_heads=2)
 """Keys and values of 16 tokens: 2 · 2 heads of 2 numbers in bf16, 256 bytes."""
 
 
-def of(found: Job, *strategies: str) -> tuple[Message, ...]:
+def of(found: JobConfig, *strategies: str) -> tuple[CommOp, ...]:
     """The job's messages for those strategies."""
     return tuple(each for each in messages_of(found) if each.strategy in strategies)
 
 
-def sums(messages: tuple[Message, ...]) -> Counter[tuple[int, str]]:
+def sums(messages: tuple[CommOp, ...]) -> Counter[tuple[int, str]]:
     """Input bytes of a step by stage and op."""
     found: Counter[tuple[int, str]] = Counter()
     for each in messages:
@@ -38,7 +38,7 @@ def test_one_gpu_sends_nothing() -> None:
 
 def test_ddp_sums_every_gradient_once_whatever_the_number_of_microbatches() -> None:
     """4 · 784 + 2 · 4096 + 8 = 11336 gradients of 4 bytes fit the first bucket."""
-    ddp = job(layout=Layout(dp_replicate=4), framework="ddp", global_batch=8)
+    ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp", global_batch=8)
     assert messages_of(ddp) == (
         M("ddp", "all_reduce", "dp", 0, "grad_sync", 1, 45344, 45344, 68016),
     )  # fmt: skip
@@ -46,7 +46,7 @@ def test_ddp_sums_every_gradient_once_whatever_the_number_of_microbatches() -> N
 
 def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
     """1 MiB, then 25 MiB each, then the rest of 80 million bytes."""
-    ddp = job(layout=Layout(dp_replicate=4), framework="ddp")
+    ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp")
     assert buckets(ddp, 20_000_000, 4) == (
         Bucket(1, 262_144),
         Bucket(3, 6_553_600),
@@ -55,8 +55,8 @@ def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
 
 
 def test_megatron_cuts_buckets_only_where_gradients_overlap() -> None:
-    alone = job(layout=Layout(dp_replicate=4))
-    hidden = job(layout=Layout(dp_replicate=4, overlap=frozenset({"dp"})))
+    alone = job(layout=ParallelConfig(dp_replicate=4))
+    hidden = job(layout=ParallelConfig(dp_replicate=4, overlap=frozenset({"dp"})))
     assert buckets(alone, 100_000_000, 4) == (Bucket(1, 100_000_000),)
     assert buckets(hidden, 100_000_000, 4) == (Bucket(2, 40_000_000), Bucket(1, 20_000_000))
     assert buckets(hidden, 100_000_000, 64) == (Bucket(1, 64_000_000), Bucket(1, 36_000_000))
@@ -64,7 +64,7 @@ def test_megatron_cuts_buckets_only_where_gradients_overlap() -> None:
 
 def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
     """11336 gradients of 4 bytes; a quarter of as many weights of 2 bytes."""
-    assert messages_of(job(layout=Layout(dp_replicate=4, zero=1), global_batch=8)) == (
+    assert messages_of(job(layout=ParallelConfig(dp_replicate=4, zero=1), global_batch=8)) == (
         M("zero-1", "reduce_scatter", "dp", 0, "grad_sync", 1, 45344, 45344, 34008),
         M("zero-1", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
         M("norm", "all_reduce", "dp", 0, "optimizer", 1, 4, 4, 6),
@@ -73,7 +73,7 @@ def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
 
 def test_beside_ddp_zero_1_sums_whole_gradients_and_each_rank_hands_out_its_weights() -> None:
     """A quarter of 11336 weights of 2 bytes from each of 4 ranks."""
-    zero = job(layout=Layout(dp_replicate=4, zero=1), framework="ddp", global_batch=8)
+    zero = job(layout=ParallelConfig(dp_replicate=4, zero=1), framework="ddp", global_batch=8)
     assert of(zero, "zero-1") == (
         M("zero-1", "all_reduce", "dp", 0, "grad_sync", 1, 45344, 45344, 68016),
         M("zero-1", "broadcast", "dp", 0, "optimizer", 4, 5668, 5668, 5668),
@@ -81,7 +81,7 @@ def test_beside_ddp_zero_1_sums_whole_gradients_and_each_rank_hands_out_its_weig
 
 
 def test_zero_2_scatters_the_gradients_of_every_microbatch() -> None:
-    layout = Layout(dp_replicate=4, zero=2)
+    layout = ParallelConfig(dp_replicate=4, zero=2)
     assert of(job(layout=layout, global_batch=8, framework="zero-paper"), "zero-2") == (
         M("zero-2", "reduce_scatter", "dp", 0, "grad_sync", 2, 45344, 45344, 34008),
         M("zero-2", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
@@ -89,7 +89,7 @@ def test_zero_2_scatters_the_gradients_of_every_microbatch() -> None:
 
 
 def test_deepspeed_sums_whole_buckets_of_every_microbatch_under_zero_2() -> None:
-    layout = Layout(dp_replicate=4, zero=2)
+    layout = ParallelConfig(dp_replicate=4, zero=2)
     assert of(job(layout=layout, global_batch=8, framework="deepspeed"), "zero-2") == (
         M("zero-2", "all_reduce", "dp", 0, "grad_sync", 2, 45344, 45344, 68016),
         M("zero-2", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
@@ -98,7 +98,7 @@ def test_deepspeed_sums_whole_buckets_of_every_microbatch_under_zero_2() -> None
 
 def test_deepspeeds_zero_3_gathers_layers_and_ends_and_sums_in_buckets() -> None:
     """Beside 4 layers the embedding, the norm and the head; 11336 gradients in one bucket."""
-    zero = job(layout=Layout(dp_shard=4, zero=3), framework="deepspeed", global_batch=4)
+    zero = job(layout=ParallelConfig(dp_shard=4, zero=3), framework="deepspeed", global_batch=4)
     found = of(zero, "fsdp")
     gathers = [one for one in found if one.op == "all_gather"]
     assert sum(one.count for one in gathers if one.phase == "forward") == 4 + 3
@@ -110,7 +110,7 @@ def test_deepspeeds_zero_3_gathers_layers_and_ends_and_sums_in_buckets() -> None
 
 def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
     """Four ranks hold 196 of a layer, 1024 of the embedding, 1026 of norm and head; m = 2."""
-    fsdp = job(layout=Layout(dp_shard=4, zero=3), framework="fsdp2", global_batch=8)
+    fsdp = job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2", global_batch=8)
     assert messages_of(fsdp) == (
         M("fsdp", "all_gather", "dp_shard", 0, "forward", 8, 1568, 392, 1176),
         M("fsdp", "all_gather", "dp_shard", 0, "backward", 8, 1568, 392, 1176),
@@ -140,7 +140,7 @@ def test_what_stays_gathered_is_not_gathered_again(
     pp: int, policy: str, framework: str, forward: int, backward: int, gradients: int
 ) -> None:
     """The layers of stage 0, m = 2. In a pipeline m + 1 gathers and one sum are left of each."""
-    layout = Layout(pp=pp, dp_shard=2, zero=3, reshard_after_forward=policy)  # type: ignore[arg-type]
+    layout = ParallelConfig(pp=pp, dp_shard=2, zero=3, reshard_after_forward=policy)  # type: ignore[arg-type]
     counts = Counter[str]()
     for each in of(job(layout=layout, framework=framework, global_batch=4), "fsdp"):
         if each.stage == 0 and each.message_bytes in (784 * 2, 784 * 4):
@@ -150,7 +150,7 @@ def test_what_stays_gathered_is_not_gathered_again(
 
 def test_hsdp_sums_each_share_over_the_replicas() -> None:
     """Four layers of 784 parameters, half of each on a rank."""
-    layout = Layout(dp_shard=2, dp_replicate=2, zero=3, reshard_after_forward="always")
+    layout = ParallelConfig(dp_shard=2, dp_replicate=2, zero=3, reshard_after_forward="always")
     hsdp = job(layout=layout, framework="fsdp2", global_batch=4)
     assert of(hsdp, "hsdp")[:4] == (
         M("hsdp", "all_gather", "dp_shard", 0, "forward", 4, 1568, 784, 784),
@@ -162,7 +162,7 @@ def test_hsdp_sums_each_share_over_the_replicas() -> None:
 
 def test_tensor_parallel_layers_sum_twice_forward_and_twice_backward() -> None:
     """4 · 2 pairs; the embedding sums forward, the head backward, the loss 16 tokens in fp32."""
-    assert messages_of(job(layout=Layout(tp=2), global_batch=3)) == (
+    assert messages_of(job(layout=ParallelConfig(tp=2), global_batch=3)) == (
         M("tp", "all_reduce", "tp", 0, "forward", 27, 256, 256, 256),
         M("tp", "all_reduce", "tp", 0, "backward", 27, 256, 256, 256),
         M("loss", "all_reduce", "tp", 0, "forward", 9, 64, 64, 64),
@@ -171,7 +171,7 @@ def test_tensor_parallel_layers_sum_twice_forward_and_twice_backward() -> None:
 
 
 def test_full_recomputation_sums_the_forward_pass_again() -> None:
-    found = of(job(layout=Layout(tp=2), recompute="full"), "tp")
+    found = of(job(layout=ParallelConfig(tp=2), recompute="full"), "tp")
     assert [(each.phase, each.count) for each in found] == [
         ("forward", 9),
         ("backward", 9),
@@ -181,14 +181,16 @@ def test_full_recomputation_sums_the_forward_pass_again() -> None:
 
 def test_a_layer_and_microbatch_sends_what_narayanan_et_al_say() -> None:
     """SC'21, section 3.2: 8 b s h (t-1)/t elements, here of 2 bytes, with t = 4."""
-    one, two = (of(job(replace(TINY, layers=layers), Layout(tp=4)), "tp") for layers in (1, 2))
+    one, two = (
+        of(job(replace(TINY, layers=layers), ParallelConfig(tp=4)), "tp") for layers in (1, 2)
+    )
     sent = [sum(each.count * each.wire_bytes for each in found) for found in (one, two)]
     assert sent[1] - sent[0] == 2 * 8 * 16 * 8 * 3 // 4
 
 
 def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
     """Norms of 8 numbers, 2 a layer and a last one, are summed over tp: 72 gradients."""
-    split = job(layout=Layout(tp=2, sequence_parallel=True), framework="fsdp2")
+    split = job(layout=ParallelConfig(tp=2, sequence_parallel=True), framework="fsdp2")
     assert of(split, "sp") == (
         M("sp", "all_gather", "tp", 0, "forward", 9, 256, 128, 128),
         M("sp", "reduce_scatter", "tp", 0, "forward", 9, 256, 256, 128),
@@ -202,26 +204,26 @@ def test_positions_that_each_rank_adds_to_its_tokens_are_summed_too() -> None:
     """32 positions of 8 numbers beside the 72 of the norms; Megatron-LM adds them all first."""
     model = replace(TINY, positions=32)
     for framework, summed in (("fsdp2", 72 + 256), ("megatron", 72)):
-        split = job(model, Layout(tp=2, sequence_parallel=True), framework=framework)
+        split = job(model, ParallelConfig(tp=2, sequence_parallel=True), framework=framework)
         (found,) = (one for one in of(split, "sp") if one.op == "all_reduce")
         assert found.input_bytes == 4 * summed
 
 
 def test_routed_tokens_bypass_sequence_parallelism_and_a_shared_expert_does_not() -> None:
     """Pairs of a dense and a mixture layer, with and without a shared expert; one for the head."""
-    layout = Layout(tp=2, sequence_parallel=True)
+    layout = ParallelConfig(tp=2, sequence_parallel=True)
     alone = replace(MIXED, experts=Experts(4, 2, ffn=16, dense_layers=1))
     counts = [of(job(model, layout), "sp")[0].count for model in (MIXED, alone)]
     assert counts == [2 + 2 + 1, 2 + 1 + 1]
 
 
 def test_megatron_gathers_inputs_again_for_the_gradients_of_weights() -> None:
-    found = of(job(layout=Layout(tp=2, sequence_parallel=True)), "sp")
+    found = of(job(layout=ParallelConfig(tp=2, sequence_parallel=True)), "sp")
     assert [each.count for each in found if each.phase == "backward"] == [9 + 9, 9]
 
 
 def test_only_the_first_stage_embeds_and_only_the_last_has_a_head() -> None:
-    found = of(job(layout=Layout(tp=2, pp=2)), "tp", "loss")
+    found = of(job(layout=ParallelConfig(tp=2, pp=2)), "tp", "loss")
     assert [(each.stage, each.strategy, each.phase, each.count) for each in found] == [
         (0, "tp", "forward", 5),
         (0, "tp", "backward", 4),
@@ -232,7 +234,7 @@ def test_only_the_first_stage_embeds_and_only_the_last_has_a_head() -> None:
 
 
 def test_stages_hand_activations_on_and_gradients_back() -> None:
-    found = of(job(layout=Layout(pp=2), global_batch=3), "pp", "norm")
+    found = of(job(layout=ParallelConfig(pp=2), global_batch=3), "pp", "norm")
     assert found == (
         M("pp", "send", "pp", 0, "forward", 3, 256, 256, 256),
         M("pp", "recv", "pp", 0, "backward", 3, 256, 256, 0),
@@ -246,13 +248,13 @@ def test_stages_hand_activations_on_and_gradients_back() -> None:
 @pytest.mark.parametrize(
     ("layout", "forward"),
     [
-        (Layout(pp=2, schedule="interleaved", chunks=2), [(2, 1), (1, 2)]),
-        (Layout(pp=2, schedule="zb-v"), [(1, 1), (1, 1)]),
-        (Layout(pp=4, schedule="dualpipe-v"), [(1, 1), (2, 2), (2, 2), (1, 1)]),
+        (ParallelConfig(pp=2, schedule="interleaved", chunks=2), [(2, 1), (1, 2)]),
+        (ParallelConfig(pp=2, schedule="zb-v"), [(1, 1), (1, 1)]),
+        (ParallelConfig(pp=4, schedule="dualpipe-v"), [(1, 1), (2, 2), (2, 2), (1, 1)]),
     ],
 )
 def test_a_rank_sends_for_each_chunk_whose_neighbor_is_elsewhere(
-    layout: Layout, forward: list[tuple[int, int]]
+    layout: ParallelConfig, forward: list[tuple[int, int]]
 ) -> None:
     """(sends, receives) of a microbatch's forward pass; a V turns on its last rank."""
     counts = Counter(
@@ -266,13 +268,13 @@ def test_a_rank_sends_for_each_chunk_whose_neighbor_is_elsewhere(
 
 
 def test_sequence_parallel_stages_hand_on_their_part() -> None:
-    found = of(job(layout=Layout(pp=2, tp=2, sequence_parallel=True)), "pp")
+    found = of(job(layout=ParallelConfig(pp=2, tp=2, sequence_parallel=True)), "pp")
     assert {each.input_bytes for each in found} == {128}
 
 
 def test_dualpipe_feeds_half_the_microbatches_in_at_each_end() -> None:
     """Each rank holds both halves of the model: all 11336 gradients, summed with the other's."""
-    both = job(layout=Layout(pp=2, schedule="dualpipe"), global_batch=4)
+    both = job(layout=ParallelConfig(pp=2, schedule="dualpipe"), global_batch=4)
     assert of(both, "pp", "dualpipe")[:5] == (
         M("pp", "recv", "pp", 0, "forward", 2, 256, 256, 0),
         M("pp", "send", "pp", 0, "forward", 2, 256, 256, 256),
@@ -284,7 +286,7 @@ def test_dualpipe_feeds_half_the_microbatches_in_at_each_end() -> None:
 
 def test_keys_and_values_travel_a_ring_of_context_ranks() -> None:
     """Three hops of 16 tokens' keys and values forward, six backward."""
-    ring = job(TWO_KV, Layout(cp=4), seq_len=64)
+    ring = job(TWO_KV, ParallelConfig(cp=4), seq_len=64)
     assert of(ring, "cp") == (
         M("cp", "send", "cp", 0, "forward", 3, 256, 256, 256),
         M("cp", "recv", "cp", 0, "forward", 3, 256, 256, 0),
@@ -294,7 +296,7 @@ def test_keys_and_values_travel_a_ring_of_context_ranks() -> None:
 
 
 def test_keys_and_values_can_be_gathered_instead() -> None:
-    gathered = Layout(cp=4, context_kind="all-gather")
+    gathered = ParallelConfig(cp=4, context_kind="all-gather")
     stored = {"recompute": "selective", "flash_attention": False}
     assert of(job(TWO_KV, gathered, seq_len=64, **stored), "cp") == (
         M("cp", "all_gather", "cp", 0, "forward", 1, 1024, 256, 768),
@@ -306,7 +308,7 @@ def test_keys_and_values_can_be_gathered_instead() -> None:
 
 def test_ulysses_exchanges_sequence_for_heads() -> None:
     """Queries and output: 4 heads of 2 numbers. Two key-value heads are copied for four ranks."""
-    ulysses = Layout(cp=4, context_kind="ulysses")
+    ulysses = ParallelConfig(cp=4, context_kind="ulysses")
     assert of(job(TWO_KV, ulysses, seq_len=64), "cp") == (
         M("cp", "all_to_all", "cp", 0, "forward", 2, 256, 256, 192),
         M("cp", "all_to_all", "cp", 0, "forward", 2, 256, 256, 192),
@@ -316,7 +318,9 @@ def test_ulysses_exchanges_sequence_for_heads() -> None:
 
 
 def test_context_ranks_sum_gradients_with_the_data_parallel_ranks() -> None:
-    found = messages_of(job(layout=Layout(cp=2, dp_replicate=2), global_batch=2, framework="ddp"))
+    found = messages_of(
+        job(layout=ParallelConfig(cp=2, dp_replicate=2), global_batch=2, framework="ddp")
+    )
     assert [(each.op, each.axis, each.wire_bytes) for each in found if each.axis == "dp"] == [
         ("all_reduce", "dp", 2 * 45344 * 3 // 4)
     ]
@@ -325,7 +329,7 @@ def test_context_ranks_sum_gradients_with_the_data_parallel_ranks() -> None:
 def test_tokens_go_to_two_experts_each_and_back() -> None:
     """16 tokens, 2 experts each, 8 numbers of 2 bytes. Both ranks of ep sum the dense gradients,
     none an expert's."""
-    expert = job(MIXED, Layout(dp_replicate=2, ep=2), global_batch=2)
+    expert = job(MIXED, ParallelConfig(dp_replicate=2, ep=2), global_batch=2)
     dense = 2 * 4096 + 8 + 784 + 256 + 128 + 16 + 32
     assert messages_of(expert) == (
         M("ep", "all_to_all", "ep", 0, "forward", 2, 512, 512, 256),
@@ -336,13 +340,13 @@ def test_tokens_go_to_two_experts_each_and_back() -> None:
 
 def test_ranks_with_the_same_experts_sum_their_gradients() -> None:
     """Two of four experts, 2 · 8 · 16 each, in fp32."""
-    found = of(job(MIXED, Layout(dp_replicate=4, ep=2), global_batch=4), "ddp")
+    found = of(job(MIXED, ParallelConfig(dp_replicate=4, ep=2), global_batch=4), "ddp")
     assert found[1] == M("ddp", "all_reduce", "expert_dp", 0, "grad_sync", 1, 2048, 2048, 2048)
 
 
 def test_divided_experts_gather_their_tokens_and_scatter_the_sums() -> None:
     """Under sequence parallelism a rank has 8 tokens: 256 bytes routed."""
-    layout = Layout(tp=2, expert_tp=2, sequence_parallel=True)
+    layout = ParallelConfig(tp=2, expert_tp=2, sequence_parallel=True)
     assert of(job(MIXED, layout), "expert-tp") == (
         M("expert-tp", "all_gather", "tp", 0, "forward", 1, 512, 256, 256),
         M("expert-tp", "reduce_scatter", "tp", 0, "forward", 1, 512, 512, 256),
@@ -353,7 +357,7 @@ def test_divided_experts_gather_their_tokens_and_scatter_the_sums() -> None:
 
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same() -> None:
     """Four ranks, ep 2: each pair shares two experts, 512 parameters, 256 each."""
-    layout = Layout(dp_shard=4, ep=2, zero=3, reshard_after_forward="always")
+    layout = ParallelConfig(dp_shard=4, ep=2, zero=3, reshard_after_forward="always")
     found = of(job(MIXED, layout, global_batch=4, framework="fsdp2"), "fsdp")
     assert [each for each in found if each.axis == "expert_dp"] == [
         M("fsdp", "all_gather", "expert_dp", 0, "forward", 1, 1024, 512, 512),
@@ -365,17 +369,17 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same() -> None:
 def test_two_copies_of_tied_words_sum_their_gradients() -> None:
     tied = gpt(layers=2, hidden=8, heads=4, vocab=512, seq=16)
     size = 512 * 8 * 4
-    assert of(job(tied, Layout(pp=2)), "tied") == (
+    assert of(job(tied, ParallelConfig(pp=2)), "tied") == (
         M("tied", "all_reduce", "pp", 0, "grad_sync", 1, size, size, size),
         M("tied", "all_reduce", "pp", 1, "grad_sync", 1, size, size, size),
     )
-    assert of(job(tied, Layout(pp=2, schedule="zb-v")), "tied") == ()
+    assert of(job(tied, ParallelConfig(pp=2, schedule="zb-v")), "tied") == ()
 
 
 LLAMA = llama(32, 4096, 32, 8, 14336, 128256)
 
 
-def recorded(row: dict[str, str]) -> Job:
+def recorded(row: dict[str, str]) -> JobConfig:
     """The job of a CCL-Bench trace.
 
     Short runs on four GPUs and those of DeepSeek name the batch of a data-parallel rank and free
@@ -384,7 +388,7 @@ def recorded(row: dict[str, str]) -> Job:
     megatron, four = row["framework"].startswith("megatron"), "4gpu" in row["trace"]
     shard, copies = int(row["dp_shard"]), int(row["dp_replicate"])
     batch = int(row["batch"]) * (shard * copies if four else 1)
-    layout = Layout(
+    layout = ParallelConfig(
         tp=int(row["tp"]), pp=int(row["pp"]), dp_shard=shard, dp_replicate=copies,
         ep=int(row["ep"] or 1), zero=1 if megatron else 3 if shard > 1 else 0,
         sequence_parallel=not megatron,
@@ -404,7 +408,7 @@ def mixture(row: dict[str, str]) -> bool:
     return row["model"].startswith("deepseek")
 
 
-def model_of(row: dict[str, str]) -> Transformer:
+def model_of(row: dict[str, str]) -> ModelConfig:
     return LITE if mixture(row) else LLAMA
 
 

@@ -8,7 +8,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.config import Experts, LatentAttention, Layout, Transformer
+from stepsplit.analyzer.model.config import Experts, LatentAttention, ModelConfig, ParallelConfig
 from stepsplit.analyzer.model.parameters import (
     LayerParameters,
     StageParameters,
@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.parameters import (
 )
 
 MIXTRAL = replace(llama(32, 4096, 32, 8, 14336, 32000), experts=Experts(8, 2, 14336))
-DEEPSEEK_V3 = Transformer(
+DEEPSEEK_V3 = ModelConfig(
     layers=61, hidden=7168, heads=128, kv_heads=128, head_size=128, ffn=18432, vocab=129280,
     gated=True, tied=False, norm="rms", biases=False,
     experts=Experts(256, 8, 2048, 2048, dense_layers=3),
@@ -67,7 +67,7 @@ def test_biases_of_queries_keys_and_values_alone_can_be_counted() -> None:
     ids=["llama-2-7b", "llama-3.1-8b", "llama-3.1-405b", "mixtral", "v2-lite", "deepseek-v3"],
 )
 def test_published_checkpoints_have_exactly_so_many_parameters(
-    model: Transformer, count: int
+    model: ModelConfig, count: int
 ) -> None:
     assert total_parameters(model) == count
 
@@ -116,7 +116,7 @@ def test_experts_are_divided_by_expert_ranks_alone() -> None:
 
 def test_the_first_stage_holds_the_embedding_and_the_last_the_head() -> None:
     layer = LayerParameters(128, 256, 16, 0, 0, 16)
-    assert stage_parameters(job(layout=Layout(tp=2, pp=2))) == (
+    assert stage_parameters(job(layout=ParallelConfig(tp=2, pp=2))) == (
         StageParameters(0, 800 + 2048, 0, 2048, 0, 0, layer, None, 2, 0),
         StageParameters(1, 800 + 2048 + 8, 0, 0, 2048, 8, layer, None, 2, 0),
     )
@@ -125,26 +125,29 @@ def test_the_first_stage_holds_the_embedding_and_the_last_the_head() -> None:
 def test_the_vocabulary_is_padded_as_megatron_does() -> None:
     """500 words fill 512 on two ranks, 256 each; other frameworks give each rank 250."""
     odd = replace(TINY, vocab=500)
-    megatron, fsdp = job(odd, Layout(tp=2)), job(odd, Layout(tp=2), framework="fsdp2")
+    megatron, fsdp = (
+        job(odd, ParallelConfig(tp=2)),
+        job(odd, ParallelConfig(tp=2), framework="fsdp2"),
+    )
     assert [stage_parameters(each)[0].head for each in (megatron, fsdp)] == [2048, 2000]
 
 
 def test_a_tied_head_on_another_rank_is_a_copy() -> None:
     tied = replace(TINY, tied=True)
-    assert [held.head for held in stage_parameters(job(tied, Layout(pp=2)))] == [0, 4096]
+    assert [held.head for held in stage_parameters(job(tied, ParallelConfig(pp=2)))] == [0, 4096]
     assert [held.head for held in stage_parameters(job(tied))] == [0]
-    folded = Layout(pp=2, schedule="zb-v")
+    folded = ParallelConfig(pp=2, schedule="zb-v")
     assert [held.head for held in stage_parameters(job(tied, folded))] == [0, 0]
 
 
 def test_dualpipe_holds_everything_twice() -> None:
-    one = stage_parameters(job(layout=Layout(pp=2)))
-    both = stage_parameters(job(layout=Layout(pp=2, schedule="dualpipe")))
+    one = stage_parameters(job(layout=ParallelConfig(pp=2)))
+    both = stage_parameters(job(layout=ParallelConfig(pp=2, schedule="dualpipe")))
     assert [held.total for held in both] == [sum(held.total for held in one)] * 2
 
 
 def test_stages_of_a_mixture_add_up_to_the_model() -> None:
-    held = stage_parameters(job(MIXED, Layout(pp=2)))
+    held = stage_parameters(job(MIXED, ParallelConfig(pp=2)))
     assert [(each.dense_layers, each.expert_layers) for each in held] == [(1, 0), (0, 1)]
     assert sum(each.total for each in held) == total_parameters(MIXED)
     assert [each.largest_layer for each in held] == [784, 432 + 1024]

@@ -19,16 +19,16 @@ from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     SCHEDULES,
-    Hardware,
-    Job,
-    Layout,
+    HardwareConfig,
+    JobConfig,
     Link,
-    Recipe,
+    ParallelConfig,
     Schedule,
+    TrainingConfig,
     stages_of,
 )
 from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.layer_time import Pass, speed_of
+from stepsplit.analyzer.model.layer_time import LayerPass, speed_of
 from stepsplit.analyzer.model.parameters import stage_parameters
 from stepsplit.analyzer.model.predict import predict, stage_times, timed_messages
 from stepsplit.analyzer.model.prediction import (
@@ -74,7 +74,7 @@ def test_a_device_too_fast_for_its_host_waits_in_every_microbatch() -> None:
 
 
 def test_a_pipeline_of_two_stages_waits_for_the_one_with_the_head() -> None:
-    two = replace(job(layout=Layout(pp=2), global_batch=4), hardware=SLOW)
+    two = replace(job(layout=ParallelConfig(pp=2), global_batch=4), hardware=SLOW)
     there, back = 10 * (2 * LAYER_FORWARD + EMBEDDING), 10 * (2 * LAYER_BACKWARD + EMBEDDING)
     last = 10 * (2 * (LAYER_FORWARD + LAYER_BACKWARD) + HEAD_FORWARD + HEAD_BACKWARD)
     sends_ns = 2 * 6_605
@@ -98,7 +98,7 @@ def test_a_pipeline_of_two_stages_waits_for_the_one_with_the_head() -> None:
 
 
 def test_messages_of_a_pipeline_say_what_they_add_to_their_stage() -> None:
-    found = predict(replace(job(layout=Layout(pp=2), global_batch=4), hardware=SLOW))
+    found = predict(replace(job(layout=ParallelConfig(pp=2), global_batch=4), hardware=SLOW))
     rows = [
         (c.message.stage, c.message.op, c.message.phase, c.message.count, c.exposed_ns)
         for c in found.communication
@@ -115,15 +115,17 @@ def test_messages_of_a_pipeline_say_what_they_add_to_their_stage() -> None:
 
 def test_a_step_waits_for_the_slowest_of_its_nodes() -> None:
     nodes = replace(SLOW, gpus_per_node=1, efficiency=replace(SLOW.efficiency, jitter=0.1))
-    found = predict(replace(job(layout=Layout(dp_replicate=4), global_batch=8), hardware=nodes))
+    found = predict(
+        replace(job(layout=ParallelConfig(dp_replicate=4), global_batch=8), hardware=nodes)
+    )
     slowest = 0.1 * math.sqrt(2 * math.log(4))
     assert found.split.skew_ns == round(slowest * (found.split.step_ns - found.split.skew_ns))
 
 
-EQUAL, NOTHING = Pass(30.0, 30.0, 20.0), Pass(0.0, 0.0, 0.0)
+EQUAL, NOTHING = LayerPass(30.0, 30.0, 20.0), LayerPass(0.0, 0.0, 0.0)
 
 
-def equal_stages(one: Job) -> tuple[StageTime, ...]:
+def equal_stages(one: JobConfig) -> tuple[StageTime, ...]:
     """All of them compute the same, and nothing else takes time."""
     return tuple(
         StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0)
@@ -135,7 +137,7 @@ def equal_stages(one: Job) -> tuple[StageTime, ...]:
 @for_each("schedule", SCHEDULES)
 def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedule) -> None:
     chunks = 2 if schedule == "interleaved" else 1
-    layout = Layout(pp=4, schedule=schedule, chunks=chunks)
+    layout = ParallelConfig(pp=4, schedule=schedule, chunks=chunks)
     one = job(replace(TINY, layers=8), layout, global_batch=16)
     found = pipelined(one, equal_stages(one), dict.fromkeys(range(4), ()))
     ideal = ideal_bubble_fraction(schedule, 4, 16, chunks, (30.0, 30.0, 20.0))
@@ -145,24 +147,24 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedul
 
 
 LLAMA, A100 = config_file.transformer("llama-7b"), config_file.hardware("a100-sxm-80gb")
-RECIPE = Recipe(seq_len=2048, micro_batch=1, global_batch=32)
+RECIPE = TrainingConfig(seq_len=2048, micro_batch=1, global_batch=32)
 
 
-def llama(layout: Layout, hardware: Hardware = A100, **recipe: Any) -> Job:
+def llama(layout: ParallelConfig, hardware: HardwareConfig = A100, **recipe: Any) -> JobConfig:
     """Llama 7B, 32 sequences of 2048 tokens a step."""
-    return Job(LLAMA, layout, replace(RECIPE, **recipe), hardware)
+    return JobConfig(LLAMA, layout, replace(RECIPE, **recipe), hardware)
 
 
 def test_dualpipe_computes_what_other_schedules_compute() -> None:
     plain, dual = (
-        predict(llama(Layout(pp=4, schedule=schedule))).split.compute_ns
+        predict(llama(ParallelConfig(pp=4, schedule=schedule))).split.compute_ns
         for schedule in ("dualpipe-v", "dualpipe")
     )
     assert dual == pytest.approx(plain, rel=0.05)
 
 
 def test_utilization_is_flops_over_time_and_peak() -> None:
-    found = predict(llama(Layout(tp=2, pp=2, dp_replicate=2), recompute="full"))
+    found = predict(llama(ParallelConfig(tp=2, pp=2, dp_replicate=2), recompute="full"))
     allowed = found.split.step_ns * 1e-9 * 8 * 312e12
     assert found.mfu is not None and found.hfu is not None
     assert found.mfu * allowed == pytest.approx(found.model_flops)
@@ -171,7 +173,7 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 
 
 def test_a_run_like_the_fitted_ones_is_sure_and_within_their_error() -> None:
-    found = predict(llama(Layout(tp=2, dp_replicate=4)))
+    found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
     error = A100.efficiency.error
     assert found.low_ns == round(found.split.step_ns / (1 + error))
@@ -180,15 +182,15 @@ def test_a_run_like_the_fitted_ones_is_sure_and_within_their_error() -> None:
 
 def test_a_run_of_the_users_own_constants_is_calibrated() -> None:
     own = replace(A100, efficiency=replace(A100.efficiency, rows=("run:mine",)))
-    assert predict(llama(Layout(), own)).confidence == "calibrated"
+    assert predict(llama(ParallelConfig(), own)).confidence == "calibrated"
 
 
 def test_constants_that_name_no_framework_hold_for_all() -> None:
     any_of = replace(A100, efficiency=replace(A100.efficiency, frameworks=()))
-    assert predict(llama(Layout(), any_of, framework="nanotron")).confidence == "high"
+    assert predict(llama(ParallelConfig(), any_of, framework="nanotron")).confidence == "high"
 
 
-def doubts(one: Job) -> list[str]:
+def doubts(one: JobConfig) -> list[str]:
     """The beginnings of the notes, for a prediction that must be unsure."""
     found = predict(one)
     assert found.confidence == "low"
@@ -199,12 +201,14 @@ def doubts(one: Job) -> list[str]:
 
 
 def test_a_tiny_model_is_host_bound() -> None:
-    tiny = Job(config_file.transformer("gpt2-124m"), Layout(), replace(RECIPE, seq_len=256), A100)
+    tiny = JobConfig(
+        config_file.transformer("gpt2-124m"), ParallelConfig(), replace(RECIPE, seq_len=256), A100
+    )
     assert doubts(tiny) == ["host-bound"]
 
 
 def test_tensor_parallelism_over_nodes_is_doubtful() -> None:
-    over = llama(Layout(tp=8), replace(A100, gpus_per_node=4))
+    over = llama(ParallelConfig(tp=8), replace(A100, gpus_per_node=4))
     assert doubts(over) == ["tp crosses nodes"]
     far = replace(A100.inter, bytes_per_s=1e9)
     assert doubts(replace(over, hardware=replace(over.hardware, inter=far))) == [
@@ -213,81 +217,89 @@ def test_tensor_parallelism_over_nodes_is_doubtful() -> None:
 
 
 def test_another_framework_than_the_fitted_ones_is_doubtful() -> None:
-    (note,) = doubts(llama(Layout(), framework="nanotron"))
+    (note,) = doubts(llama(ParallelConfig(), framework="nanotron"))
     assert note.startswith("ampere efficiencies come from runs of ddp")
     assert note.endswith("megatron, not nanotron")
 
 
 def test_hardware_without_published_runs_is_doubtful() -> None:
-    assert doubts(llama(Layout(), config_file.hardware("mi300x"))) == ["mi300x"]
+    assert doubts(llama(ParallelConfig(), config_file.hardware("mi300x"))) == ["mi300x"]
 
 
 def test_an_impossible_job_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^heads 32 / tp 3 = 10\.6667; mend heads or tp$"):
-        predict(llama(Layout(tp=3)))
+        predict(llama(ParallelConfig(tp=3)))
 
 
 def test_experts_that_replicas_do_not_hold_whole_are_predicted_or_refused() -> None:
-    layout = Layout(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
-    one = Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
+    layout = ParallelConfig(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
+    one = JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
     if first_fault(one) is None:
         assert predict(one).split.step_ns > 0
 
 
 def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
-    layout = Layout(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
-    one = Job(config_file.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
+    layout = ParallelConfig(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
+    one = JobConfig(
+        config_file.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100
+    )
     assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
 
 
 def test_what_cut_experts_send_takes_time_without_tensor_parallelism() -> None:
-    layout = Layout(dp_replicate=8, ep=4, expert_tp=2)
-    found = predict(Job(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
+    layout = ParallelConfig(dp_replicate=8, ep=4, expert_tp=2)
+    found = predict(JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
     times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
     assert times and min(times) > 0
 
 
 def test_an_offloaded_update_does_not_run_on_the_device() -> None:
     here, away = (
-        predict(llama(Layout(), offload=frozenset(states))).split for states in ((), ("optimizer",))
+        predict(llama(ParallelConfig(), offload=frozenset(states))).split
+        for states in ((), ("optimizer",))
     )
     assert (away.compute_ns < here.compute_ns, away.copy_ns > 0) == (True, True)
 
 
 def test_a_ring_of_context_parallelism_is_made_of_messages() -> None:
-    found = predict(llama(Layout(cp=2), replace(A100, gpus_per_node=1)))
+    found = predict(llama(ParallelConfig(cp=2), replace(A100, gpus_per_node=1)))
     sends_ns = sum(c.exposed_ns for c in found.communication if c.message.op == "send")
     assert (sends_ns > 0, found.split.p2p_ns) == (True, sends_ns)
 
 
 def test_a_host_launches_ahead_while_the_device_communicates() -> None:
     launches_ns = 4 * 2 * 250_000
-    assert predict(job(layout=Layout(tp=2))).split.step_ns == pytest.approx(launches_ns, rel=0.02)
+    assert predict(job(layout=ParallelConfig(tp=2))).split.step_ns == pytest.approx(
+        launches_ns, rel=0.02
+    )
 
 
 def test_a_slow_host_makes_the_bubble_longer_too() -> None:
-    found = predict(job(layout=Layout(pp=4), global_batch=4))
+    found = predict(job(layout=ParallelConfig(pp=4), global_batch=4))
     assert found.split.step_ns >= (4 + 4 - 1) * 2 * 250_000
 
 
 @pytest.mark.parametrize("states", ["parameters", "activations"])
 def test_whatever_is_offloaded_is_timed_or_doubted(states: str) -> None:
     found = predict(
-        llama(Layout(dp_shard=8, zero=3), framework="fsdp2", offload=frozenset({states}))
+        llama(ParallelConfig(dp_shard=8, zero=3), framework="fsdp2", offload=frozenset({states}))
     )
     assert found.split.copy_ns > 0 or found.notes
 
 
 def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:
     plain, again = (
-        predict(llama(Layout(cp=4, context_kind="all-gather"), recompute=recompute)).split
+        predict(llama(ParallelConfig(cp=4, context_kind="all-gather"), recompute=recompute)).split
         for recompute in ("none", "selective")
     )
     assert (again.collective_ns > plain.collective_ns) == (again.compute_ns > plain.compute_ns)
 
 
-FAR = Job(
-    config_file.transformer("gpt3-175b"), Layout(tp=2, pp=8), replace(RECIPE, global_batch=8), A100
+FAR = JobConfig(
+    config_file.transformer("gpt3-175b"),
+    ParallelConfig(tp=2, pp=8),
+    replace(RECIPE, global_batch=8),
+    A100,
 )
 """Stages of two ranks on nodes of eight: every fourth boundary is one between nodes."""
 
@@ -302,7 +314,7 @@ def test_what_stages_on_different_nodes_send_goes_through_the_network(strategy: 
     assert slowest_ns >= size / A100.inter.bytes_per_s * 1e9
 
 
-def slower(hardware: Hardware) -> Hardware:
+def slower(hardware: HardwareConfig) -> HardwareConfig:
     """The same with half its peaks."""
     peaks = tuple((dtype, peak / 2) for dtype, peak in hardware.peaks_flops_per_s)
     return replace(hardware, peaks_flops_per_s=peaks)
@@ -315,7 +327,7 @@ def faster(link: Link) -> tuple[Link, Link]:
     )
 
 
-def faster_links(hardware: Hardware) -> tuple[Hardware, ...]:
+def faster_links(hardware: HardwareConfig) -> tuple[HardwareConfig, ...]:
     """The same with one of its links faster in one way."""
     return (
         *(replace(hardware, intra=link) for link in faster(hardware.intra)),
@@ -330,14 +342,14 @@ HARDWARE = ("a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi300x", "gb200")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, mixture: bool) -> Layout:
+def layouts(draw: st.DrawFn, mixture: bool) -> ParallelConfig:
     """Axes up to 8, every schedule and ZeRO stage."""
     pp, zero = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((0, 1, 2, 3)))
     schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
     dp = draw(st.sampled_from((1, 2, 4, 8)))
     shard = dp if zero == 3 else 1
     replicas = draw(st.sampled_from((1, 2))) if zero == 3 else dp // shard
-    return Layout(
+    return ParallelConfig(
         tp=draw(st.sampled_from((1, 2, 4))),
         pp=pp,
         dp_replicate=replicas,
@@ -354,11 +366,11 @@ def layouts(draw: st.DrawFn, mixture: bool) -> Layout:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw: st.DrawFn) -> JobConfig:
     """Jobs of presets that the checks let pass."""
     mixture = draw(st.booleans())
     layout = draw(layouts(mixture))
-    recipe = Recipe(
+    recipe = TrainingConfig(
         seq_len=draw(st.sampled_from((1024, 2048))),
         micro_batch=(micro_batch := draw(st.sampled_from((1, 2)))),
         global_batch=draw(st.sampled_from((8, 16, 40))) * micro_batch * layout.dp,
@@ -369,14 +381,14 @@ def jobs(draw: st.DrawFn) -> Job:
         offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
     )
     model = config_file.transformer(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
-    one = Job(model, layout, recipe, config_file.hardware(draw(st.sampled_from(HARDWARE))))
+    one = JobConfig(model, layout, recipe, config_file.hardware(draw(st.sampled_from(HARDWARE))))
     assume(first_fault(one) is None)
     return one
 
 
 @given(one=jobs())
 @settings(max_examples=200, deadline=None)
-def test_every_stage_fills_the_same_step_to_the_nanosecond(one: Job) -> None:
+def test_every_stage_fills_the_same_step_to_the_nanosecond(one: JobConfig) -> None:
     found = predict(one)
     buckets = [split.buckets_ns for split in found.splits]
     assert {sum(each) for each in buckets} == {found.split.step_ns}
@@ -388,7 +400,7 @@ def test_every_stage_fills_the_same_step_to_the_nanosecond(one: Job) -> None:
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_communication_is_never_exposed_for_longer_than_it_takes(one: Job) -> None:
+def test_communication_is_never_exposed_for_longer_than_it_takes(one: JobConfig) -> None:
     for each in predict(one).communication:
         assert each.time.low_ns <= each.time.ns <= each.time.high_ns
         if each.message.strategy != "pp":
@@ -397,7 +409,7 @@ def test_communication_is_never_exposed_for_longer_than_it_takes(one: Job) -> No
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_a_prediction_is_the_same_again_and_from_its_json(one: Job) -> None:
+def test_a_prediction_is_the_same_again_and_from_its_json(one: JobConfig) -> None:
     found = predict(one)
     assert predict(one) == found
     text = prediction_to_json(found)
@@ -421,7 +433,7 @@ ROUNDING_NS = 10
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_a_faster_link_never_makes_a_step_longer(one: Job) -> None:
+def test_a_faster_link_never_makes_a_step_longer(one: JobConfig) -> None:
     most_ns = predict(one).split.step_ns + ROUNDING_NS
     for hardware in faster_links(one.hardware):
         assert predict(replace(one, hardware=hardware)).split.step_ns <= most_ns
@@ -429,7 +441,7 @@ def test_a_faster_link_never_makes_a_step_longer(one: Job) -> None:
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_a_slower_device_never_makes_a_step_shorter(one: Job) -> None:
+def test_a_slower_device_never_makes_a_step_shorter(one: JobConfig) -> None:
     # Where the backward is split, a slower gradient of weights fills more of the bubble.
     assume(one.layout.pp == 1 or one.layout.schedule in WHOLE_BACKWARD)
     slow = predict(replace(one, hardware=slower(one.hardware)))
@@ -438,7 +450,7 @@ def test_a_slower_device_never_makes_a_step_shorter(one: Job) -> None:
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_more_layers_never_make_a_step_shorter(one: Job) -> None:
+def test_more_layers_never_make_a_step_shorter(one: JobConfig) -> None:
     more = one.model.layers + 2 * one.layout.pp * one.layout.stages_per_rank
     deeper = replace(one, model=replace(one.model, layers=more))
     assert predict(deeper).split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
@@ -446,7 +458,7 @@ def test_more_layers_never_make_a_step_shorter(one: Job) -> None:
 
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
-def test_recomputing_never_makes_a_step_shorter(one: Job) -> None:
+def test_recomputing_never_makes_a_step_shorter(one: JobConfig) -> None:
     plain, full = (
         predict(replace(one, recipe=replace(one.recipe, recompute=recompute)))
         for recompute in ("none", "full")
@@ -457,7 +469,7 @@ def test_recomputing_never_makes_a_step_shorter(one: Job) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "dualpipe"])
 def test_stages_that_hold_the_same_take_as_long_as_alone(schedule: Schedule) -> None:
     chunks = 2 if schedule == "interleaved" else 1
-    layout = Layout(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
+    layout = ParallelConfig(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
     one = llama(layout, global_batch=32)
     held, timed = stage_parameters(one), timed_messages(one, Rates())
     alone = tuple(

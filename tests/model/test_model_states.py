@@ -6,7 +6,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, job, published
 
-from stepsplit.analyzer.model.config import Dtype, Layout, Optimizer, Recipe
+from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.memory import deepspeed_host_bytes, offload
 from stepsplit.analyzer.model.memory_states import (
     ParameterBytes,
@@ -17,8 +17,8 @@ from stepsplit.analyzer.model.memory_states import (
 )
 from stepsplit.analyzer.model.parameters import stage_parameters
 
-PAPER = Recipe(16, 1, 1, framework="zero-paper")
-DEEPSPEED = Recipe(16, 1, 1, dtype="fp16", framework="deepspeed")
+PAPER = TrainingConfig(16, 1, 1, framework="zero-paper")
+DEEPSPEED = TrainingConfig(16, 1, 1, dtype="fp16", framework="deepspeed")
 
 
 @for_each(
@@ -53,7 +53,7 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
 def test_an_optimizer_costs_its_moments_beside_the_fp32_weights(
     optimizer: Optimizer, bytes_each: int, beside: int
 ) -> None:
-    each = parameter_bytes(Recipe(16, 1, 1, optimizer=optimizer))
+    each = parameter_bytes(TrainingConfig(16, 1, 1, optimizer=optimizer))
     assert (each.optimizer, each.adam_beside) == (bytes_each, beside)
 
 
@@ -83,7 +83,7 @@ def test_a_share_that_does_not_divide_is_rounded_up() -> None:
 
 def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
     """8 ranks, 4 of them with different experts: each expert lives on 2."""
-    layout = Layout(dp_replicate=8, ep=4, zero=1)
+    layout = ParallelConfig(dp_replicate=8, ep=4, zero=1)
     assert (layout.shard_size, layout.expert_shards) == (8, 2)
     moe = job(LITE, layout)
     (stage,) = stage_parameters(moe)
@@ -92,23 +92,23 @@ def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
 
 
 def test_hybrid_sharding_spreads_experts_within_a_shard_group_only() -> None:
-    assert Layout(dp_replicate=2, dp_shard=8, ep=4, zero=3).expert_shards == 2
+    assert ParallelConfig(dp_replicate=2, dp_shard=8, ep=4, zero=3).expert_shards == 2
 
 
 def test_fsdp_shards_its_states_at_zero_2_too() -> None:
-    two = job(layout=Layout(dp_shard=4, zero=2), framework="fsdp2")
+    two = job(layout=ParallelConfig(dp_shard=4, zero=2), framework="fsdp2")
     (stage,) = stage_parameters(two)
     assert states_of(two, stage) == States(11336, 11336, 2 * 11336)
 
 
 def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
-    moved = offload(States(2, 4, 12), Recipe(16, 1, 1, offload=frozenset({"optimizer"})))
+    moved = offload(States(2, 4, 12), TrainingConfig(16, 1, 1, offload=frozenset({"optimizer"})))
     assert (moved.states, moved.moved_bytes) == (States(2, 4, 0), 12)
 
 
 def test_deepspeed_offloads_gradients_with_the_optimizer() -> None:
     both = frozenset({"optimizer", "parameters"})
-    recipe = Recipe(16, 1, 1, framework="deepspeed", offload=both)
+    recipe = TrainingConfig(16, 1, 1, framework="deepspeed", offload=both)
     assert offload(States(2, 2, 16), recipe).states == States(0, 0, 0)
 
 

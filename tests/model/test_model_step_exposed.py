@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from work_builders import TINY, job
 
-from stepsplit.analyzer.model.comm_ops import Message
-from stepsplit.analyzer.model.config import Job, Layout, stages_of
-from stepsplit.analyzer.model.layer_time import Pass, Speed, dense_layer
+from stepsplit.analyzer.model.comm_ops import CommOp
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, stages_of
+from stepsplit.analyzer.model.layer_time import LayerPass, Speed, dense_layer
 from stepsplit.analyzer.model.parameters import stage_parameters
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.step_time import Beside, StageTime, Timed, exposed, stage_time
@@ -28,18 +28,18 @@ def timed(
     strategy: str, axis: str, phase: str, count: int, each_ns: float, op: str = "all_reduce"
 ) -> Timed:
     """count calls of each_ns."""
-    message = Message(strategy, op, axis, 0, phase, count, 1, 1, 1)
+    message = CommOp(strategy, op, axis, 0, phase, count, 1, 1, 1)
     return Timed(message, Band(each_ns, each_ns / 2, each_ns * 2))
 
 
-def left(one: Job, *calls: Timed, beside: Beside = BESIDE) -> list[int]:
+def left(one: JobConfig, *calls: Timed, beside: Beside = BESIDE) -> list[int]:
     """The exposed time of each kind of call."""
     return [each.exposed_ns for each in exposed(one, calls, beside)]
 
 
-def overlapping(**layout: Any) -> Job:
+def overlapping(**layout: Any) -> JobConfig:
     """A job of four microbatches that hides whatever it can."""
-    return job(layout=Layout(overlap=OVERLAP, **layout), global_batch=4)
+    return job(layout=ParallelConfig(overlap=OVERLAP, **layout), global_batch=4)
 
 
 def test_without_overlap_all_of_it_is_exposed() -> None:
@@ -94,7 +94,7 @@ def test_fsdp_in_a_pipeline_leaves_one_gather_of_a_step() -> None:
 
 def test_gradients_of_every_microbatch_hide_behind_every_backward() -> None:
     sums = timed("zero-2", "dp", "grad_sync", 4 * 10, 100.0, "reduce_scatter")
-    one = job(layout=Layout(overlap=OVERLAP, zero=2), framework="deepspeed", global_batch=4)
+    one = job(layout=ParallelConfig(overlap=OVERLAP, zero=2), framework="deepspeed", global_batch=4)
     assert left(one, sums) == [4 * 100]
 
 
@@ -109,7 +109,7 @@ def test_recomputed_communication_hides_with_that_of_the_backward() -> None:
 
 
 def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> None:
-    ring = job(layout=Layout(cp=2))
+    ring = job(layout=ParallelConfig(cp=2))
     forward = timed("cp", "cp", "forward", 10, 50.0, "send")
     backward = timed("cp", "cp", "backward", 10, 150.0, "send")
     piece = 400 / 2
@@ -118,12 +118,12 @@ def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> N
 
 
 def test_the_last_gradients_of_a_ring_come_home_with_nothing_beside_them() -> None:
-    ring = job(layout=Layout(cp=4))
+    ring = job(layout=ParallelConfig(cp=4))
     assert left(ring, timed("cp", "cp", "backward", 6, 60.0, "send")) == [60]
 
 
 def test_other_context_parallelism_comes_before_the_core() -> None:
-    gathered = job(layout=Layout(cp=2, context_kind="all-gather"))
+    gathered = job(layout=ParallelConfig(cp=2, context_kind="all-gather"))
     assert left(gathered, timed("cp", "cp", "forward", 10, 30.0, "all_gather")) == [300]
 
 
@@ -143,11 +143,11 @@ def test_two_axes_cannot_hide_behind_the_same_compute() -> None:
     assert sum(left(overlapping(zero=3), gathers, tokens)) >= 8_000 - 4_000
 
 
-MIDDLE = Layout(pp=4, layers_per_stage=(0, 2, 2, 0))
+MIDDLE = ParallelConfig(pp=4, layers_per_stage=(0, 2, 2, 0))
 """Two layers on the second stage, and neither embedding nor head."""
 
 
-def middle(one: Job, *calls: Timed) -> StageTime:
+def middle(one: JobConfig, *calls: Timed) -> StageTime:
     """That stage with these messages."""
     return stage_time(one, UNIT, stages_of(one)[1], stage_parameters(one)[1], calls)
 
@@ -170,7 +170,7 @@ def test_exposed_time_is_kept_for_each_microbatch_or_once_a_step() -> None:
         timed("norm", "tp", "optimizer", 1, 7.0),
         timed("pp", "pp", "forward", 4, 1000.0, "send"),
     )
-    assert found.comm == (Pass(40.0, 200.0, 0.0),)
+    assert found.comm == (LayerPass(40.0, 200.0, 0.0),)
     assert sum(each.exposed_ns for each in found.communication) == 4 * 240 + 207
     assert [each.message.strategy for each in found.communication] == [
         "tp", "tp", "tp", "ddp", "norm",
@@ -187,26 +187,26 @@ def test_a_pass_takes_the_longest_of_what_runs_at_once() -> None:
 
 
 def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:
-    layout = Layout(pp=2, schedule="interleaved", chunks=2, layers_per_stage=(1, 1, 3, 1))
+    layout = ParallelConfig(pp=2, schedule="interleaved", chunks=2, layers_per_stage=(1, 1, 3, 1))
     one = job(replace(TINY, layers=6), layout, global_batch=2)
     forward = timed("tp", "tp", "forward", 16, 10.0)
     backward = timed("tp", "tp", "backward", 16, 20.0)
     found = stage_time(one, UNIT, stages_of(one)[0], stage_parameters(one)[0], (forward, backward))
-    assert found.comm == (Pass(20.0, 40.0, 0.0), Pass(60.0, 120.0, 0.0))
+    assert found.comm == (LayerPass(20.0, 40.0, 0.0), LayerPass(60.0, 120.0, 0.0))
     assert [found.cost(chunk) for chunk in (0, 1)] == [
         found.passes[chunk] + found.comm[chunk] + found.idle[chunk] for chunk in (0, 1)
     ]
 
 
 def test_sharded_parameters_are_copied_a_quarter_of_it_forward() -> None:
-    layout = Layout(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
+    layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
     one = job(layout=layout, framework="fsdp2", global_batch=2)
     (found,), copied = middle(one).passes, 16 * 2 * 784
-    assert found == dense_layer(one, UNIT) * 2 + Pass(copied / 4, 0.0, copied * 3 / 4)
+    assert found == dense_layer(one, UNIT) * 2 + LayerPass(copied / 4, 0.0, copied * 3 / 4)
 
 
 def test_what_a_pipeline_gathers_once_a_step_is_copied_once() -> None:
-    layout = Layout(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
+    layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
     one = job(layout=layout, framework="fsdp2", global_batch=8)
     step = middle(one).passes[0] * one.microbatches
     plain = dense_layer(one, UNIT) * 2 * one.microbatches

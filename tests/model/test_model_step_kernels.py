@@ -18,14 +18,14 @@ from stepsplit.analyzer.model.config import (
     Efficiency,
     Experts,
     LatentAttention,
-    Layout,
     Link,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
     stages_of,
 )
 from stepsplit.analyzer.model.flops import chunk_flops
 from stepsplit.analyzer.model.layer_time import (
-    Pass,
+    LayerPass,
     Product,
     Speed,
     Traffic,
@@ -117,7 +117,7 @@ def test_a_plain_layer_has_four_products() -> None:
 
 
 def test_tensor_parallelism_divides_what_is_not_the_hidden_size() -> None:
-    halved = job(layout=Layout(tp=2))
+    halved = job(layout=ParallelConfig(tp=2))
     assert (*attention_products(halved), *mlp_products(halved, 32), head_product(halved)) == (
         Product(16, 12, 8), Product(16, 8, 4), Product(16, 16, 8), Product(16, 8, 16),
         Product(16, 256, 8),
@@ -127,7 +127,7 @@ def test_tensor_parallelism_divides_what_is_not_the_hidden_size() -> None:
 def test_grouped_queries_have_fewer_keys_and_each_rank_at_least_one() -> None:
     grouped = replace(TINY, kv_heads=1)
     assert attention_products(job(grouped))[0] == Product(16, 8 + 2 * 2, 8)
-    assert attention_products(job(grouped, Layout(tp=4)))[0] == Product(16, 2 + 2 * 2, 8)
+    assert attention_products(job(grouped, ParallelConfig(tp=4)))[0] == Product(16, 2 + 2 * 2, 8)
 
 
 def test_a_gated_mlp_has_two_first_products_in_one() -> None:
@@ -137,7 +137,7 @@ def test_a_gated_mlp_has_two_first_products_in_one() -> None:
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
-    assert attention_products(job(layout=Layout(cp=4)))[1] == Product(4, 8, 8)
+    assert attention_products(job(layout=ParallelConfig(cp=4)))[1] == Product(4, 8, 8)
 
 
 def test_latent_attention_goes_down_and_up_again() -> None:
@@ -152,7 +152,9 @@ def test_latent_attention_goes_down_and_up_again() -> None:
 
 def test_experts_get_their_fair_share_of_everyones_tokens() -> None:
     experts = Experts(4, 2, ffn=16, shared_ffn=8)
-    spread = job(replace(TINY, experts=experts), Layout(dp_replicate=2, ep=2), global_batch=2)
+    spread = job(
+        replace(TINY, experts=experts), ParallelConfig(dp_replicate=2, ep=2), global_batch=2
+    )
     assert expert_products(spread, experts) == (
         Product(16, 4, 8),
         Product(16, 16, 8, count=2), Product(16, 8, 16, count=2),
@@ -162,7 +164,7 @@ def test_experts_get_their_fair_share_of_everyones_tokens() -> None:
 
 def test_cut_experts_are_narrower_and_see_the_tokens_of_their_group() -> None:
     experts = Experts(4, 2, ffn=16)
-    layout = Layout(tp=2, expert_tp=2, sequence_parallel=True)
+    layout = ParallelConfig(tp=2, expert_tp=2, sequence_parallel=True)
     assert expert_products(job(replace(TINY, experts=experts), layout), experts) == (
         Product(8, 4, 8), Product(8, 8, 8, count=4), Product(8, 8, 8, count=4),
     )  # fmt: skip
@@ -171,19 +173,19 @@ def test_cut_experts_are_narrower_and_see_the_tokens_of_their_group() -> None:
 @for_each(
     ("model", "layout"),
     [
-        (TINY, Layout()),
-        (TINY, Layout(tp=2, cp=2, sequence_parallel=True)),
-        (replace(TINY, gated=True, kv_heads=2), Layout(tp=2)),
-        (replace(TINY, latent=LATENT), Layout(tp=2)),
-        (MIXED, Layout(dp_replicate=4, ep=2)),
-        (MIXED, Layout(tp=2, expert_tp=2, sequence_parallel=True)),
-        (LITE, Layout(dp_replicate=8, ep=8)),
-        (replace(TINY, latent=LATENT), Layout(tp=2, sequence_parallel=True)),
-        (MIXED, Layout(tp=2)),
-        (MIXED, Layout(tp=2, expert_tp=2)),
+        (TINY, ParallelConfig()),
+        (TINY, ParallelConfig(tp=2, cp=2, sequence_parallel=True)),
+        (replace(TINY, gated=True, kv_heads=2), ParallelConfig(tp=2)),
+        (replace(TINY, latent=LATENT), ParallelConfig(tp=2)),
+        (MIXED, ParallelConfig(dp_replicate=4, ep=2)),
+        (MIXED, ParallelConfig(tp=2, expert_tp=2, sequence_parallel=True)),
+        (LITE, ParallelConfig(dp_replicate=8, ep=8)),
+        (replace(TINY, latent=LATENT), ParallelConfig(tp=2, sequence_parallel=True)),
+        (MIXED, ParallelConfig(tp=2)),
+        (MIXED, ParallelConfig(tp=2, expert_tp=2)),
     ],
 )
-def test_products_are_the_flops_of_the_layers(model: Transformer, layout: Layout) -> None:
+def test_products_are_the_flops_of_the_layers(model: ModelConfig, layout: ParallelConfig) -> None:
     one = job(model, layout, global_batch=layout.dp)
     dense, routed = model.layers - model.expert_layers, model.expert_layers
     products = [*attention_products(one), *mlp_products(one, model.ffn)] * dense
@@ -194,13 +196,13 @@ def test_products_are_the_flops_of_the_layers(model: Transformer, layout: Layout
 
 
 def test_a_layer_with_fused_attention() -> None:
-    assert dense_layer(job(), UNIT) == Pass(FORWARD, BACKWARD, LINEAR, CORE)
+    assert dense_layer(job(), UNIT) == LayerPass(FORWARD, BACKWARD, LINEAR, CORE)
 
 
 def test_unfused_attention_computes_all_scores_and_moves_them() -> None:
     forward = 2 * CORE + 1024 * 4 * 2
     backward = 2 * 2 * CORE + 1024 * (4 + 2) * 2
-    assert dense_layer(job(flash_attention=False), UNIT) == Pass(
+    assert dense_layer(job(flash_attention=False), UNIT) == LayerPass(
         LINEAR + forward + MOVED, LINEAR + backward + MOVED_BACK, LINEAR, forward
     )
 
@@ -217,7 +219,7 @@ def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
     products = 12_288 + 2 * ((128 + 96 + 192) + (64 + 32 + 128) + 2 * (128 + 128 + 256))
     norms, norms_back = 2 * 10 * 128, 2 * 12 * 128
     rest, rest_back = 1_024 + 512, 1_536 + 512
-    assert dense_layer(job(layout=Layout(tp=2)), UNIT) == Pass(
+    assert dense_layer(job(layout=ParallelConfig(tp=2)), UNIT) == LayerPass(
         products + CORE / 2 + norms + rest,
         products + 3.125 * CORE / 2 + norms_back + rest_back,
         products,
@@ -226,8 +228,8 @@ def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
 
 
 def test_sequence_parallelism_halves_the_norms_too() -> None:
-    whole = dense_layer(job(layout=Layout(tp=2)), UNIT)
-    split = dense_layer(job(layout=Layout(tp=2, sequence_parallel=True)), UNIT)
+    whole = dense_layer(job(layout=ParallelConfig(tp=2)), UNIT)
+    split = dense_layer(job(layout=ParallelConfig(tp=2, sequence_parallel=True)), UNIT)
     assert (whole.forward_ns - split.forward_ns, whole.input_ns - split.input_ns) == (1280, 1536)
 
 
@@ -242,7 +244,7 @@ def test_gradients_of_later_microbatches_are_added_to_those_before() -> None:
         dense_layer(job(framework="ddp", gradient_dtype="bf16", global_batch=m), UNIT)
         for m in (1, 4)
     )
-    assert four == one + Pass(0.0, 0.0, 3 * 2 * 768 * 3 / 4)
+    assert four == one + LayerPass(0.0, 0.0, 3 * 2 * 768 * 3 / 4)
 
 
 def test_every_kernel_of_a_layer_is_launched() -> None:
@@ -263,31 +265,33 @@ def test_a_mixture_moves_its_tokens_to_the_experts_and_back() -> None:
     assert found.weight_ns == linear
 
 
-def chunk(model: Transformer = TINY, layout: Layout | None = None, **recipe: Any) -> Pass:
+def chunk(
+    model: ModelConfig = TINY, layout: ParallelConfig | None = None, **recipe: Any
+) -> LayerPass:
     """Two dense layers, neither first nor last."""
     return chunk_passes(job(model, layout, **recipe), UNIT, (Chunk(2, 0, False, False),))[0]
 
 
 def test_a_chunk_is_its_layers() -> None:
-    assert chunk() == Pass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE)
+    assert chunk() == LayerPass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE)
 
 
 def test_a_ring_adds_attention_up_piece_by_piece() -> None:
     """8 tokens of 4 heads of 2: each further piece moves 10 bytes a number of the output forward,
     of the gradients of queries, keys and values backward, with two and three launches more."""
     slow = replace(UNIT, launch_ns=1.0)
-    two, four = (job(layout=Layout(cp=cp), seq_len=8 * cp) for cp in (2, 4))
+    two, four = (job(layout=ParallelConfig(cp=cp), seq_len=8 * cp) for cp in (2, 4))
     output = 10 * 8 * 4 * 2
     pairs = 10 * 8 * TINY.kv_heads * (2 + 2)
     assert pieces_ns(two, slow) == (output + 2, output + pairs + 3)
     assert pieces_ns(four, slow) == (3 * (output + 2), 3 * (output + pairs + 3))
-    gathered = Layout(cp=2, context_kind="all-gather")
+    gathered = ParallelConfig(cp=2, context_kind="all-gather")
     assert pieces_ns(job(layout=gathered), slow) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])
 def test_full_recomputation_adds_a_forward_to_the_backward(recompute: str) -> None:
-    assert chunk(recompute=recompute) == Pass(
+    assert chunk(recompute=recompute) == LayerPass(
         2 * FORWARD, 2 * (BACKWARD + FORWARD), 2 * LINEAR, 2 * CORE
     )
 
@@ -295,13 +299,13 @@ def test_full_recomputation_adds_a_forward_to_the_backward(recompute: str) -> No
 def test_selective_recomputation_adds_unfused_attention_alone() -> None:
     again = chunk(flash_attention=False, recompute="selective")
     plain = chunk(flash_attention=False)
-    assert again == plain + Pass(0.0, plain.core_ns, 0.0)
+    assert again == plain + LayerPass(0.0, plain.core_ns, 0.0)
     assert chunk(recompute="selective") == chunk()
 
 
 def test_torchtitan_recomputes_every_second_product_instead() -> None:
     again, plain = (chunk(framework="fsdp2", recompute=each) for each in ("selective", "none"))
-    assert again == plain + Pass(0.0, (plain.forward_ns - plain.core_ns) / 2, 0.0)
+    assert again == plain + LayerPass(0.0, (plain.forward_ns - plain.core_ns) / 2, 0.0)
 
 
 def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> None:
@@ -309,8 +313,8 @@ def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> No
         job(), UNIT, (Chunk(0, 0, True, False), Chunk(0, 0, False, True))
     )  # fmt: skip
     product, logits = 2 * 16 * 512 * 8 + 2 * (16 * 8 + 8 * 512 + 16 * 512), 16 * 512
-    assert first == Pass(3 * 128 * 2, 0.0, 3 * 128 * 2)
-    assert last == Pass(product + 8 * logits, product + 6 * logits, product)
+    assert first == LayerPass(3 * 128 * 2, 0.0, 3 * 128 * 2)
+    assert last == LayerPass(product + 8 * logits, product + 6 * logits, product)
 
 
 def test_the_head_runs_at_its_own_rate_and_layers_at_that_of_linear_products() -> None:
@@ -320,7 +324,7 @@ def test_the_head_runs_at_its_own_rate_and_layers_at_that_of_linear_products() -
         chunk_passes(job(), speed, (layer, head)) for speed in (slow_head, UNIT)
     )
     assert layer_slow == layer_pass
-    assert head_slow == head_pass + Pass(flops, flops, flops)
+    assert head_slow == head_pass + LayerPass(flops, flops, flops)
 
 
 def test_the_head_is_not_recomputed() -> None:
@@ -333,7 +337,7 @@ def test_the_gradient_of_the_head_is_added_up_like_that_of_layers() -> None:
         chunk_passes(job(framework="ddp", global_batch=m), UNIT, (Chunk(0, 0, False, True),))
         for m in (1, 4)
     )
-    assert four == one + Pass(0.0, 0.0, 3 * 4 * 8 * 512 * 3 / 4)
+    assert four == one + LayerPass(0.0, 0.0, 3 * 4 * 8 * 512 * 3 / 4)
 
 
 def test_a_chunk_of_both_kinds_of_layers() -> None:
@@ -370,26 +374,26 @@ def test_adam_moves_thirty_bytes_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (Layout(dp_replicate=4), 1),
-        (Layout(dp_replicate=4, zero=1), 4),
-        (Layout(dp_replicate=2, cp=2, zero=2), 4),
-        (Layout(dp_replicate=2, dp_shard=4, zero=3), 4),
+        (ParallelConfig(dp_replicate=4), 1),
+        (ParallelConfig(dp_replicate=4, zero=1), 4),
+        (ParallelConfig(dp_replicate=2, cp=2, zero=2), 4),
+        (ParallelConfig(dp_replicate=2, dp_shard=4, zero=3), 4),
     ],
     ids=["copies", "zero 1", "context-parallel ranks share too", "one replica's shards"],
 )
-def test_zero_leaves_each_rank_its_share_of_the_update(layout: Layout, ranks: int) -> None:
+def test_zero_leaves_each_rank_its_share_of_the_update(layout: ParallelConfig, ranks: int) -> None:
     one = job(layout=layout, global_batch=8)
     assert updated_parameters(one, stage_parameters(one)[0]) == TOTAL / ranks
 
 
 def test_experts_are_updated_by_the_ranks_that_hold_them() -> None:
-    one = job(MIXED, Layout(dp_replicate=4, ep=2, zero=1), global_batch=4)
+    one = job(MIXED, ParallelConfig(dp_replicate=4, ep=2, zero=1), global_batch=4)
     (held,) = stage_parameters(one)
     assert updated_parameters(one, held) == held.dense / 4 + held.experts / 2
 
 
 def test_replicas_of_sharded_experts_each_update_all_of_them() -> None:
-    one = job(MIXED, Layout(dp_replicate=2, dp_shard=2, zero=3), global_batch=4)
+    one = job(MIXED, ParallelConfig(dp_replicate=2, dp_shard=2, zero=3), global_batch=4)
     (held,) = stage_parameters(one)
     assert updated_parameters(one, held) == held.dense / 2 + held.experts / 2
 
@@ -406,21 +410,21 @@ def test_an_offloaded_optimizer_sends_gradients_down_and_weights_up() -> None:
 
 def test_the_host_launches_forward_backward_and_what_is_recomputed() -> None:
     layers = 4 * 250e3
-    assert launches(job(), 4) == Pass(layers, layers, 0.0)
-    assert launches(job(recompute="full"), 4) == Pass(layers, 2 * layers, 0.0)
+    assert launches(job(), 4) == LayerPass(layers, layers, 0.0)
+    assert launches(job(recompute="full"), 4) == LayerPass(layers, 2 * layers, 0.0)
 
 
 def test_a_device_waits_where_its_pass_is_over_before_the_next_is_launched() -> None:
-    device, host = Pass(300.0, 400.0, 500.0, 100.0), Pass(1000.0, 1000.0, 0.0)
-    assert waits(device, host) == Pass(700.0, 100.0, 0.0)
+    device, host = LayerPass(300.0, 400.0, 500.0, 100.0), LayerPass(1000.0, 1000.0, 0.0)
+    assert waits(device, host) == LayerPass(700.0, 100.0, 0.0)
 
 
 def test_a_device_that_is_slower_than_its_host_never_waits() -> None:
-    device = Pass(300.0, 400.0, 500.0)
-    assert waits(device, Pass(200.0, 900.0, 0.0)) == Pass(0.0, 0.0, 0.0)
+    device = LayerPass(300.0, 400.0, 500.0)
+    assert waits(device, LayerPass(200.0, 900.0, 0.0)) == LayerPass(0.0, 0.0, 0.0)
 
 
 def test_a_host_that_is_nearly_too_slow_counts_as_too_slow() -> None:
-    device = Pass(200.0, 300.0, 500.0)
-    near, far = Pass(350.0, 351.0, 0.0), Pass(350.0, 349.0, 0.0)
+    device = LayerPass(200.0, 300.0, 500.0)
+    near, far = LayerPass(350.0, 351.0, 0.0), LayerPass(350.0, 349.0, 0.0)
     assert (host_bound(device, near), host_bound(device, far)) == (True, False)

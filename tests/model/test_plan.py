@@ -12,7 +12,13 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.config import Experts, Framework, Job, Layout, Recipe
+from stepsplit.analyzer.model.config import (
+    Experts,
+    Framework,
+    JobConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from stepsplit.analyzer.model.config_checks import first_fault
 from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.memory import fits, memory_of
@@ -24,10 +30,12 @@ MOST_S = 30.0
 """For 10,000 layouts."""
 
 
-def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -> Job:
+def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -> JobConfig:
     """A preset's model on a preset's device, with Megatron-LM; one rank, which a plan ignores."""
-    recipe = Recipe(seq_len, micro_batch=1, global_batch=global_batch)
-    return Job(config_file.transformer(model), Layout(), recipe, config_file.hardware(device))
+    recipe = TrainingConfig(seq_len, micro_batch=1, global_batch=global_batch)
+    return JobConfig(
+        config_file.transformer(model), ParallelConfig(), recipe, config_file.hardware(device)
+    )
 
 
 SMALL = job("gpt2-355m", 1024, 16)
@@ -36,14 +44,14 @@ NODE = job("llama-2-70b", 4096, 64)
 EXPERTS = job("mixtral-8x7b", 4096, 16)
 
 
-def jobs_that_fit(one: Job, gpus: int) -> list[Job]:
+def jobs_that_fit(one: JobConfig, gpus: int) -> list[JobConfig]:
     """Every layout that can be and fits, weighed one by one."""
     every = [each for family in families(one, gpus) for each in family]
     possible = [each for each in every if first_fault(each) is None]
     return [each for each in possible if fits(each, memory_of(each))]
 
 
-def slow_network(one: Job) -> Job:
+def slow_network(one: JobConfig) -> JobConfig:
     """Nodes of two GPUs, joined by 10 gigabit Ethernet."""
     link = replace(one.hardware.inter, name="slow", bytes_per_s=1.25e9, latency_ns=30_000)
     return replace(one, hardware=replace(one.hardware, gpus_per_node=2, inter=link))
@@ -104,7 +112,7 @@ def test_what_is_said_to_fit_is_all_that_fits(framework: Framework) -> None:
 
 
 def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
-    far = replace(MIDDLE, layout=Layout(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
+    far = replace(MIDDLE, layout=ParallelConfig(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
     free = [each.layout for family in families(far, 16) for each in family]
     assert {layout.tp for layout in free if layout.dp == 8} == {1}
     kept = families(far, 16, frozenset({"tp"}))
@@ -124,7 +132,7 @@ def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
     ],
 )
 def test_what_is_shown_is_what_timing_everything_shows(
-    one: Job, monkeypatch: pytest.MonkeyPatch
+    one: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = plan(one, 16, top=6)
     monkeypatch.setattr(Floor, "step_ns", lambda _floor, _job: 0.0)
@@ -140,14 +148,14 @@ def test_what_is_shown_is_what_timing_everything_shows(
         (NODE, 16),
         (slow_network(MIDDLE), 16),
         (EXPERTS, 16),
-        (replace(MIDDLE, layout=Layout(overlap=frozenset({"tp", "cp", "dp"}))), 16),
-        (replace(MIDDLE, layout=Layout(context_kind="all-gather")), 16),
+        (replace(MIDDLE, layout=ParallelConfig(overlap=frozenset({"tp", "cp", "dp"}))), 16),
+        (replace(MIDDLE, layout=ParallelConfig(context_kind="all-gather")), 16),
         (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="fsdp2")), 16),
         (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="deepspeed")), 16),
     ],
     ids=["small", "node", "slow", "experts", "overlap", "all-gather", "fsdp2", "deepspeed"],
 )
-def test_no_step_is_below_its_floor(one: Job, gpus: int) -> None:
+def test_no_step_is_below_its_floor(one: JobConfig, gpus: int) -> None:
     """What spares timing a layout is honest."""
     floor = Floor(Rates())
     fitting = jobs_that_fit(one, gpus)
@@ -173,7 +181,7 @@ def test_the_reasons_of_a_loss_add_up_to_it(sixteen: Plan) -> None:
 
 
 def test_what_is_kept_is_as_the_job_has_it() -> None:
-    pinned = replace(MIDDLE, layout=Layout(tp=4, pp=2))
+    pinned = replace(MIDDLE, layout=ParallelConfig(tp=4, pp=2))
     found = plan(pinned, 16, frozenset({"tp", "pp"}))
     shown = [found.best, *(each.candidate for each in found.runners_up)]
     assert {each.choice.axes[:2] for each in shown} == {(4, 2)}
@@ -181,7 +189,7 @@ def test_what_is_kept_is_as_the_job_has_it() -> None:
 
 @pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
-def test_what_is_pasted_predicts_the_same(one: Job, framework: str) -> None:
+def test_what_is_pasted_predicts_the_same(one: JobConfig, framework: str) -> None:
     text = RUN.format(model=one.model.name, framework=framework)
     found = plan(job_of(text), 16, top=1)
     head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
@@ -224,7 +232,7 @@ def test_the_ends_of_a_pipeline_may_hold_embedding_and_head_alone() -> None:
     assert even_layers(126, 128) == (0, *(1,) * 126, 0)
     assert even_layers(125, 128) is None
     llama = job("llama-3.1-405b", 8192, 2048)
-    kept = replace(llama, layout=Layout(tp=8, pp=16))
+    kept = replace(llama, layout=ParallelConfig(tp=8, pp=16))
     found = families(kept, 8192, frozenset({"tp", "pp", "cp"}))
     assert 8 in {each.layout.chunks for family in found for each in family}
 
@@ -240,7 +248,7 @@ def test_where_nothing_fits_the_nearest_miss_is_named() -> None:
 
 
 def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
-    odd = replace(SMALL, layout=Layout(tp=3))
+    odd = replace(SMALL, layout=ParallelConfig(tp=3))
     with pytest.raises(UsageError, match=r"can be \(heads / tp\)"):
         plan(odd, 3, frozenset({"tp"}))
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from stepsplit.analyzer.model.config import Job, Layout, Recipe
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.config_file import hardware, transformer
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.validation.published_runs import megascale
-from stepsplit.analyzer.validation.tables import Published, Record
+from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 NEAR = 1.10
 AXES = frozenset({"tp", "pp", "cp"})
 
 
-def rows(table: str, gpus: int) -> list[Record]:
+def rows(table: str, gpus: int) -> list[PublishedRow]:
     """The rows of so many GPUs."""
     return [row for row in Published().records(table) if row.count("gpus") == gpus]
 
 
-def behind(job: Job, gpus: int, keep: frozenset[str], own_keep: frozenset[str] = AXES) -> float:
+def behind(
+    job: JobConfig, gpus: int, keep: frozenset[str], own_keep: frozenset[str] = AXES
+) -> float:
     """The best layout with the job's own tp, pp and cp, over the best of all but what is kept."""
     own = plan(job, gpus, own_keep, top=1).best
     assert own.choice.axes[:3] == (job.layout.tp, job.layout.pp, job.layout.cp)
@@ -50,14 +52,14 @@ def test_llama_3_405b_on_8192_h100(keep: frozenset[str]) -> None:
     sequences.
     """
     (row,) = rows("llama3_405b_table4", 8192)
-    layout = Layout(
+    layout = ParallelConfig(
         tp=row.count("tp"), pp=row.count("pp"), cp=row.count("cp"), zero=3,
         dp_shard=row.count("dp"), context_kind="all-gather", overlap=frozenset({"dp"}),
     )  # fmt: skip
-    recipe = Recipe(
+    recipe = TrainingConfig(
         seq_len=row.count("seq"), micro_batch=1, framework="fsdp2", fused_loss=False,
         global_batch=row.count("dp") * row.count("batch_per_dp"),
     )  # fmt: skip
-    job = Job(transformer("llama-3.1-405b"), layout, recipe, hardware("h100-sxm"))
+    job = JobConfig(transformer("llama-3.1-405b"), layout, recipe, hardware("h100-sxm"))
     assert (layout.tp, layout.pp, layout.world_size) == (8, 16, 8192)
     assert behind(job, 8192, keep) < NEAR

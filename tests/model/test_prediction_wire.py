@@ -10,7 +10,7 @@ from cases import for_each
 from prediction_builders import GIB, MS, prediction
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.comm_ops import Message
+from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.prediction import (
     Band,
     Communication,
@@ -59,7 +59,7 @@ def test_an_unknown_peak_comes_back_as_no_mfu() -> None:
 
 
 def test_times_are_whole_nanoseconds() -> None:
-    message = Message("tp", "all_reduce", "tp", 0, "forward", 3, 8, 8, 8)
+    message = CommOp("tp", "all_reduce", "tp", 0, "forward", 3, 8, 8, 8)
     one = Communication(message, Band(10.6, 9.2, 12.5), 10)
     row = json.loads(prediction_to_json(replace(prediction(), communication=(one,))))[
         "communication"

@@ -11,10 +11,10 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
     Efficiency,
     Experts,
-    Hardware,
+    HardwareConfig,
     LatentAttention,
     Link,
-    Transformer,
+    ModelConfig,
 )
 from stepsplit.analyzer.model.config_file import (
     hardware,
@@ -32,7 +32,7 @@ LISTED = sorted(PRESETS.rglob("*.toml"))
 
 
 def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
-    assert transformer("llama-3.1-8b") == Transformer(
+    assert transformer("llama-3.1-8b") == ModelConfig(
         layers=32,
         hidden=4096,
         heads=32,
@@ -49,7 +49,7 @@ def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
 
 
 def test_a_gpt_has_learned_positions_biases_and_a_tied_head() -> None:
-    assert transformer("gpt3-175b") == Transformer(
+    assert transformer("gpt3-175b") == ModelConfig(
         layers=96,
         hidden=12288,
         heads=96,
@@ -96,7 +96,7 @@ def test_most_models_have_a_published_count() -> None:
 
 
 def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> None:
-    assert hardware("a100-sxm-80gb") == Hardware(
+    assert hardware("a100-sxm-80gb") == HardwareConfig(
         name="a100-sxm-80gb",
         family="ampere",
         peaks_flops_per_s=(

@@ -10,16 +10,16 @@ from cases import for_each
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
     Experts,
-    Hardware,
-    Job,
+    HardwareConfig,
+    JobConfig,
     LatentAttention,
-    Layout,
     Link,
-    Recipe,
-    Transformer,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.config_file import hardware, job_in, job_of, read_job, transformer
-from stepsplit.analyzer.model.config_table import Table
+from stepsplit.analyzer.model.config_table import TomlTable
 from stepsplit.analyzer.model.hardware_config import efficiency, link
 
 LLAMA = {"preset": "llama-3.1-8b"}
@@ -33,7 +33,7 @@ def run(
     parallel: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
     device: dict[str, Any] = H100,
-) -> Job:
+) -> JobConfig:
     """The job of TRAINING with the keys given, on whatever device."""
     tables = {
         "model": model,
@@ -41,7 +41,7 @@ def run(
         "training": TRAINING | (training or {}),
         "hardware": device,
     }
-    return job_in(Table("RUN.toml", "", tables))
+    return job_in(TomlTable("RUN.toml", "", tables))
 
 
 def refusal(**tables: Any) -> str:
@@ -81,9 +81,9 @@ framework = "megatron"
 preset = "h100-sxm"
 nodes_link = "roce-400"
 """)
-    assert read_job(path) == Job(
+    assert read_job(path) == JobConfig(
         transformer("llama-3.1-70b"),
-        Layout(
+        ParallelConfig(
             tp=8,
             pp=4,
             dp_replicate=2,
@@ -93,7 +93,7 @@ nodes_link = "roce-400"
             chunks=5,
             overlap=frozenset({"dp", "pp"}),
         ),
-        Recipe(seq_len=8192, micro_batch=1, global_batch=128, recompute="selective"),
+        TrainingConfig(seq_len=8192, micro_batch=1, global_batch=128, recompute="selective"),
         hardware("h100-sxm", nodes_link="roce-400"),
     )
 
@@ -104,10 +104,10 @@ model.preset = "gpt2-124m"
 training = { seq_len = 1024, micro_batch = 4, microbatches = 3 }
 hardware.preset = "a100-sxm-40gb"
 """
-    assert job_of(text) == Job(
+    assert job_of(text) == JobConfig(
         transformer("gpt2-124m"),
-        Layout(),
-        Recipe(
+        ParallelConfig(),
+        TrainingConfig(
             seq_len=1024,
             micro_batch=4,
             global_batch=12,
@@ -120,14 +120,14 @@ hardware.preset = "a100-sxm-40gb"
 
 
 def test_a_model_of_sizes_is_a_gpt_where_nothing_else_is_said() -> None:
-    assert run(SMALL).model == Transformer(
+    assert run(SMALL).model == ModelConfig(
         layers=4, hidden=256, heads=4, kv_heads=4, head_size=64, ffn=1024, vocab=1000
     )
 
 
 def test_a_gated_model_has_rms_norms_no_biases_and_a_head_of_its_own() -> None:
     gated = SMALL | {"gated": True, "ffn": 704, "kv_heads": 2}
-    assert run(gated).model == Transformer(
+    assert run(gated).model == ModelConfig(
         layers=4,
         hidden=256,
         heads=4,
@@ -282,7 +282,7 @@ def test_hardware_of_numbers() -> None:
         "nodes_link": "ib-hdr-200",
         "efficiency": {"gemm": 0.5},
     }
-    assert run(device=device).hardware == Hardware(
+    assert run(device=device).hardware == HardwareConfig(
         name="ours",
         family="hopper",
         peaks_flops_per_s=(("fp32", 3e13), ("bf16", 5e14)),

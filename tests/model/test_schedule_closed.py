@@ -8,7 +8,13 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.model.config import Schedule
-from stepsplit.analyzer.model.schedule_time import Timeline, bubble_ns, bubble_rate, graph, simulate
+from stepsplit.analyzer.model.schedule_time import (
+    ScheduleTimeline,
+    bubble_ns,
+    bubble_rate,
+    graph,
+    simulate,
+)
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 TABLE_5 = PUBLISHED / "zero_bubble_table5_9_bubble_rates.csv"
@@ -27,13 +33,13 @@ def played(
     times: tuple[float, float, float] = TIMES,
     chunks: int = 1,
     transfer_ns: float = 0.0,
-) -> Timeline:
+) -> ScheduleTimeline:
     forward, inputs, weights = times
     costs = ((forward / chunks, inputs / chunks, weights / chunks),) * (p * chunks)
     return simulate(graph(schedule, p, m, chunks), costs, transfer_ns)
 
 
-def own_idle_ns(timeline: Timeline) -> float:
+def own_idle_ns(timeline: ScheduleTimeline) -> float:
     """The longest idle time of a rank between its own first forward and its own last pass."""
     return max(
         ends[-1] - starts[0] - busy

@@ -15,7 +15,7 @@ from stepsplit.analyzer.model.schedule import Pass
 from stepsplit.analyzer.model.schedule_time import (
     Costs,
     PipelineTime,
-    Timeline,
+    ScheduleTimeline,
     graph,
     ideal_bubble_fraction,
     linked,
@@ -34,7 +34,7 @@ def test_1f1b_of_two_unequal_stages_with_three_microbatches() -> None:
     rank 1     |F0 |B0  |F1 |B1   |F2 |B2  |
                2   5    9   12    16  19   23
     """
-    assert simulate(graph("1f1b", 2, 3), UNEQUAL) == Timeline(
+    assert simulate(graph("1f1b", 2, 3), UNEQUAL) == ScheduleTimeline(
         starts_ns=((0, 2, 9, 12, 16, 23), (2, 5, 9, 12, 16, 19)),
         ends_ns=((2, 4, 12, 14, 19, 26), (5, 9, 12, 16, 19, 23)),
         busy_ns=(15, 21),
@@ -66,7 +66,7 @@ def test_no_message_passes_where_the_v_turns_around() -> None:
 def test_joined_passes_start_and_end_together() -> None:
     orders = ((Pass("F", 0), Pass("F", 1, joined=True), Pass("B", 0)),)
     timeline = simulate(linked(orders, ((0,),)), ((2, 1, 2),))
-    assert timeline == Timeline(((0, 2, 2),), ((2, 7, 7),), (7,))
+    assert timeline == ScheduleTimeline(((0, 2, 2),), ((2, 7, 7),), (7,))
 
 
 def test_an_order_that_can_never_run_is_refused() -> None:

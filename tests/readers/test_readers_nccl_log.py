@@ -13,17 +13,17 @@ from required import shared_trace
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
 from stepsplit.analyzer.readers.nccl.records import (
-    Choice,
+    AlgorithmChoice,
     Communicator,
     CostCell,
     GraphPattern,
-    Link,
     Member,
     NcclLog,
+    NcclSetting,
     Ring,
     RingNeighbors,
-    Setting,
     SystemBandwidth,
+    TopologyLink,
     TreeNode,
     Warned,
 )
@@ -274,7 +274,7 @@ def test_what_the_setup_tells_belongs_to_its_communicator(tmp_path: Path) -> Non
     assert log.rings == (Ring(0, 0, (0, 1)),)
     assert log.neighbors == (RingNeighbors(0, 0, 1, 0, 1),)
     assert log.trees == (TreeNode(0, 0, -1, 0, (1,)),)
-    assert log.links == (Link(0, 0, 1, 1, "P2P", "CUMEM"),)
+    assert log.links == (TopologyLink(0, 0, 1, 1, "P2P", "CUMEM"),)
 
 
 @for_each(
@@ -296,7 +296,7 @@ def test_what_the_setup_tells_belongs_to_its_communicator(tmp_path: Path) -> Non
     ],
 )  # fmt: skip
 def test_links_of_every_transport(tmp_path: Path, text: str, link: tuple[object, ...]) -> None:
-    assert read(tmp_path, AT + text).links == (Link(-1, *link),)  # type: ignore[arg-type]
+    assert read(tmp_path, AT + text).links == (TopologyLink(-1, *link),)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,10 @@ def test_what_the_search_found(tmp_path: Path, speed: str) -> None:
     assert log.systems == (SystemBandwidth(48 * 10**9, 370_800_000_000),)
     assert log.patterns == (GraphPattern(4, 0, 12, 20 * 10**9, 12_500_000_000, "NVL", "PIX"),)
     assert log.networks == ("AWS Libfabric", "IB")
-    assert log.settings == (Setting("NCCL_IB_GID_INDEX", "3"), Setting("NCCL_MAX_CTAS", "8"))
+    assert log.settings == (
+        NcclSetting("NCCL_IB_GID_INDEX", "3"),
+        NcclSetting("NCCL_MAX_CTAS", "8"),
+    )
 
 
 OLD_TABLE = (
@@ -374,18 +377,18 @@ def test_the_cost_table_in_blocks_of_algorithms(tmp_path: Path) -> None:
     ("text", "choice"),
     [
         ("8 Bytes -> Algo 1 proto 0 time 9.304444",
-         Choice("", 8, "global", "Ring", "LL", 9_304, -1, 2)),
+         AlgorithmChoice("", 8, "global", "Ring", "LL", 9_304, -1, 2)),
         ("AllGather: 8 Bytes -> Algo 6 proto 2 time 9.5",
-         Choice("all_gather", 8, "global", "PAT", "Simple", 9_500, -1, 2)),
+         AlgorithmChoice("all_gather", 8, "global", "PAT", "Simple", 9_500, -1, 2)),
         ("AllReduce: 8 Bytes -> Algo NVLS_TREE proto SIMPLE channel{Lo..Hi}={0..31}",
-         Choice("all_reduce", 8, "per_rank", "NVLSTree", "Simple", -1, 32, 2)),
+         AlgorithmChoice("all_reduce", 8, "per_rank", "NVLSTree", "Simple", -1, 32, 2)),
         ("AllReduce [Symmetric]: 8 Bytes -> Kernel RSxLD nchannels 4 nthreads 512 nWorks 1",
-         Choice("all_reduce", 8, "", "RSxLD", "Symmetric", -1, 4, 2)),
+         AlgorithmChoice("all_reduce", 8, "", "RSxLD", "Symmetric", -1, 4, 2)),
         ("AllGather [Copy Engine]: 8 Bytes -> cudaMemcpyBatch",
-         Choice("all_gather", 8, "", "cudaMemcpyBatch", "Copy Engine", -1, -1, 2)),
+         AlgorithmChoice("all_gather", 8, "", "cudaMemcpyBatch", "Copy Engine", -1, -1, 2)),
     ],
 )  # fmt: skip
-def test_what_nccl_chose(tmp_path: Path, text: str, choice: Choice) -> None:
+def test_what_nccl_chose(tmp_path: Path, text: str, choice: AlgorithmChoice) -> None:
     assert read(tmp_path, AT + text, AT + text).choices == (choice,)
 
 

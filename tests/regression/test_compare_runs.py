@@ -13,8 +13,8 @@ from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.compare import (
     BucketChange,
-    Calls,
     CallsChange,
+    CallStats,
     ExposedChange,
     FamilyChange,
     Setting,
@@ -126,9 +126,14 @@ def test_what_differs_between_two_runs() -> None:
         ExposedChange(5, 25, "skew", "tp"), ExposedChange(20, 20, "collective", "tp")
     )  # fmt: skip
     assert found.collectives == (
-        CallsChange("tp", "all_reduce", "bfloat16", 2048, None, Calls(1.0, 30, 40, 6e9)),
+        CallsChange("tp", "all_reduce", "bfloat16", 2048, None, CallStats(1.0, 30, 40, 6e9)),
         CallsChange(
-            "tp", "all_reduce", "bfloat16", 4096, Calls(2.0, 10, 2, 8e9), Calls(1.0, 10, 2, 8e9)
+            "tp",
+            "all_reduce",
+            "bfloat16",
+            4096,
+            CallStats(2.0, 10, 2, 8e9),
+            CallStats(1.0, 10, 2, 8e9),
         ),
     )
     assert found.kernels == (

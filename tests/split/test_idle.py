@@ -10,7 +10,7 @@ from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.attribute import COMPUTE, IDLE, Band
+from stepsplit.analyzer.split.attribute import COMPUTE, IDLE, BucketBands
 from stepsplit.analyzer.split.idle import IdleCause, idle_causes
 from stepsplit.analyzer.trace import RankTrace
 
@@ -43,11 +43,11 @@ def causes(folder: Path, trace: GpuTrace | CpuTrace, *gaps: tuple[float, float])
     return [(one.cause, one.op, one.idle_ns / 1000, one.count) for one in found]
 
 
-def band(rows: list[tuple[int, int, float, float]]) -> Band:
+def band(rows: list[tuple[int, int, float, float]]) -> BucketBands:
     """(window, bucket, start, end) each."""
     columns = np.array(rows, dtype=np.float64)
     start, end = (1000 * columns[:, 2:]).astype(np.int64).T
-    return Band(columns[:, 0].astype(np.int32), columns[:, 1].astype(np.uint8), start, end)
+    return BucketBands(columns[:, 0].astype(np.int32), columns[:, 1].astype(np.uint8), start, end)
 
 
 def test_idle_is_the_last_bucket() -> None:

@@ -8,14 +8,14 @@ from statistics import median
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.record import Recipe, launch_workload
+from stepsplit.collectors.record import DemoArgs, launch_workload
 
 LATE_MS = 400
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def recorded(folder: Path, parallel: str, kind: str, microbatches: int) -> Report:
-    recipe = Recipe(
+    recipe = DemoArgs(
         steps=8, active=4, microbatches=microbatches,
         slow_rank=1, slow_ms=LATE_MS, slow_kind=kind,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsplit.analyzer.buckets import Kind, Split, StepSplit
-from stepsplit.analyzer.split.steps import SlowStep, StepTimes, Variation, variation_of
+from stepsplit.analyzer.split.steps import SlowStep, StepDurations, Variation, variation_of
 
 
 def step(rank: int, number: int, kind: Kind = "full", **buckets_ns: int) -> StepSplit:
@@ -14,10 +14,10 @@ def step(rank: int, number: int, kind: Kind = "full", **buckets_ns: int) -> Step
 def test_each_rank_and_the_run_have_a_median_a_tail_and_the_slow_steps() -> None:
     lengths = {1: 100, 2: 102, 3: 101, 4: 150, 5: 100, 6: 101}
     steps = [step(0, n, compute_ns=ns) for n, ns in lengths.items()]
-    found = StepTimes(0, 6, 101, 150, 150, (4,))
+    found = StepDurations(0, 6, 101, 150, 150, (4,))
     assert variation_of(steps) == Variation(
         (found,),
-        StepTimes(None, 6, 101, 150, 150, (4,)),
+        StepDurations(None, 6, 101, 150, 150, (4,)),
         (SlowStep(4, 150, 49, 0, "compute", 49),),
     )
 
@@ -62,7 +62,7 @@ def test_partial_and_other_steps_and_those_missing_on_a_rank_say_nothing_of_the_
     steps = [step(rank, n) for rank in range(2) for n in range(1, 8)]
     steps += [step(0, 0, "partial", idle_ns=900), step(0, 8, "other", idle_ns=900), step(1, 9)]
     found = variation_of(steps)
-    assert found.run == StepTimes(None, 7, 100, 100, 100, ())
+    assert found.run == StepDurations(None, 7, 100, 100, 100, ())
     assert [row.steps for row in found.ranks] == [7, 8]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.model.config import Layout, Recipe
+from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
 from stepsplit.analyzer.validation.published_runs import (
     ccl_bench,
     gpt,
@@ -15,10 +15,10 @@ from stepsplit.analyzer.validation.published_runs import (
     torchtitan,
     zero_bubble,
 )
-from stepsplit.analyzer.validation.tables import Published, Record
+from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
-def published(table: str, name: str) -> Record:
+def published(table: str, name: str) -> PublishedRow:
     (found,) = [row for row in Published().records(table) if row.id == name]
     return found
 
@@ -26,10 +26,10 @@ def published(table: str, name: str) -> Record:
 def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
     (case,) = sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
     assert case.job.model == gpt(80, 12288, 96, 51200, 2048)
-    assert case.job.layout == Layout(
+    assert case.job.layout == ParallelConfig(
         tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2, scatter_gather=True
     )
-    assert case.job.recipe == Recipe(
+    assert case.job.recipe == TrainingConfig(
         seq_len=2048, micro_batch=2, global_batch=2304, dtype="fp16", recompute="full",
         gradient_dtype="fp16", activation_dtype="fp16", flash_attention=False, dropout=True,
         fused_loss=False,
@@ -69,10 +69,10 @@ def test_a_utilization_gives_the_time_that_is_not_printed() -> None:
 def test_b200_runs_keep_the_shape_of_the_table() -> None:
     name = "simumax/llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
     case = simumax(published("simumax_b200_measured", name))
-    assert case.job.layout == Layout(
+    assert case.job.layout == ParallelConfig(
         tp=2, cp=4, sequence_parallel=True, zero=1, context_kind="ulysses"
     )
-    assert case.job.recipe == Recipe(seq_len=32768, micro_batch=1, global_batch=4)
+    assert case.job.recipe == TrainingConfig(seq_len=32768, micro_batch=1, global_batch=4)
     assert (case.family, case.job.microbatches, case.step_ns) == ("B200 dense", 4, 1758.0e6)
 
 
@@ -87,10 +87,10 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
     name = "llm-foundry/1b_2048_512xh100_80gb_amp_bf16_12x1_SHARD_GRAD_OP_ckpt-False"
     case = llm_foundry(published("llm_foundry_mpt_throughput", name))
     assert case.job.model.positions == 2048
-    assert case.job.layout == Layout(
+    assert case.job.layout == ParallelConfig(
         dp_shard=512, zero=3, overlap=frozenset({"dp"}), reshard_after_forward="never"
     )
-    assert case.job.recipe == Recipe(
+    assert case.job.recipe == TrainingConfig(
         seq_len=2048, micro_batch=12, global_batch=6144, framework="fsdp2"
     )
     assert round(case.step_ns / 1e6) == 617
@@ -99,7 +99,9 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
 def test_the_ends_of_a_zero_bubble_pipeline_hold_a_layer_less() -> None:
     table = "zero_bubble_table4_throughput_memory"
     job = zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
-    assert job.layout == Layout(pp=8, schedule="zb-h2", layers_per_stage=(2, 3, 3, 3, 3, 3, 3, 2))
+    assert job.layout == ParallelConfig(
+        pp=8, schedule="zb-h2", layers_per_stage=(2, 3, 3, 3, 3, 3, 3, 2)
+    )
     assert (job.microbatches, job.layout.world_size) == (24, 8)
 
 
@@ -119,11 +121,11 @@ def test_torchtitan_names_its_sizes_in_the_config() -> None:
         "torchtitan/llama3.1-405B_65536_512_FSDP4 CP2 TP8 PP8 1F1B compile float8 asyncTP_ckpt-full"
     )
     case = torchtitan(published("torchtitan_throughput_memory", name))
-    assert case.job.layout == Layout(
+    assert case.job.layout == ParallelConfig(
         tp=8, pp=8, cp=2, dp_shard=4, zero=3, sequence_parallel=True,
         overlap=frozenset({"dp", "tp"}),
     )  # fmt: skip
-    assert case.job.recipe == Recipe(
+    assert case.job.recipe == TrainingConfig(
         seq_len=65536, micro_batch=1, global_batch=32, dtype="fp8", recompute="full",
         framework="fsdp2", fused_loss=False,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from rich.console import Console
 from work_builders import job
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.model.config import Layout
+from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.predictions import baseline_rows, utilization
 from stepsplit.analyzer.validation.published_runs import (
@@ -29,7 +29,7 @@ from stepsplit.analyzer.validation.tables import (
     PUBLISHED,
     Check,
     Published,
-    Record,
+    PublishedRow,
     Row,
     as_printed,
     check,
@@ -160,10 +160,10 @@ def test_a_row_of_an_unknown_model_is_left_out_and_named(tmp_path: Path) -> None
 
 
 def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
-    record = Record("table", "table/one", {"time": "fast"})
-    good = Record("table", "table/two", {"time": "2"})
+    record = PublishedRow("table", "table/one", {"time": "fast"})
+    good = PublishedRow("table", "table/two", {"time": "2"})
 
-    def build(each: Record) -> tuple[Row, ...]:
+    def build(each: PublishedRow) -> tuple[Row, ...]:
         return (row(each.id, each.number("time"), 2.0),)
 
     found = gathered("times", [record, good], build, "mean", (0.1,))
@@ -187,8 +187,8 @@ def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
 
 def test_the_baseline_gives_every_run_the_utilization_of_the_known_ones() -> None:
     """Two runs of one kind take 1 s and 4 s, the second with twice the batch."""
-    short = Case("table", "short", "llm-foundry", job(layout=Layout(), global_batch=4), 1e9)
-    long = Case("table", "long", "llm-foundry", job(layout=Layout(), global_batch=8), 4e9)
+    short = Case("table", "short", "llm-foundry", job(layout=ParallelConfig(), global_batch=4), 1e9)
+    long = Case("table", "long", "llm-foundry", job(layout=ParallelConfig(), global_batch=8), 4e9)
     assert utilization(short) == pytest.approx(2 * utilization(long))
     (found,) = baseline_rows([long], [short])
     assert (found.case, found.published, found.fitted) == ("long", 4e9, False)

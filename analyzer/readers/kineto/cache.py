@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from msgspec import Struct
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.columns import Counts, Sorted
+from stepsplit.analyzer.readers.kineto.columns import EntryCounts, Sorted
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
@@ -75,7 +75,7 @@ class _About(Struct):
     lanes: tuple[Lane, ...]
     noted_row: bytes
     noted_args: tuple[bytes, ...]
-    counts: Counts
+    counts: EntryCounts
     calls: _Calls | None
     notes: tuple[Note, ...]
 

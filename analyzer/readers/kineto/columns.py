@@ -39,7 +39,7 @@ class Sorted:
     t0_unix_ns: int
     noted_row: Int64
     noted_args: tuple[bytes, ...]
-    counts: Counts
+    counts: EntryCounts
 
     @property
     def on_device(self) -> bool:
@@ -71,7 +71,7 @@ def in_order(parts: Sequence[Rows], base_ns: int) -> Sorted:
         names=names,
         lanes=lanes,
     )
-    counts = sum((part.counts for part in parts), Counts())
+    counts = sum((part.counts for part in parts), EntryCounts())
     return Sorted(events, base_ns + t0, *_noted(parts, order), counts)
 
 
@@ -137,15 +137,15 @@ _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class EntryCounts:
     """How many entries were read, were beyond reading, and stated a negative duration."""
 
     entries: int = 0
     lost: int = 0
     negative: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: EntryCounts) -> EntryCounts:
+        return EntryCounts(
             self.entries + other.entries, self.lost + other.lost, self.negative + other.negative
         )
 
@@ -167,7 +167,7 @@ class Rows:
     lanes: tuple[Lane, ...]
     noted_row: Int64
     noted_args: tuple[bytes, ...]
-    counts: Counts
+    counts: EntryCounts
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -231,7 +231,7 @@ class _Builder:
         self._noted_rows: list[int] = []
         self._noted_args: list[bytes] = []
         self._rows = 0
-        self._counts = Counts()
+        self._counts = EntryCounts()
 
     def add(self, found: Entries) -> None:
         """Adds the complete events of a block."""
@@ -241,7 +241,7 @@ class _Builder:
         beyond = 0
         if start is None or dur is None:
             events, start, dur, beyond = _exactly(events, found)
-        self._counts += Counts(
+        self._counts += EntryCounts(
             len(found.entries) - beyond, found.lost + beyond, int((dur < 0).sum())
         )
         self._append(events, start, np.maximum(dur, 0))

@@ -24,7 +24,7 @@ from stepsplit.analyzer.readers.kineto.schema import (
     UNDECODABLE,
     Complete,
     Entry,
-    Times,
+    EntryTimes,
 )
 
 # A stream of JSON text -> the entries of its array, block after block, and what follows it.
@@ -253,7 +253,7 @@ _ENTRY = msgspec.json.Decoder(ANY_ENTRY)
 
 _TIMES = msgspec.json.Decoder(list[ANY_TIMES])
 
-_TIMES_OF_ONE = msgspec.json.Decoder(Times)
+_TIMES_OF_ONE = msgspec.json.Decoder(EntryTimes)
 
 _PIECES = msgspec.json.Decoder(list[Raw])
 
@@ -346,7 +346,7 @@ def exact_times(found: Entries) -> list[tuple[Decimal, Decimal]]:
     if found.text is None:
         events = (e for e in found.entries if type(e) is Complete and e.ts is not None)
         return [(Decimal(str(e.ts)), Decimal(str(e.dur))) for e in events]
-    times = (t for t in _TIMES.decode(found.text) if type(t) is Times)
+    times = (t for t in _TIMES.decode(found.text) if type(t) is EntryTimes)
     return [(t.ts, t.dur) for t in times if t.ts is not None]
 
 

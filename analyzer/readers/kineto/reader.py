@@ -16,7 +16,7 @@ from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, ran
 from stepsplit.analyzer.readers.kineto.trace_file import (
     KinetoFile,
     Opening,
-    Part,
+    TracePart,
     joined,
     opening_of_file,
     read_kineto,
@@ -35,7 +35,7 @@ _UNFAIR = 1.25
 _PACKED_RATIO = 12
 """About how much larger a trace is than its gzip."""
 
-_Piece = KinetoFile | Part | None
+_Piece = KinetoFile | TracePart | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile 
 
     if plan.opening is None:
         whole = pieces[0]
-        assert not isinstance(whole, Part)
+        assert not isinstance(whole, TracePart)
         return whole
     for piece in pieces:
         if isinstance(piece, DataError):
             return piece
-    parts = [piece for piece in pieces if isinstance(piece, Part)]
+    parts = [piece for piece in pieces if isinstance(piece, TracePart)]
     found = joined(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
     cache.save(plan.source, plan.source.path, found, plan.rules)

@@ -54,7 +54,7 @@ class Complete(Struct, tag_field="ph", tag="X", gc=False):
     args: Raw = NO_ARGS
 
 
-class Times(Struct, tag_field="ph", tag="X", gc=False):
+class EntryTimes(Struct, tag_field="ph", tag="X", gc=False):
     """The times of an event, with every digit."""
 
     ts: Decimal | None = None
@@ -70,7 +70,7 @@ Entry = Struct
 
 _OTHERS: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES))
 
-ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, Times | _OTHERS
+ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, EntryTimes | _OTHERS
 
 
 class DeviceArgs(Struct, gc=False):

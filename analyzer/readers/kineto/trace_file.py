@@ -27,7 +27,7 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Category, FoundCalls, Note
 
 
-def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> Part:
+def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
     """The entries that begin in the range of the file."""
     with path.open("rb", buffering=0) as file:
         return part_of(_Range(file, wanted), b"", rules)
@@ -51,7 +51,7 @@ class KinetoFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TracePart:
     """The rows of a range of a trace's bytes; the text behind the array where it was closed."""
 
     rows: Rows
@@ -84,7 +84,7 @@ def opening_of_file(source: Source) -> Opening | None:
 
 
 def joined(
-    opening: Opening, parts: list[Part], rules: Rules = BUILT_IN, torn: str = ""
+    opening: Opening, parts: list[TracePart], rules: Rules = BUILT_IN, torn: str = ""
 ) -> KinetoFile:
     """The trace of which these are all parts, in their order; torn says why its file ends early."""
     last = parts[-1]
@@ -98,11 +98,11 @@ def joined(
     return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
 
 
-def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> Part:
+def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
     """The entries of the stream, of which begin was read before."""
     blocks = ArrayBlocks(stream, begin)
     rows = rows_of(blocks, rules)
-    return Part(rows, blocks.whole, blocks.tail)
+    return TracePart(rows, blocks.whole, blocks.tail)
 
 
 def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:

@@ -38,7 +38,7 @@ _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CallTimings:
     """How the calls of one RankCalls were timed, a row a call.
 
     timing indexes the log's timings. algbw and busbw are as the Inspector wrote them, over the
@@ -68,7 +68,7 @@ class InspectorLog:
     pid: int
     timings: tuple[str, ...]
     calls: tuple[RankCalls, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[CallTimings, ...]
     notes: tuple[Note, ...] = ()
 
 
@@ -95,7 +95,7 @@ def read_inspector(source: Source) -> InspectorLog:
     return reading.log(source.where, torn)
 
 
-def _is_inspectors(record: Record) -> bool:
+def _is_inspectors(record: InspectorRecord) -> bool:
     of_format = record.metadata is not None and record.metadata.inspector_output_format_version
     return record.kind_known or bool(of_format)
 
@@ -231,9 +231,9 @@ class _Columns:
         groups = (_group(header),)
         return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, groups)
 
-    def measured(self) -> Measured:
+    def measured(self) -> CallTimings:
         """How they were timed."""
-        return Measured(
+        return CallTimings(
             timing=np.array(self._timing, dtype=np.uint8),
             algbw_bytes_per_s=np.array(self._algbw, dtype=np.float64),
             busbw_bytes_per_s=np.array(self._busbw, dtype=np.float64),
@@ -363,7 +363,7 @@ class DumpStats(Struct):
         return self.coll_dropped_total + self.p2p_dropped_total
 
 
-class Record(Struct):
+class InspectorRecord(Struct):
     header: Header | None = None
     metadata: Metadata | None = None
     coll_perf: Coll | None = None
@@ -377,7 +377,7 @@ class Record(Struct):
         return calls is not None or bool(bytes(self.proxy_trace))
 
 
-_DECODER = msgspec.json.Decoder(Record)
+_DECODER = msgspec.json.Decoder(InspectorRecord)
 
 _ODD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -404,7 +404,7 @@ def objects(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield b"\n".join(spread)
 
 
-def record_of(text: bytes) -> Record | None:
+def record_of(text: bytes) -> InspectorRecord | None:
     """The record, None for what is none. Bandwidths of no time were written as inf or nan."""
     try:
         return _DECODER.decode(text)

@@ -14,32 +14,32 @@ from stepsplit.analyzer.ops import op_named
 from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.nccl.messages import (
     Channels,
+    CostTables,
     Graph,
     Graphs,
     Init,
     InitTime,
     Network,
     Said,
-    Tables,
     Topology,
     is_table,
     parser_of,
 )
 from stepsplit.analyzer.readers.nccl.records import (
-    Choice,
+    AlgorithmChoice,
     Communicator,
     CostTable,
     GraphPattern,
-    Link,
+    LogMessage,
     Member,
-    Message,
     NcclLog,
+    NcclSetting,
     Ring,
     RingNeighbors,
-    Setting,
     Speaker,
     Splitter,
     SystemBandwidth,
+    TopologyLink,
     TreeNode,
     Warned,
     versions_in,
@@ -277,13 +277,13 @@ class _Reading:
     handles: Handles = field(default_factory=Handles)
     rows: CollRows = field(default_factory=CollRows)
     versions: dict[str, None] = field(default_factory=dict)
-    told: dict[GraphPattern | SystemBandwidth | Network | Setting, None] = field(
+    told: dict[GraphPattern | SystemBandwidth | Network | NcclSetting, None] = field(
         default_factory=dict
     )
-    choices: Counter[Choice] = field(default_factory=Counter)
+    choices: Counter[AlgorithmChoice] = field(default_factory=Counter)
     warned: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     graphs: list[tuple[int, Graph]] = field(default_factory=list)
-    tables: Tables = field(default_factory=Tables)
+    tables: CostTables = field(default_factory=CostTables)
 
     def take(self, line: bytes) -> None:
         """Takes over what a line says."""
@@ -298,7 +298,7 @@ class _Reading:
             self.nccl_lines += 1
             self.torn += len(messages) > sum(self._whole(message) for message in messages)
 
-    def _whole(self, message: Message) -> bool:
+    def _whole(self, message: LogMessage) -> bool:
         """Takes a message over; False where it is cut."""
         by, stamp_ns, level, text = message
         if b": opCount " in text:
@@ -330,7 +330,7 @@ class _Reading:
             case Graphs():
                 slot = self.handles.slot(by, said.pointer)
                 self.graphs += [(slot, graph) for graph in said.graphs]
-            case Choice():
+            case AlgorithmChoice():
                 self.choices[said] += 1
             case _:
                 self.told[said] = None
@@ -350,11 +350,11 @@ class _Reading:
             rings=tuple(one for one in graphs if isinstance(one, Ring)),
             neighbors=tuple(one for one in graphs if isinstance(one, RingNeighbors)),
             trees=tuple(one for one in graphs if isinstance(one, TreeNode)),
-            links=tuple(one for one in graphs if isinstance(one, Link)),
+            links=tuple(one for one in graphs if isinstance(one, TopologyLink)),
             patterns=tuple(one for one in told if isinstance(one, GraphPattern)),
             systems=tuple(one for one in told if isinstance(one, SystemBandwidth)),
             networks=tuple(one.name for one in told if isinstance(one, Network)),
-            settings=tuple(one for one in told if isinstance(one, Setting)),
+            settings=tuple(one for one in told if isinstance(one, NcclSetting)),
             calls=calls,
             costs=tuple(
                 CostTable(comm[table.slot], table.host, table.pid, tuple(table.cells))

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from stepsplit.analyzer.ops import op_named
 from stepsplit.analyzer.readers.nccl.records import (
-    Choice,
+    AlgorithmChoice,
     CostCell,
     GraphPattern,
-    Link,
+    NcclSetting,
     Ring,
     RingNeighbors,
-    Setting,
     Speaker,
     SystemBandwidth,
+    TopologyLink,
     TreeNode,
 )
 
@@ -161,10 +161,10 @@ def network_in(text: str) -> Network | None:
     return match and Network(match[1])
 
 
-def setting_in(text: str) -> Setting | None:
+def setting_in(text: str) -> NcclSetting | None:
     """The variable of the environment that a message names."""
     match = _SETTING.search(text)
-    return match and Setting(match[1] or match[3], match[2] or match[4] or "")
+    return match and NcclSetting(match[1] or match[3], match[2] or match[4] or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +177,13 @@ class Graphs:
 
 Said = (
     Init | Topology | InitTime | Channels | Graphs | GraphPattern | SystemBandwidth | Network
-    | Setting | Choice
+    | NcclSetting | AlgorithmChoice
 )  # fmt: skip
 
 _GRAPHS = re.compile(r"(?:Channel|Ring|Tree|CollNet) \d{1,6}(?:/\d{1,6})? :|Trees \[")
 
 
-def choice_in(text: str) -> Choice | None:
+def choice_in(text: str) -> AlgorithmChoice | None:
     """The choice of an "N Bytes -> ..."; None where the line is cut.
 
     The bytes of the numbered lines (to 2.23) are those of the full buffer, those of the named
@@ -192,16 +192,18 @@ def choice_in(text: str) -> Choice | None:
     if match := _NAMED.match(text):
         names = (_name(match[3]), _name(match[4]))
         channels = int(match[6]) - int(match[5]) + 1
-        return Choice(op_named(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1)
+        return AlgorithmChoice(
+            op_named(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1
+        )
     if match := _NUMBERED.match(text):
         op = op_named(match[1]) if match[1] else ""
         names = (_of(_ALGORITHMS, int(match[3])), _of(_PROTOCOLS, int(match[4])))
         time_ns = round(float(match[5]) * 1000)
-        return Choice(op, int(match[2]), "global", *names, time_ns, -1, 1)
+        return AlgorithmChoice(op, int(match[2]), "global", *names, time_ns, -1, 1)
     if match := _OTHER.match(text):
         channels = int(match[5]) if match[5] else -1
         op = op_named(match[1])
-        return Choice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
+        return AlgorithmChoice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
     return None
 
 
@@ -334,7 +336,7 @@ def _cells(columns: Columns, op: str, costs: list[re.Match[str] | None]) -> Iter
 
 
 @dataclass(slots=True)
-class Table:
+class PrintedCostTable:
     """A cost table while its lines come in; slot is of the thread that prints it."""
 
     slot: int
@@ -345,18 +347,18 @@ class Table:
 
 
 @dataclass(slots=True)
-class Tables:
+class CostTables:
     """The cost tables of a log; each thread prints one at a time, in one or several blocks."""
 
-    all: list[Table] = field(default_factory=list)
-    _open: dict[tuple[str, int, int], Table] = field(default_factory=dict)
+    all: list[PrintedCostTable] = field(default_factory=list)
+    _open: dict[tuple[str, int, int], PrintedCostTable] = field(default_factory=dict)
 
     def take(self, by: Speaker, slot: int, text: str) -> bool:
         """Takes a line over; False where it does not fit its heading."""
         table = self._open.get(by[:3])
         columns = _columns_after(table.columns if table else Columns(), text)
         if table is None or (columns and not columns.max_threads and _again(table, columns)):
-            table = self._open[by[:3]] = Table(slot, by.host, by.pid)
+            table = self._open[by[:3]] = PrintedCostTable(slot, by.host, by.pid)
             self.all.append(table)
         if columns is not None:
             table.columns = columns
@@ -366,14 +368,14 @@ class Tables:
         return bool(cells)
 
 
-def _again(table: Table, columns: Columns) -> bool:
+def _again(table: PrintedCostTable, columns: Columns) -> bool:
     """Whether the table holds costs of these algorithms already: the next table begins."""
     return not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
 
 
 # Rings, trees and links that NCCL builds, and the bandwidths that it found before.
 
-Graph = Ring | RingNeighbors | TreeNode | Link
+Graph = Ring | RingNeighbors | TreeNode | TopologyLink
 
 _RING = re.compile(r"Channel (\d{1,6})(?:/\d{1,6})? : +(\d{1,6}(?: +\d{1,6})*)$")
 
@@ -428,7 +430,7 @@ _LINK = re.compile(
 _NET = re.compile(r"(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
-def link_in(text: str) -> Link | None:
+def link_in(text: str) -> TopologyLink | None:
     """The connection of a "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
     match = _LINK.match(text)
     if match is None:
@@ -439,9 +441,9 @@ def link_in(text: str) -> Link | None:
         transport, detail = "SHM", match[5]
     net = _NET.match(detail) if transport in ("NET", "COLLNET") else None
     if net is None:
-        return Link(*ends, transport, detail, match[4] or "")
+        return TopologyLink(*ends, transport, detail, match[4] or "")
     flags = net[3] or ""
-    return Link(
+    return TopologyLink(
         *ends, transport, flags, match[4] or "", net[1], int(net[2]), flags.startswith("GDRDMA")
     )
 

@@ -86,7 +86,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TopologyLink:
     """A connection of one channel, as one end prints it; side is "send", "receive" or "".
 
     transport is the first word ("P2P", "SHM", "NET", "COLLNET"), detail what follows it. net and
@@ -127,7 +127,7 @@ class SystemBandwidth:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class NcclSetting:
     """A variable of the environment that NCCL read."""
 
     name: str
@@ -157,7 +157,7 @@ class CostTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AlgorithmChoice:
     """How NCCL runs an op of a size, and how many lines said so; op is "" where none is named.
 
     bytes_are says of what: "global" (the full buffer), "per_rank", or "" where nobody documents it.
@@ -199,14 +199,14 @@ class NcclLog:
     rings: tuple[Ring, ...]
     neighbors: tuple[RingNeighbors, ...]
     trees: tuple[TreeNode, ...]
-    links: tuple[Link, ...]
+    links: tuple[TopologyLink, ...]
     patterns: tuple[GraphPattern, ...]
     systems: tuple[SystemBandwidth, ...]
     networks: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[NcclSetting, ...]
     calls: tuple[RankCalls, ...]
     costs: tuple[CostTable, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[AlgorithmChoice, ...]
     warnings: tuple[Warned, ...]
     lines: int
     nccl_lines: int
@@ -247,7 +247,7 @@ class Speaker(NamedTuple):
     dev: int
 
 
-class Message(NamedTuple):
+class LogMessage(NamedTuple):
     """What one speaker says; stamp_ns is unix time (a clock without a zone read as UTC) or -1."""
 
     speaker: Speaker
@@ -263,7 +263,7 @@ class Splitter:
     _clean: dict[bytes, Speaker] = field(default_factory=dict)
     _hosts: dict[int, set[str]] = field(default_factory=dict)
 
-    def messages(self, line: bytes) -> list[Message]:
+    def messages(self, line: bytes) -> list[LogMessage]:
         """The line's messages in order; several where writers ran into one another."""
         line = _bare(line)
         marks = list(_MARK.finditer(line))
@@ -274,7 +274,7 @@ class Splitter:
         speaker, stamp_ns = self._clean.get(prefix), -1
         if speaker is None:
             speaker, stamp_ns = self._stamped(prefix[-_MOST_PREFIX:])
-        return [Message(speaker, stamp_ns, mark[1], text)]
+        return [LogMessage(speaker, stamp_ns, mark[1], text)]
 
     def _stamped(self, prefix: bytes) -> tuple[Speaker, int]:
         """The speaker and the time of a whole line's prefix; what follows the time comes again."""
@@ -287,12 +287,12 @@ class Splitter:
                 self._clean[rest] = speaker
         return speaker, _unix_ns(stamp) if stamp and stamp_ns < 0 else stamp_ns
 
-    def _glued(self, line: bytes, marks: list[re.Match[bytes]]) -> list[Message]:
+    def _glued(self, line: bytes, marks: list[re.Match[bytes]]) -> list[LogMessage]:
         starts = [0, *(mark.end() for mark in marks)]
         heads = [self._head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
         ends = [m.start() - head[2] for m, head in zip(marks[1:], heads[1:], strict=True)]
         return [
-            Message(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
+            LogMessage(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
             for (speaker, stamp_ns, _), mark, end in zip(
                 heads, marks, [*ends, len(line)], strict=True
             )

@@ -227,7 +227,7 @@ def calibration_of(runs: Sequence[RunSeen]) -> Calibration:
 
 def _calibrated_hardware(runs: Sequence[RunSeen], known: HardwareConfig) -> HardwareConfig:
     linked = links_seen(runs, known)
-    dtypes = dict.fromkeys(one.job.recipe.dtype for one in runs)
+    dtypes = dict.fromkeys(one.job.training.dtype for one in runs)
     efficiency = replace(
         efficiency_seen(runs, known.efficiency),
         frameworks=(),
@@ -575,7 +575,7 @@ def _compute_ns(job: JobConfig, stage: StageConfig, held: StageParameters, speed
 
 def _products_ns(job: JobConfig, stage: StageConfig, speed: Speed) -> float:
     """The matrix products alone, recomputed ones again."""
-    again = job.recipe.recompute in ("full", "every", "sqrt")
+    again = job.training.recompute in ("full", "every", "sqrt")
     dense = (*attention_products(job), *mlp_products(job, job.model.ffn))
     found = stage.dense_layers * _passes_ns(dense, speed, again)
     if job.model.experts is not None:

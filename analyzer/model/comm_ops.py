@@ -40,19 +40,19 @@ def tensor_messages(
     job: JobConfig, stage: StageConfig, held: StageParameters
 ) -> tuple[CommOp, ...]:
     """The calls over tp of one rank of a stage in a step; none where tp is 1."""
-    if job.layout.tp == 1:
+    if job.parallel.tp == 1:
         return ()
-    if not job.layout.sequence_parallel:
+    if not job.parallel.sequence_parallel:
         return (*_whole(job, stage), *_loss(job, stage))
     return (*_split(job, stage), *_loss(job, stage), _replicated(job, stage, held))
 
 
 def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Every pair of products sums its result forward and the gradient of its input backward."""
-    pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.layout.tp
+    pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.parallel.tp
     counts = {
-        "forward": pairs + (stage.embedding and job.layout.split_vocab),
-        "backward": pairs + (stage.head and job.layout.split_vocab),
+        "forward": pairs + (stage.embedding and job.parallel.split_vocab),
+        "backward": pairs + (stage.head and job.parallel.split_vocab),
         "recompute": _again(job, pairs),
     }
     return tuple(
@@ -65,7 +65,7 @@ def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Every pair gathers its input and scatters the sum of its result, backward the reverse."""
     pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
     first, last = int(stage.embedding), int(stage.head)
-    regathered = pairs + last if job.recipe.framework == "megatron" else 0
+    regathered = pairs + last if job.training.framework == "megatron" else 0
     counts = {
         "forward": (pairs + last, pairs + first),
         "backward": (pairs + first + regathered, pairs + last),
@@ -81,7 +81,7 @@ def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 def _gathers_and_scatters(
     job: JobConfig, stage: StageConfig, phase: str, gathers: int, scatters: int
 ) -> tuple[CommOp, ...]:
-    place, tp, size = CommSite("sp", "tp", stage.index, phase), job.layout.tp, hidden_bytes(job)
+    place, tp, size = CommSite("sp", "tp", stage.index, phase), job.parallel.tp, hidden_bytes(job)
     return (
         all_gather(place, rounds(job) * gathers, size // tp, tp),
         reduce_scatter(place, rounds(job) * scatters, size, tp),
@@ -95,27 +95,27 @@ def _pairs(job: JobConfig, stage: StageConfig) -> int:
     that of a mixture only a shared expert is such a pair.
     """
     experts = job.model.experts
-    whole = experts is not None and (experts.shared_ffn > 0 or not job.layout.sequence_parallel)
+    whole = experts is not None and (experts.shared_ffn > 0 or not job.parallel.sequence_parallel)
     return 2 * stage.dense_layers + (2 if whole else 1) * stage.expert_layers
 
 
 def _again(job: JobConfig, pairs: int) -> int:
-    return pairs if job.recipe.recompute in FULL_RECOMPUTE else 0
+    return pairs if job.training.recompute in FULL_RECOMPUTE else 0
 
 
 def _loss(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    if not (stage.head and job.layout.split_vocab):
+    if not (stage.head and job.parallel.split_vocab):
         return ()
     place = CommSite("loss", "tp", stage.index, "forward")
-    return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.layout.tp),)
+    return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.parallel.tp),)
 
 
 def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> CommOp:
     """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
-    size = (held.replicated + _positions_in_parts(job, stage)) * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
-    return all_reduce(CommSite("sp", "tp", stage.index, "grad_sync"), 1, size, job.layout.tp)
+    size = (held.replicated + _positions_in_parts(job, stage)) * job.training.gradient_bytes
+    if job.parallel.zero == 3:
+        size //= job.parallel.shard_size
+    return all_reduce(CommSite("sp", "tp", stage.index, "grad_sync"), 1, size, job.parallel.tp)
 
 
 def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
@@ -123,7 +123,7 @@ def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
 
     Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
     """
-    whole = not stage.embedding or job.recipe.framework == "megatron"
+    whole = not stage.embedding or job.training.framework == "megatron"
     return 0 if whole else job.model.positions * job.model.hidden
 
 
@@ -156,13 +156,13 @@ def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
     What recomputes attention repeats its forward communication.
     """
-    if job.layout.cp == 1:
+    if job.parallel.cp == 1:
         return ()
     phases = ["forward", "backward"]
-    stored = job.recipe.recompute == "selective" and not job.recipe.flash_attention
-    if stored or job.recipe.recompute in FULL_RECOMPUTE:
+    stored = job.training.recompute == "selective" and not job.training.flash_attention
+    if stored or job.training.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
-    calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.layout.context_kind]
+    calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.parallel.context_kind]
     return tuple(
         message
         for phase in phases
@@ -173,13 +173,13 @@ def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 
 def _ring(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
-    hops = (job.layout.cp - 1) * (2 if place.phase == "backward" else 1)
+    hops = (job.parallel.cp - 1) * (2 if place.phase == "backward" else 1)
     size = _pair_bytes(job)
     return send(place, count * hops, size), receive(place, count * hops, size)
 
 
 def _gather(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
-    size, cp = _pair_bytes(job), job.layout.cp
+    size, cp = _pair_bytes(job), job.parallel.cp
     gathered = all_gather(place, count, size, cp)
     if place.phase != "backward":
         return (gathered,)
@@ -188,8 +188,8 @@ def _gather(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
 
 def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
     """Each rank gets whole sequences of some heads: at least one key-value head, copied if need."""
-    model, cp, tp = job.model, job.layout.cp, job.layout.tp
-    token = job.tokens * job.recipe.activation_bytes * model.head_size
+    model, cp, tp = job.model, job.parallel.cp, job.parallel.tp
+    token = job.tokens * job.training.activation_bytes * model.head_size
     wide = token * share(model.heads, tp)
     narrow = token * max(share(model.kv_heads, tp), cp)
     return (
@@ -200,12 +200,12 @@ def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
 
 def _pair_bytes(job: JobConfig) -> int:
     """Keys and values of a rank's tokens in one layer; latent attention hands them on widened."""
-    latent, tp = job.model.latent, job.layout.tp
+    latent, tp = job.model.latent, job.parallel.tp
     if latent is None:
         width = 2 * share(job.model.kv_heads, tp) * job.model.head_size
     else:
         width = share(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
-    return job.tokens * width * job.recipe.activation_bytes
+    return job.tokens * width * job.training.activation_bytes
 
 
 # What expert parallelism sends: tokens to their experts and back.
@@ -223,7 +223,7 @@ def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     if stage.expert_layers == 0:
         return ()
     phases = ["forward", "backward"]
-    if job.recipe.recompute in FULL_RECOMPUTE:
+    if job.training.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
     count = rounds(job) * stage.expert_layers
     return tuple(
@@ -233,7 +233,7 @@ def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommOp, ...]:
     """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
-    layout, size, found = job.layout, _routed_bytes(job), []
+    layout, size, found = job.parallel, _routed_bytes(job), []
     if layout.ep > 1:
         found.append(all_to_all(CommSite("ep", "ep", stage, phase), 2 * count, size, layout.ep))
     if layout.expert_tp > 1:
@@ -245,8 +245,8 @@ def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommO
 
 def _routed_bytes(job: JobConfig) -> int:
     """A rank's tokens of one microbatch, each once for every expert that it goes to."""
-    tokens = share(job.tokens, job.layout.tp) * of_experts(job.model).top_k
-    return tokens * job.model.hidden * job.recipe.activation_bytes
+    tokens = share(job.tokens, job.parallel.tp) * of_experts(job.model).top_k
+    return tokens * job.model.hidden * job.training.activation_bytes
 
 
 # What pipeline ranks hand to each other.
@@ -275,10 +275,10 @@ class Neighbors:
 
 def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Sends and receives of one rank of a stage in a step."""
-    if job.layout.pp == 1:
+    if job.parallel.pp == 1:
         return ()
     found = neighbors(job, stage.index)
-    parts = job.layout.tp if job.layout.scatter_gather else job.layout.sequence_split
+    parts = job.parallel.tp if job.parallel.scatter_gather else job.parallel.sequence_split
     size, count = hidden_bytes(job) // parts, rounds(job)
     forward = CommSite("pp", "pp", stage.index, "forward")
     backward = CommSite("pp", "pp", stage.index, "backward")
@@ -294,18 +294,18 @@ def neighbors(job: JobConfig, rank: int) -> Neighbors:
     """How many of a rank's chunks have a neighbor on another rank."""
     held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
     # The two chunks of a dualpipe rank belong to different copies of the model.
-    own = () if job.layout.schedule == "dualpipe" else held
+    own = () if job.parallel.schedule == "dualpipe" else held
     fed = sum(chunk > 0 and chunk - 1 not in own for chunk in held)
     return Neighbors(fed, sum(chunk < last and chunk + 1 not in own for chunk in held))
 
 
 def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """Gradients that dualpipe's two copies of the model add up."""
-    if job.layout.schedule != "dualpipe" or job.layout.pp == 1:
+    if job.parallel.schedule != "dualpipe" or job.parallel.pp == 1:
         return ()
-    size = held.total * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
+    size = held.total * job.training.gradient_bytes
+    if job.parallel.zero == 3:
+        size //= job.parallel.shard_size
     return (all_reduce(CommSite("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
 
 
@@ -322,9 +322,9 @@ def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]
     """The sum of the two gradients of one matrix; none where both uses lie on one rank."""
     if not job.model.tied or stage.embedding == stage.head:
         return ()
-    size = vocabulary_share(job) * job.recipe.gradient_bytes
-    if job.layout.zero == 3:
-        size //= job.layout.shard_size
+    size = vocabulary_share(job) * job.training.gradient_bytes
+    if job.parallel.zero == 3:
+        size //= job.parallel.shard_size
     return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
 
 
@@ -341,7 +341,7 @@ NORM_BYTES = 4
 
 def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
     """Frameworks that sum over several axes in one call (Megatron-LM) send no more."""
-    layout = job.layout
+    layout = job.parallel
     sizes = {"tp": layout.tp, "pp": layout.pp}
     if layout.zero == 3:
         sizes["dp_shard"] = layout.shard_size
@@ -446,10 +446,10 @@ def _message(
 
 def rounds(job: JobConfig) -> int:
     """Microbatches that pass each chunk of a rank: half of them where dualpipe's copies share."""
-    halves = job.layout.schedule == "dualpipe" and job.layout.pp > 1
+    halves = job.parallel.schedule == "dualpipe" and job.parallel.pp > 1
     return job.microbatches // 2 if halves else job.microbatches
 
 
 def hidden_bytes(job: JobConfig) -> int:
     """What one layer hands to the next for a microbatch, whole over tensor parallelism (T h)."""
-    return job.tokens * job.model.hidden * job.recipe.activation_bytes
+    return job.tokens * job.model.hidden * job.training.activation_bytes

@@ -114,12 +114,12 @@ class UnitCounts:
 
 def sharded_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """The calls of one rank of a stage under zero = 3; experts have groups of their own."""
-    layout = job.layout
+    layout = job.parallel
     if layout.zero != 3:
         return ()
     together = layout.ep == 1 and layout.expert_tp == layout.tp
     dense, experts = units(held, together, layout.root_unit)
-    if job.recipe.framework == "deepspeed":
+    if job.training.framework == "deepspeed":
         dense = _ends_apart(job, dense)
     return (
         *_shard_messages(job, held.stage, dense, "dp_shard", layout.shard_size),
@@ -167,7 +167,7 @@ def _present(found: list[Unit]) -> list[Unit]:
 def _shard_messages(
     job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
-    if job.recipe.framework != "deepspeed":
+    if job.training.framework != "deepspeed":
         return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
     gathered = [
         m
@@ -184,7 +184,7 @@ def _in_buckets(
     """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
     if ranks == 1:
         return []
-    place, size = CommSite("fsdp", axis, stage, "grad_sync"), job.recipe.gradient_bytes
+    place, size = CommSite("fsdp", axis, stage, "grad_sync"), job.training.gradient_bytes
     padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
     return [
         reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
@@ -193,21 +193,21 @@ def _in_buckets(
 
 
 def _of_unit(job: JobConfig, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[CommOp, ...]:
-    name = "hsdp" if job.layout.dp_replicate > 1 else "fsdp"
+    name = "hsdp" if job.parallel.dp_replicate > 1 else "fsdp"
     times, own, found = times_of(job, unit), -(-unit.parameters // ranks), []
     if ranks > 1:
-        size = own * job.recipe.weight_bytes
+        size = own * job.training.weight_bytes
         for phase, each in (("forward", times.forward), ("backward", times.backward)):
             found.append(
                 all_gather(CommSite(name, axis, stage, phase), unit.count * each, size, ranks)
             )
-    count, size = unit.count * times.gradients, own * job.recipe.gradient_bytes
+    count, size = unit.count * times.gradients, own * job.training.gradient_bytes
     if ranks > 1:
         place = CommSite(name, axis, stage, "grad_sync")
         found.append(reduce_scatter(place, count, size * ranks, ranks))
-    if job.layout.dp_replicate > 1:
+    if job.parallel.dp_replicate > 1:
         place = CommSite(name, "dp_replicate", stage, "grad_sync")
-        found.append(all_reduce(place, count, size, job.layout.dp_replicate))
+        found.append(all_reduce(place, count, size, job.parallel.dp_replicate))
     return tuple(found)
 
 
@@ -218,22 +218,22 @@ def times_of(job: JobConfig, unit: Unit) -> UnitCounts:
     it; that one was spared its own gather. So m + 1 gathers remain, whatever the schedule.
     """
     m, policy = job.microbatches, _reshards(job)
-    if job.layout.pp > 1:
+    if job.parallel.pp > 1:
         return UnitCounts(1, 0, 1) if stays_gathered(job) else UnitCounts(m, 1, 1)
     freed = policy == "always" or (policy == "default" and not unit.last)
-    return UnitCounts(m, m if freed else 0, 1 if job.layout.sum_once else m)
+    return UnitCounts(m, m if freed else 0, 1 if job.parallel.sum_once else m)
 
 
 def stays_gathered(job: JobConfig) -> bool:
     """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
-    return job.layout.zero == 3 and job.layout.pp > 1 and _reshards(job) != "always"
+    return job.parallel.zero == 3 and job.parallel.pp > 1 and _reshards(job) != "always"
 
 
 def _reshards(job: JobConfig) -> str:
     """ZeRO-3 as published and DeepSpeed's free every unit after its forward."""
-    if job.recipe.framework in ("zero-paper", "deepspeed"):
+    if job.training.framework in ("zero-paper", "deepspeed"):
         return "always"
-    return job.layout.reshard_after_forward
+    return job.parallel.reshard_after_forward
 
 
 # What data parallelism sends where every rank keeps whole weights: DDP, ZeRO-1 and ZeRO-2.
@@ -292,7 +292,7 @@ class Bucket:
 
 def data_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
     """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
-    layout = job.layout
+    layout = job.parallel
     if layout.zero == 3:
         return ()
     return (
@@ -310,25 +310,25 @@ def _replica_messages(
     for bucket in buckets(job, parameters, ranks):
         found += _summed(job, stage, bucket, axis, ranks)
     if hands_out(job):
-        share = -(-parameters * job.recipe.weight_bytes // ranks)
+        share = -(-parameters * job.training.weight_bytes // ranks)
         found.append(broadcast(CommSite("zero-1", axis, stage, "optimizer"), ranks, share))
     return tuple(found)
 
 
 def hands_out(job: JobConfig) -> bool:
     """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
-    return job.layout.zero == 1 and job.recipe.framework == "ddp"
+    return job.parallel.zero == 1 and job.training.framework == "ddp"
 
 
 def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[CommOp]:
-    zero, size = job.layout.zero, bucket.parameters * job.recipe.gradient_bytes
+    zero, size = job.parallel.zero, bucket.parameters * job.training.gradient_bytes
     place = CommSite(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
     if zero == 0 or hands_out(job):
         return [all_reduce(place, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
     summed = all_reduce if sums_whole(job) else reduce_scatter
     after = CommSite(place.strategy, axis, stage, "optimizer")
-    weights = -(-bucket.parameters * job.recipe.weight_bytes // ranks)
+    weights = -(-bucket.parameters * job.training.weight_bytes // ranks)
     return [
         summed(place, times, size, ranks),
         all_gather(after, bucket.count, weights, ranks),
@@ -337,12 +337,12 @@ def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -
 
 def sums_whole(job: JobConfig) -> bool:
     """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
-    return job.recipe.framework == "deepspeed"
+    return job.training.framework == "deepspeed"
 
 
 def sums_every_microbatch(job: JobConfig) -> bool:
     """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
-    return job.layout.zero == 2 and job.recipe.framework in EVERY_MICROBATCH
+    return job.parallel.zero == 2 and job.training.framework in EVERY_MICROBATCH
 
 
 def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
@@ -359,13 +359,13 @@ def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
 
 def _capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
     """Parameters in the first bucket and in each other one; 0: no bound."""
-    match job.recipe.framework:
+    match job.training.framework:
         case "ddp" | "huggingface" | "fsdp2":
-            size = job.recipe.gradient_bytes
-            stated = job.layout.bucket_bytes
+            size = job.training.gradient_bytes
+            stated = job.parallel.bucket_bytes
             return (stated or DDP_FIRST_BYTES) // size, (stated or DDP_BYTES) // size
         case "deepspeed":
             return 0, DEEPSPEED_BUCKET
-        case "megatron" if "dp" in job.layout.overlap:
+        case "megatron" if "dp" in job.parallel.overlap:
             return 0, max(MEGATRON_BUCKET, MEGATRON_BUCKET_PER_RANK * ranks)
     return 0, 0

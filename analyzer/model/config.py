@@ -348,26 +348,26 @@ class JobConfig:
     """A training step to predict. checks.check refuses one that cannot be."""
 
     model: ModelConfig
-    layout: ParallelConfig
-    recipe: TrainingConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
     hardware: HardwareConfig
 
     @property
     def microbatches(self) -> int:
         """Microbatches of one rank in a step (m); those of both directions in dualpipe."""
-        return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
+        return self.training.global_batch // (self.training.micro_batch * self.parallel.dp)
 
     @property
     def tokens(self) -> int:
         """Tokens of one microbatch on one rank, whole over tensor parallelism (T = s b / c)."""
-        return self.recipe.seq_len * self.recipe.micro_batch // self.layout.cp
+        return self.training.seq_len * self.training.micro_batch // self.parallel.cp
 
     @property
     def padded_vocab(self) -> int:
         """The vocabulary as Megatron-LM pads it; other frameworks leave it."""
-        if self.recipe.framework != "megatron":
+        if self.training.framework != "megatron":
             return self.model.vocab
-        multiple = VOCAB_MULTIPLE * self.layout.tp
+        multiple = VOCAB_MULTIPLE * self.parallel.tp
         return -(-self.model.vocab // multiple) * multiple
 
 
@@ -389,8 +389,8 @@ class Span:
 def span_of(job: JobConfig, axis: str) -> Span:
     """The group of an axis: tp, cp, ep, dp (all that sum dense gradients, cp included), dp_shard,
     dp_replicate, expert_tp, expert_dp, or pp (the two neighbors that are farthest apart)."""
-    ranks, stride = _ranks_and_stride(job.layout, axis)
-    if axis == "pp" and stride * job.layout.pp > job.hardware.gpus_per_node:
+    ranks, stride = _ranks_and_stride(job.parallel, axis)
+    if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
         return Span(ranks, 1)
     on_node = max(1, min(ranks, job.hardware.gpus_per_node // stride))
     return Span(ranks, math.gcd(ranks, on_node))
@@ -488,7 +488,7 @@ def first_alike(job: JobConfig) -> tuple[int, ...]:
 
 
 def _shape(job: JobConfig) -> tuple[tuple[int, ...], int, Schedule, int, int]:
-    layout, dense = job.layout, job.model.layers - job.model.expert_layers
+    layout, dense = job.parallel, job.model.layers - job.model.expert_layers
     return layers_per_chunk(job), dense, layout.schedule, layout.pp, layout.chunks
 
 
@@ -513,7 +513,7 @@ def _first_alike(
 
 def chunks_of_rank(job: JobConfig, rank: int) -> tuple[int, ...]:
     """Positions in the model of the chunks that a pipeline rank holds."""
-    return _of_rank(job.layout.schedule, job.layout.pp, job.layout.chunks, rank)
+    return _of_rank(job.parallel.schedule, job.parallel.pp, job.parallel.chunks, rank)
 
 
 def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, ...]:
@@ -528,14 +528,14 @@ def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, .
 
 def chunk_count(job: JobConfig) -> int:
     """Model stages that the layers are cut into (p v; p for dualpipe's two copies)."""
-    p, layout = job.layout.pp, job.layout
+    p, layout = job.parallel.pp, job.parallel
     return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
 
 
 def layers_per_chunk(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first take the rest where they do not divide."""
-    if job.layout.layers_per_stage is not None:
-        return job.layout.layers_per_stage
+    if job.parallel.layers_per_stage is not None:
+        return job.parallel.layers_per_stage
     count = chunk_count(job)
     each, rest = divmod(job.model.layers, count)
     return tuple(each + (i < rest) for i in range(count))

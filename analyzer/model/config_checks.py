@@ -32,7 +32,7 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
 
 def _sizes(job: JobConfig) -> Fault | None:
     """Every size is at least one."""
-    model, layout = job.model, job.layout
+    model, layout = job.model, job.parallel
     sizes = [(name, getattr(layout, name)) for name in _AXES]
     sizes += [(name, getattr(model, name)) for name in _SIZES]
     small = next(((name, size) for name, size in sizes if size < 1), None)
@@ -40,12 +40,12 @@ def _sizes(job: JobConfig) -> Fault | None:
 
 
 def _heads(job: JobConfig) -> Fault | None:
-    return uneven("heads", job.model.heads, "tp", job.layout.tp)
+    return uneven("heads", job.model.heads, "tp", job.parallel.tp)
 
 
 def _kv_heads(job: JobConfig) -> Fault | None:
     """Each rank of tp holds whole key heads, or several hold copies of one."""
-    heads, tp = job.model.kv_heads, job.layout.tp
+    heads, tp = job.model.kv_heads, job.parallel.tp
     groups = uneven("heads", job.model.heads, "kv_heads", heads)
     if groups is not None or job.model.latent is not None:
         return groups
@@ -58,11 +58,11 @@ def _ffn(job: JobConfig) -> Fault | None:
     """The MLP of the layers that have no experts."""
     if job.model.expert_layers == job.model.layers:
         return None
-    return uneven("ffn", job.model.ffn, "tp", job.layout.tp)
+    return uneven("ffn", job.model.ffn, "tp", job.parallel.tp)
 
 
 def _experts(job: JobConfig) -> Fault | None:
-    experts, ep = job.model.experts, job.layout.ep
+    experts, ep = job.model.experts, job.parallel.ep
     if experts is None:
         return Fault(f"ep {ep} of a model without experts", "leave ep out") if ep > 1 else None
     if experts.top_k > experts.count:
@@ -74,7 +74,7 @@ def _experts(job: JobConfig) -> Fault | None:
 
 
 def _expert_tp(job: JobConfig) -> Fault | None:
-    experts, expert_tp = job.model.experts, job.layout.expert_tp
+    experts, expert_tp = job.model.experts, job.parallel.expert_tp
     if experts is not None:
         return uneven("expert ffn", experts.ffn, "expert_tp", expert_tp)
     problem = f"expert_tp {expert_tp} of a model without experts"
@@ -83,7 +83,7 @@ def _expert_tp(job: JobConfig) -> Fault | None:
 
 def _expert_ranks(job: JobConfig) -> Fault | None:
     """Experts are spread over the ranks of one pp coordinate."""
-    layout = job.layout
+    layout = job.parallel
     ranks, over = layout.tp * layout.cp * layout.dp, layout.ep * layout.expert_tp
     if ranks % over == 0:
         return None
@@ -96,7 +96,7 @@ def _expert_ranks(job: JobConfig) -> Fault | None:
 
 def _sequence(job: JobConfig) -> Fault | None:
     """A rank of cp has its share of the tokens, one of tp its share of those."""
-    layout, seq_len = job.layout, job.recipe.seq_len
+    layout, seq_len = job.parallel, job.training.seq_len
     if not layout.sequence_parallel:
         return uneven("seq_len", seq_len, "cp", layout.cp)
     over = f"(cp {layout.cp} x tp {layout.tp})"
@@ -106,7 +106,7 @@ def _sequence(job: JobConfig) -> Fault | None:
 
 def _ulysses(job: JobConfig) -> Fault | None:
     """Ulysses gives each rank of cp whole heads."""
-    layout = job.layout
+    layout = job.parallel
     if layout.cp == 1 or layout.context_kind != "ulysses":
         return None
     over = f"(cp {layout.cp} x tp {layout.tp})"
@@ -122,7 +122,7 @@ AXIS_CHECKS = (
 
 
 def _global_batch(job: JobConfig) -> Fault | None:
-    recipe, dp = job.recipe, job.layout.dp
+    recipe, dp = job.training, job.parallel.dp
     each = recipe.micro_batch * dp
     if recipe.micro_batch >= 1 and recipe.global_batch >= 1 and recipe.global_batch % each == 0:
         return None
@@ -136,14 +136,14 @@ def _global_batch(job: JobConfig) -> Fault | None:
 
 
 def _positions(job: JobConfig) -> Fault | None:
-    positions, seq_len = job.model.positions, job.recipe.seq_len
+    positions, seq_len = job.model.positions, job.training.seq_len
     if positions == 0 or seq_len <= positions:
         return None
     return Fault(f"seq_len {seq_len} > learned_positions {positions}", "raise learned_positions")
 
 
 def _dtype(job: JobConfig) -> Fault | None:
-    hardware, dtype = job.hardware, job.recipe.dtype
+    hardware, dtype = job.hardware, job.training.dtype
     if hardware.peak_flops_per_s(dtype) is not None:
         return None
     known = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
@@ -152,7 +152,7 @@ def _dtype(job: JobConfig) -> Fault | None:
 
 def _shards(job: JobConfig) -> Fault | None:
     """dp_shard is of ZeRO 3 alone, and ZeRO 3 needs ranks to shard over."""
-    layout = job.layout
+    layout = job.parallel
     if layout.zero != 3 and layout.dp_shard > 1:
         problem = f"dp_shard {layout.dp_shard} with zero = {layout.zero}"
         return Fault(problem, "write dp instead, or zero = 3")
@@ -165,9 +165,9 @@ def _shards(job: JobConfig) -> Fault | None:
 
 def _ddp(job: JobConfig) -> Fault | None:
     """DDP beside ZeroRedundancyOptimizer is zero = 1."""
-    if job.recipe.framework != "ddp" or job.layout.zero <= 1:
+    if job.training.framework != "ddp" or job.parallel.zero <= 1:
         return None
-    problem = f"ddp shards no gradient and no weight, but zero = {job.layout.zero}"
+    problem = f"ddp shards no gradient and no weight, but zero = {job.parallel.zero}"
     return Fault(problem, 'write framework = "fsdp2"')
 
 
@@ -179,7 +179,7 @@ BATCH_CHECKS = (_global_batch, _positions, _dtype, _shards, _ddp)
 
 def _chunks(job: JobConfig) -> Fault | None:
     """Several chunks are of interleaved schedules; V schedules hold two, whatever is said."""
-    layout = job.layout
+    layout = job.parallel
     if layout.pp == 1:
         problem = f"chunks {layout.chunks} with pp 1"
         return Fault(problem, "leave chunks out") if layout.chunks > 1 else None
@@ -195,28 +195,28 @@ def _chunks(job: JobConfig) -> Fault | None:
 
 def _layers(job: JobConfig) -> Fault | None:
     """Megatron-LM cuts the layers evenly; other frameworks give the first stages the rest."""
-    layout, layers = job.layout, job.model.layers
+    layout, layers = job.parallel, job.model.layers
     over = f"pp {layout.pp}" if chunk_count(job) == layout.pp else _stages(job)
     if layout.layers_per_stage is not None:
         return None
     if layers < chunk_count(job):
         return Fault(f"layers {layers} < {over} = {chunk_count(job)} stages", "mend one of them")
-    if job.recipe.framework != "megatron":
+    if job.training.framework != "megatron":
         return None
     return rest_of("layers", layers, over, chunk_count(job), "give layers_per_stage")
 
 
 def _stages(job: JobConfig) -> str:
-    return f"(pp {job.layout.pp} x chunks {job.layout.stages_per_rank})"
+    return f"(pp {job.parallel.pp} x chunks {job.parallel.stages_per_rank})"
 
 
 def _layers_per_stage(job: JobConfig) -> Fault | None:
     """As many entries as stages, as many layers as the model."""
-    stated = job.layout.layers_per_stage
+    stated = job.parallel.layers_per_stage
     if stated is None:
         return None
     if len(stated) != chunk_count(job):
-        over = f"pp {job.layout.pp}" if chunk_count(job) == job.layout.pp else _stages(job)
+        over = f"pp {job.parallel.pp}" if chunk_count(job) == job.parallel.pp else _stages(job)
         problem = f"layers_per_stage has {len(stated)} entries, but {over} = {chunk_count(job)}"
         return Fault(problem, "give one for each stage")
     if sum(stated) == job.model.layers:
@@ -226,7 +226,7 @@ def _layers_per_stage(job: JobConfig) -> Fault | None:
 
 
 def _interleaved(job: JobConfig) -> Fault | None:
-    layout = job.layout
+    layout = job.parallel
     if layout.schedule != "interleaved" or layout.pp == 1:
         return None
     mend = "make the microbatches of a rank a multiple of pp"
@@ -239,7 +239,7 @@ def _dualpipe(job: JobConfig) -> Fault | None:
     deepseek-ai/DualPipe, dualpipe.py: an even number of ranks, an even number of microbatches, at
     least two for each rank; dualpipev.py: at least two for each rank.
     """
-    p, m, schedule = job.layout.pp, job.microbatches, job.layout.schedule
+    p, m, schedule = job.parallel.pp, job.microbatches, job.parallel.schedule
     if p == 1 or schedule not in ("dualpipe", "dualpipe-v"):
         return None
     if m < 2 * p:

@@ -55,7 +55,7 @@ _MANY = 1000
 def of_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """States of the fullest stage, and what one layer keeps of one microbatch."""
     fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
-    if not job.recipe.offload:
+    if not job.training.offload:
         yield _states(job, fullest)
     yield kept_of_layer(job, stages_of(job)[fullest.stage])
 
@@ -63,17 +63,17 @@ def of_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
 def _states(job: JobConfig, memory: StageMemory) -> Explained:
     value = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     held = stage_parameters(job)[memory.stage]
-    each = parameter_bytes(job.recipe)
+    each = parameter_bytes(job.training)
     symbols = (
         Symbol("P", f"parameters of a rank of stage {memory.stage}", held.dense, "parameters"),
-        Symbol("N", "ranks that share their states", job.layout.shard_size),
+        Symbol("N", "ranks that share their states", job.parallel.shard_size),
         *_experts(job, held),
         Symbol("w", "bytes of a weight", each.weights, "bytes"),
         Symbol("g", "bytes of a gradient", each.gradients, "bytes"),
         Symbol("o", "bytes of optimizer states a parameter", each.optimizer, "bytes"),
     )
     rules = [_sixteen(job, held)]
-    if job.recipe.optimizer == "adam":
+    if job.training.optimizer == "adam":
         rules.append(_doubling(job, memory))
     what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
     folk = differing(value, rules)
@@ -84,9 +84,9 @@ def _states(job: JobConfig, memory: StageMemory) -> Explained:
 
 def _applied(job: JobConfig, held: StageParameters) -> str:
     """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
-    parts = share(_MANY, 2, parameter_bytes(job.recipe), job.recipe, _stage(job))
+    parts = share(_MANY, 2, parameter_bytes(job.training), job.training, _stage(job))
     each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
-    own = parameter_bytes(job.recipe)
+    own = parameter_bytes(job.training)
     unsharded = own.weights, own.gradients, own.optimizer
     both = list(zip(each, unsharded, strict=True))
     whole = sum(n for found, n in both if found == n * _MANY)
@@ -98,16 +98,16 @@ def _applied(job: JobConfig, held: StageParameters) -> str:
 
 def _stage(job: JobConfig) -> int:
     """The ZeRO stage; FSDP2's second one shards at rest like the third."""
-    zero = job.layout.zero
-    return 3 if zero == 2 and job.recipe.framework == "fsdp2" else zero
+    zero = job.parallel.zero
+    return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
 
 
 def _sixteen(job: JobConfig, held: StageParameters) -> RuleOfThumb:
-    zero, recipe = job.layout.zero, job.recipe
+    zero, recipe = job.parallel.zero, job.training
     own = parameter_bytes(recipe)
     spread = f", by ZeRO-{zero} over N" if zero else ""
-    value = held.dense * _paper_bytes(zero, job.layout.shard_size)
-    value += held.experts * _paper_bytes(zero, job.layout.expert_shards)
+    value = held.dense * _paper_bytes(zero, job.parallel.shard_size)
+    value += held.experts * _paper_bytes(zero, job.parallel.expert_shards)
     why = (
         f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} keeps"
         f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
@@ -124,7 +124,7 @@ def _paper_bytes(zero: int, n: int) -> float:
 def _experts(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
     if not held.experts:
         return ()
-    shards = job.layout.expert_shards
+    shards = job.parallel.expert_shards
     return (
         Symbol("P_e", "parameters of its experts", held.experts, "parameters"),
         Symbol("N_e", "ranks that share theirs", shards),
@@ -132,7 +132,7 @@ def _experts(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
 
 
 def _doubling(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
-    mixed = parameter_bytes(job.recipe).weights < 4
+    mixed = parameter_bytes(job.training).weights < 4
     return RuleOfThumb(
         "the optimizer doubles the memory of the weights",
         2 * memory.weights_bytes,
@@ -166,20 +166,20 @@ def kept_of_layer(job: JobConfig, stage: StageConfig) -> Explained:
     value = held * len(stage.chunks) / stage.layers
     what = f"activations that a layer of stage {stage.index} keeps of one microbatch on a rank"
     symbols, rule, note = _tokens(job), _constant_rule(), ""
-    if job.recipe.recompute not in FULL_RECOMPUTE:
+    if job.training.recompute not in FULL_RECOMPUTE:
         symbols, rule = (*symbols, *_widths(job), *_parts(stage, layers)), _gpt_rule(job)
-        note = f"as {job.recipe.framework} saves it, item by item (presets/frameworks.toml)"
+        note = f"as {job.training.framework} saves it, item by item (presets/frameworks.toml)"
     found = differing(value, [rule])
     return Explained(kept_formula(job), what, symbols, value, "bytes", found, note)
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     return (
-        Symbol("s", "tokens a sequence", job.recipe.seq_len),
-        Symbol("b", "sequences a microbatch", job.recipe.micro_batch),
-        Symbol("c", "ranks of context parallelism", job.layout.cp),
+        Symbol("s", "tokens a sequence", job.training.seq_len),
+        Symbol("b", "sequences a microbatch", job.training.micro_batch),
+        Symbol("c", "ranks of context parallelism", job.parallel.cp),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
     )
 
 
@@ -207,8 +207,8 @@ def _constant_rule() -> RuleOfThumb:
 
 
 def _gpt_rule(job: JobConfig) -> RuleOfThumb:
-    model, layout = job.model, job.layout
-    scores = _GPT_SCORES * model.heads * job.recipe.seq_len / model.hidden
+    model, layout = job.model, job.parallel
+    scores = _GPT_SCORES * model.heads * job.training.seq_len / model.hidden
     each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
     why = "that is GPT in 16 bits with dropout, an MLP of 4h, and attention that keeps its scores"
     rule = "s b h (34 + 5 a s / h), spread by tp"
@@ -282,7 +282,7 @@ def head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
 
 
 def _flops(job: JobConfig, prediction: Prediction) -> Explained:
-    model, recipe, value = job.model, job.recipe, prediction.model_flops
+    model, recipe, value = job.model, job.training, prediction.model_flops
     tokens = recipe.global_batch * recipe.seq_len
     rule = RuleOfThumb(
         "6 FLOPs a parameter and token",
@@ -326,8 +326,8 @@ def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
     symbols = (
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
         Symbol("T", "step time", prediction.split.step_ns, "ns"),
-        Symbol("n", "ranks", job.layout.world_size),
-        Symbol("P", f"dense peak, {job.recipe.dtype}", _peak(job), "flops_per_s"),
+        Symbol("n", "ranks", job.parallel.world_size),
+        Symbol("P", f"dense peak, {job.training.dtype}", _peak(job), "flops_per_s"),
     )
     rules = []
     if prediction.hfu is not None:
@@ -338,7 +338,7 @@ def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
 
 
 def _peak(job: JobConfig) -> float:
-    return job.hardware.peak_flops_per_s(job.recipe.dtype) or 0.0
+    return job.hardware.peak_flops_per_s(job.training.dtype) or 0.0
 
 
 def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
@@ -347,7 +347,7 @@ def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
         Symbol("F_h", "FLOPs with recomputation", prediction.hardware_flops, "flops"),
     )
-    whole = job.recipe.recompute in FULL_RECOMPUTE
+    whole = job.training.recompute in FULL_RECOMPUTE
     rule = RuleOfThumb(
         "recomputing doubles the compute",
         2.0,
@@ -356,7 +356,7 @@ def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
         else "only the attention core is computed again",
         ("recompute-all",),
     )
-    what = f"hardware FLOPs over model FLOPs (recompute {job.recipe.recompute})"
+    what = f"hardware FLOPs over model FLOPs (recompute {job.training.recompute})"
     return Explained(RECOMPUTE, what, symbols, value, "", differing(value, [rule]))
 
 
@@ -367,14 +367,14 @@ _OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
 
 def of_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     """Bubble fraction and overhead, microbatches in flight; nothing without a pipeline."""
-    if job.layout.pp > 1:
+    if job.parallel.pp > 1:
         yield _fraction(job, prediction.bubble_fraction)
         yield _overhead(job, prediction.bubble_overhead)
         yield _in_flight(job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage)
 
 
 def _fraction(job: JobConfig, value: float) -> Explained:
-    p, m = job.layout.pp, job.microbatches
+    p, m = job.parallel.pp, job.microbatches
     rules = (
         _simple_fraction(job),
         RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OTHER_WHOLE),
@@ -390,7 +390,7 @@ def _fraction(job: JobConfig, value: float) -> Explained:
 
 
 def _overhead(job: JobConfig, value: float) -> Explained:
-    p, m = job.layout.pp, job.microbatches
+    p, m = job.parallel.pp, job.microbatches
     why = "that is the fraction: of all time, not of the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
     return Explained(
@@ -400,12 +400,12 @@ def _overhead(job: JobConfig, value: float) -> Explained:
 
 
 def _simulated(job: JobConfig) -> str:
-    return f"found by running the schedule ({job.layout.schedule}) with this job's own times"
+    return f"found by running the schedule ({job.parallel.schedule}) with this job's own times"
 
 
 def _in_flight(job: JobConfig, rank: int) -> Explained:
-    p, schedule, one = job.layout.pp, job.layout.schedule, job.layout.stages_per_rank
-    value = in_flight(schedule, p, job.microbatches, job.layout.chunks, rank)
+    p, schedule, one = job.parallel.pp, job.parallel.schedule, job.parallel.stages_per_rank
+    value = in_flight(schedule, p, job.microbatches, job.parallel.chunks, rank)
     why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
     rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
     symbols = (*_symbols(job), Symbol("r", "rank of the pipeline", rank))
@@ -415,7 +415,7 @@ def _in_flight(job: JobConfig, rank: int) -> Explained:
 
 
 def _simple_fraction(job: JobConfig) -> RuleOfThumb:
-    p, m, schedule = job.layout.pp, job.microbatches, job.layout.schedule
+    p, m, schedule = job.parallel.pp, job.microbatches, job.parallel.schedule
     why = "that holds for equal stages and messages that cost nothing"
     if schedule not in ("1f1b", "gpipe"):
         why = f"that is GPipe's and 1F1B's, this is {schedule}; and it holds for equal stages"
@@ -424,9 +424,9 @@ def _simple_fraction(job: JobConfig) -> RuleOfThumb:
 
 def _symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
-        Symbol("p", "ranks of the pipeline", job.layout.pp),
+        Symbol("p", "ranks of the pipeline", job.parallel.pp),
         Symbol("m", "microbatches of a step", job.microbatches),
-        Symbol("v", "stages on a rank", job.layout.stages_per_rank),
+        Symbol("v", "stages on a rank", job.parallel.stages_per_rank),
     )
 
 
@@ -449,7 +449,7 @@ def of_links(job: JobConfig) -> Iterator[Explained]:
     """The rate of NVLink, and of the network where the job has several nodes."""
     if job.hardware.intra.name.startswith("nvlink"):
         yield _nvlink(job.hardware.intra)
-    if job.layout.world_size > job.hardware.gpus_per_node:
+    if job.parallel.world_size > job.hardware.gpus_per_node:
         yield _nic(job.hardware.inter)
 
 

@@ -207,7 +207,7 @@ def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         yield _sent(EXPERT_ROUTING, "to and from experts", experts, _of_experts(job, stage))
     around = [one for one in messages if one.strategy == "cp"]
     if around:
-        formula = CONTEXTS[job.layout.context_kind]
+        formula = CONTEXTS[job.parallel.context_kind]
         yield _sent(formula, "around the context", around, _of_context(job, stage))
     between = [one for one in messages if one.strategy == "pp"]
     if between:
@@ -223,11 +223,11 @@ def _sent(
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
-    each = job.recipe.activation_bytes
+    each = job.training.activation_bytes
     return (
         Symbol("m", "microbatches of a step", job.microbatches),
         Symbol("T", "tokens of a microbatch on a rank", job.tokens),
-        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
         Symbol("number", "bytes of one of them", each, "bytes"),
     )
 
@@ -239,7 +239,7 @@ def _of_experts(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
         Symbol("L", "layers with experts", stage.expert_layers),
         Symbol("top_k", "experts that a token passes", top_k),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("e", "ranks that share the experts of a layer", job.layout.ep),
+        Symbol("e", "ranks that share the experts of a layer", job.parallel.ep),
     )
 
 
@@ -247,7 +247,7 @@ def _of_context(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("L", "layers", stage.layers),
-        Symbol("c", "ranks of context parallelism", job.layout.cp),
+        Symbol("c", "ranks of context parallelism", job.parallel.cp),
         Symbol("a", "heads", job.model.heads),
         Symbol("k", "key-value heads", job.model.kv_heads),
         Symbol("d", "size of a head", job.model.head_size),
@@ -258,7 +258,7 @@ def _of_pipeline(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("v", "stages on a rank", job.layout.stages_per_rank),
+        Symbol("v", "stages on a rank", job.parallel.stages_per_rank),
     )
 
 
@@ -280,7 +280,7 @@ def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         yield _tensor(job, stage, tensor)
     data = [one for one in messages if one.strategy in DATA_STRATEGIES]
     if data:
-        yield (_sharded if job.layout.zero == 3 else _data)(job, stage, data)
+        yield (_sharded if job.parallel.zero == 3 else _data)(job, stage, data)
 
 
 def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
@@ -292,7 +292,7 @@ def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
 def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
     symbols = (
-        Symbol("t", "ranks of tensor parallelism", job.layout.tp),
+        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
         Symbol("L", f"layers of stage {stage}", layers),
         Symbol("m", "microbatches of a step", job.microbatches),
     )
@@ -301,22 +301,22 @@ def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
     )  # fmt: skip
     what = f"calls on tp of a rank of stage {stage} in a step"
-    formula = SEQUENCE if job.layout.sequence_parallel else TENSOR
+    formula = SEQUENCE if job.parallel.sequence_parallel else TENSOR
     found = differing(value, [rule])
     return Explained(formula, what, symbols, value, "", found, calls_of(messages))
 
 
 def _more_calls(job: JobConfig) -> str:
-    repeats = job.recipe.recompute in FULL_RECOMPUTE
+    repeats = job.training.recompute in FULL_RECOMPUTE
     return (
         "that is the forward pass alone; the backward has two more"
         + (", recomputation repeats the forward's" if repeats else "")
-        + (", and sequence parallelism makes two calls of each" * job.layout.sequence_parallel)
+        + (", and sequence parallelism makes two calls of each" * job.parallel.sequence_parallel)
     )
 
 
 def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
-    value, recipe = sent_bytes(messages), job.recipe
+    value, recipe = sent_bytes(messages), job.training
     held = stage_parameters(job)[stage]
     two = RuleOfThumb(
         "2 P, read as bytes", 2 * held.total,
@@ -328,7 +328,7 @@ def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     formula, symbols = DDP, _sums(job, held)
     if hands_out(job):
         formula, symbols = REDUNDANCY, (*symbols, _gathered(job))
-    elif job.layout.zero:
+    elif job.parallel.zero:
         formula = ALL_REDUCED if sums_whole(job) else ZERO
         symbols = (*symbols, _gathered(job))
     return Explained(
@@ -338,7 +338,7 @@ def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
 
 def _three(job: JobConfig, held: StageParameters) -> tuple[RuleOfThumb, ...]:
     """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
-    layout, recipe = job.layout, job.recipe
+    layout, recipe = job.parallel, job.training
     if not layout.zero or hands_out(job) or sums_whole(job):
         return ()
     groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
@@ -357,7 +357,7 @@ def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, held = sent_bytes(messages), stage_parameters(job)[stage]
     rule = RuleOfThumb(
         "3 P a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
-        f"gradients take {job.recipe.gradient_bytes} bytes each"
+        f"gradients take {job.training.gradient_bytes} bytes each"
         + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
         ("zero3", "zero3-half-more"),
     )  # fmt: skip
@@ -372,7 +372,7 @@ def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
 
 
 def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
-    layout = job.layout
+    layout = job.parallel
     experts: tuple[Symbol, ...] = ()
     ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
     if held.experts:
@@ -384,12 +384,12 @@ def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
         Symbol("N", "ranks that share or sum", ranks),
         Symbol("P", "parameters of the rank, before sharding", held.dense, "parameters"),
         *experts,
-        Symbol("g", "bytes of a gradient where it is summed", job.recipe.gradient_bytes, "bytes"),
+        Symbol("g", "bytes of a gradient where it is summed", job.training.gradient_bytes, "bytes"),
     )
 
 
 def _gathered(job: JobConfig) -> Symbol:
-    return Symbol("w", "bytes of a weight that is gathered", job.recipe.weight_bytes, "bytes")
+    return Symbol("w", "bytes of a weight that is gathered", job.training.weight_bytes, "bytes")
 
 
 def calls_of(messages: list[CommOp]) -> str:

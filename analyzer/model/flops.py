@@ -90,12 +90,12 @@ def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
     Selective recomputation repeats a core that is stored, nothing of a fused one; torchtitan's
     repeats every second product.
     """
-    match job.recipe.recompute:
+    match job.training.recompute:
         case "none":
             return PASSES, PASSES
-        case "selective" if job.recipe.framework == "fsdp2":
+        case "selective" if job.training.framework == "fsdp2":
             return PASSES + 0.5, PASSES
-        case "selective" if job.recipe.flash_attention:
+        case "selective" if job.training.flash_attention:
             return PASSES, PASSES
         case "selective":
             return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
@@ -103,7 +103,7 @@ def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
 
 
 def _job_flops(job: JobConfig, layers: float, core: float, causal: bool = False) -> int:
-    model, seq = job.model, job.recipe.seq_len
+    model, seq = job.model, job.training.seq_len
     attention = core * model.layers * core_flops(model, seq)
     linear = layers * 2 * layer_weights(model)
     head = PASSES * 2 * model.hidden * job.padded_vocab
@@ -111,12 +111,12 @@ def _job_flops(job: JobConfig, layers: float, core: float, causal: bool = False)
 
 
 def _by_parameters(job: JobConfig, parameters: int, linear: float, core: float) -> int:
-    attention = core * job.model.layers * core_flops(job.model, job.recipe.seq_len)
+    attention = core * job.model.layers * core_flops(job.model, job.training.seq_len)
     return round(_tokens(job) * (2 * linear * parameters + attention))
 
 
 def _tokens(job: JobConfig) -> int:
-    return job.recipe.global_batch * job.recipe.seq_len
+    return job.training.global_batch * job.training.seq_len
 
 
 def layer_weights(model: ModelConfig) -> int:
@@ -141,20 +141,20 @@ def chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
     (router, compressed projections) runs on the rank's own tokens under sequence parallelism.
     Expert work is a rank's share with balanced routing.
     """
-    model, tp, tokens = job.model, job.layout.tp, job.tokens
+    model, tp, tokens = job.model, job.parallel.tp, job.tokens
     dense = attention_weights(model, tp) + mlp_weights(model, model.ffn, tp)
     linear = chunk.dense_layers * _products(job, dense)
     if chunk.expert_layers:
         routed = attention_weights(model, tp) + routed_weights(model, tp)
         linear += chunk.expert_layers * _products(job, routed)
-    attention = tokens * chunk.layers * core_flops(model, job.recipe.seq_len, tp)
-    words = share(job.padded_vocab, job.layout.vocab_split) if chunk.head else 0
+    attention = tokens * chunk.layers * core_flops(model, job.training.seq_len, tp)
+    words = share(job.padded_vocab, job.parallel.vocab_split) if chunk.head else 0
     head = 2 * tokens * model.hidden * words
     return ChunkFlops(linear, attention, head)
 
 
 def _products(job: JobConfig, weights: Weights) -> int:
-    whole = share(job.tokens, job.layout.sequence_split) * weights.whole
+    whole = share(job.tokens, job.parallel.sequence_split) * weights.whole
     return 2 * (job.tokens * weights.divided + whole)
 
 

@@ -35,7 +35,7 @@ def chunk_passes(job: JobConfig, speed: Speed, chunks: tuple[Chunk, ...]) -> tup
 
 def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
     """Every layer between two kept inputs runs its forward again, however far apart they are."""
-    match job.recipe.recompute:
+    match job.training.recompute:
         case "none":
             return layers
         case "selective":
@@ -46,9 +46,9 @@ def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
 def _selected_ns(job: JobConfig, layers: LayerPass) -> float:
     """Attention's core, of which fused attention keeps nothing; torchtitan's policy repeats every
     second product instead, and what is computed between them."""
-    if job.recipe.framework == "fsdp2":
+    if job.training.framework == "fsdp2":
         return (layers.forward_ns - layers.core_ns) / 2
-    return 0.0 if job.recipe.flash_attention else layers.core_ns
+    return 0.0 if job.training.flash_attention else layers.core_ns
 
 
 def _ends(job: JobConfig, speed: Speed, chunk: Chunk) -> LayerPass:
@@ -56,7 +56,9 @@ def _ends(job: JobConfig, speed: Speed, chunk: Chunk) -> LayerPass:
     nothing = LayerPass(0.0, 0.0, 0.0)
     found = nothing
     if chunk.embedding:
-        copied = speed.moved_ns(3 * job.tokens * job.model.hidden * job.recipe.activation_bytes, 2)
+        copied = speed.moved_ns(
+            3 * job.tokens * job.model.hidden * job.training.activation_bytes, 2
+        )
         found += LayerPass(copied, 0.0, copied)
     return found + (_head(job, speed) if chunk.head else nothing)
 
@@ -89,7 +91,7 @@ NEAR = 0.7
 def launches(job: JobConfig, layers: int) -> LayerPass:
     """What the host needs to launch one microbatch of so many layers."""
     each = (job.hardware.efficiency.host_ns or traffic_of(job).host_ns) * layers
-    again = 0.0 if job.recipe.recompute in ("none", "selective") else each
+    again = 0.0 if job.training.recompute in ("none", "selective") else each
     return LayerPass(each, each + again, 0.0)
 
 
@@ -149,7 +151,7 @@ class LayerPass:
 def dense_layer(job: JobConfig, speed: Speed) -> LayerPass:
     """A layer with an MLP of the model's own width."""
     products = (*attention_products(job), *mlp_products(job, job.model.ffn))
-    mlp_width = share(job.model.ffn, job.layout.tp)
+    mlp_width = share(job.model.ffn, job.parallel.tp)
     return _layer(job, speed, products, job.tokens * mlp_width)
 
 
@@ -157,9 +159,9 @@ def expert_layer(job: JobConfig, speed: Speed, experts: Experts) -> LayerPass:
     """A mixture-of-experts layer, every expert with its fair share of the tokens."""
     products = (*attention_products(job), *expert_products(job, experts))
     routed = routed_tokens(job, experts)
-    wide = routed * share(experts.ffn, job.layout.expert_tp)
-    wide += job.tokens * share(experts.shared_ffn, job.layout.tp)
-    moved = speed.moved_ns(4 * routed * job.model.hidden * job.recipe.activation_bytes, 4)
+    wide = routed * share(experts.ffn, job.parallel.expert_tp)
+    wide += job.tokens * share(experts.shared_ffn, job.parallel.tp)
+    moved = speed.moved_ns(4 * routed * job.model.hidden * job.training.activation_bytes, 4)
     return _layer(job, speed, products, wide) + LayerPass(moved, moved, 0.0)
 
 
@@ -186,16 +188,18 @@ def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> La
 
 def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
     """Scores, softmax and weighted values; a causal kernel skips half of a fused one's work."""
-    heads = share(job.model.heads, job.layout.tp)
-    scores = float(job.tokens) * job.recipe.seq_len * heads
+    heads = share(job.model.heads, job.parallel.tp)
+    scores = float(job.tokens) * job.training.seq_len * heads
     work = 2 * scores * _head_width(job)
-    if job.recipe.flash_attention:
+    if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
         merged, merged_back = pieces_ns(job, speed)
         return LayerPass(forward + merged, backward + merged_back, 0.0, forward)
-    size = job.recipe.activation_bytes
-    softmax = traffic.elementwise * ((5 if job.recipe.dropout else 4) * size + job.recipe.dropout)
+    size = job.training.activation_bytes
+    softmax = traffic.elementwise * (
+        (5 if job.training.dropout else 4) * size + job.training.dropout
+    )
     forward = work / speed.attention_flops_per_ns + speed.moved_ns(scores * softmax, 5)
     backward = 2 * work / speed.attention_flops_per_ns + speed.moved_ns(
         scores * (softmax + 2 * size), 6
@@ -213,13 +217,13 @@ def _head_width(job: JobConfig) -> int:
 
 def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: float) -> LayerPass:
     """Norms, residuals with dropout, rotation and activation: bytes read and written."""
-    model, size = job.model, job.recipe.activation_bytes
-    whole = job.tokens * model.hidden / job.layout.sequence_split
+    model, size = job.model, job.training.activation_bytes
+    whole = job.tokens * model.hidden / job.parallel.sequence_split
     rotated = 0 if model.positions else 2 * _rotated(job)
     gates = 2 if model.gated else 1
     forward = 2 * 5 * whole + (gates + 1) * activations + rotated
     backward = 2 * 6 * whole + (2 * gates + 1) * activations + rotated
-    masks = 2 * whole * job.recipe.dropout
+    masks = 2 * whole * job.training.dropout
     kernels = ELEMENTWISE_KERNELS
     return LayerPass(
         speed.moved_ns((forward * size + masks) * traffic.elementwise, kernels),
@@ -230,10 +234,10 @@ def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: fl
 
 def _rotated(job: JobConfig) -> float:
     """Numbers of queries and keys that rotary positions turn."""
-    model, heads = job.model, share(job.model.heads, job.layout.tp)
+    model, heads = job.model, share(job.model.heads, job.parallel.tp)
     if model.latent is not None:
         return job.tokens * (heads + 1) * model.latent.rope
-    return job.tokens * (heads + share(model.kv_heads, job.layout.tp)) * model.head_size
+    return job.tokens * (heads + share(model.kv_heads, job.parallel.tp)) * model.head_size
 
 
 # The matrix products of one layer and one microbatch on one rank.
@@ -266,7 +270,7 @@ class Product:
 
 def attention_products(job: JobConfig) -> tuple[Product, ...]:
     """The projections around attention; its core is not among them."""
-    model, tokens, tp = job.model, job.tokens, job.layout.tp
+    model, tokens, tp = job.model, job.tokens, job.parallel.tp
     if model.latent is not None:
         return _latent(job, model.latent)
     queries = share(model.heads, tp) * model.head_size
@@ -279,8 +283,8 @@ def attention_products(job: JobConfig) -> tuple[Product, ...]:
 
 def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
     """What compresses is whole on every rank, which applies it to its own part of the sequence."""
-    tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.layout.tp)
-    own = tokens / job.layout.sequence_split
+    tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.parallel.tp)
+    own = tokens / job.parallel.sequence_split
     wide = heads * (latent.nope + latent.rope)
     queries = (
         (Product(own, latent.query_rank, h), Product(tokens, wide, latent.query_rank))
@@ -297,19 +301,19 @@ def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
 
 def mlp_products(job: JobConfig, ffn: int) -> tuple[Product, ...]:
     """An MLP of that width, divided over tensor parallelism."""
-    width, h = share(ffn, job.layout.tp), job.model.hidden
+    width, h = share(ffn, job.parallel.tp), job.model.hidden
     first = (2 if job.model.gated else 1) * width
     return Product(job.tokens, first, h), Product(job.tokens, h, width)
 
 
 def expert_products(job: JobConfig, experts: Experts) -> tuple[Product, ...]:
     """The router, the shared expert, and the rank's experts with balanced routing."""
-    h, local = job.model.hidden, share(experts.count, job.layout.ep)
-    width = share(experts.ffn, job.layout.expert_tp)
+    h, local = job.model.hidden, share(experts.count, job.parallel.ep)
+    width = share(experts.ffn, job.parallel.expert_tp)
     rows = routed_tokens(job, experts) / local
     shared = mlp_products(job, experts.shared_ffn) if experts.shared_ffn else ()
     return (
-        Product(job.tokens / job.layout.sequence_split, experts.count, h),
+        Product(job.tokens / job.parallel.sequence_split, experts.count, h),
         Product(rows, (2 if job.model.gated else 1) * width, h, local),
         Product(rows, h, width, local),
         *shared,
@@ -321,12 +325,12 @@ def routed_tokens(job: JobConfig, experts: Experts) -> float:
 
     Ranks of tensor parallelism see the same tokens and share them out.
     """
-    return job.tokens / job.layout.tp * experts.top_k * job.layout.expert_tp
+    return job.tokens / job.parallel.tp * experts.top_k * job.parallel.expert_tp
 
 
 def head_product(job: JobConfig) -> Product:
     """The output layer of a tensor-parallel rank."""
-    return Product(job.tokens, share(job.padded_vocab, job.layout.vocab_split), job.model.hidden)
+    return Product(job.tokens, share(job.padded_vocab, job.parallel.vocab_split), job.model.hidden)
 
 
 # What a framework reads and writes beside the arithmetic: its constants, by name.
@@ -371,18 +375,18 @@ steps of 0.2 the value of least loss on the fitted rows of presets/efficiency.to
 def traffic_of(job: JobConfig) -> Traffic:
     """The constants of the job's framework."""
     later = (job.microbatches - 1) / job.microbatches
-    match job.recipe.framework:
+    match job.training.framework:
         case "megatron" | "nanotron":
             return Traffic(1.0, 0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
             return Traffic(1.0, 14.0 * later, 0.0, 400e3)
-        case "fsdp2" if job.layout.sum_once:
-            added = 3.0 * job.recipe.gradient_bytes * later
+        case "fsdp2" if job.parallel.sum_once:
+            added = 3.0 * job.training.gradient_bytes * later
             return Traffic(EAGER, added, 8.0 + 8.0 / job.microbatches, 400e3)
         case "fsdp2":
             return Traffic(EAGER, 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":
-            return Traffic(EAGER, 3.0 * job.recipe.gradient_bytes * later, 0.0, 400e3)
+            return Traffic(EAGER, 3.0 * job.training.gradient_bytes * later, 0.0, 400e3)
 
 
 # How long the optimizer's update takes, and what offloading adds to it.
@@ -397,17 +401,17 @@ UPDATE = Formula(
 
 def updated_parameters(job: JobConfig, stage: StageParameters) -> float:
     """Parameters that one rank updates: its share where ZeRO spreads the states."""
-    return stage.dense / job.layout.shard_size + stage.experts / job.layout.expert_shards
+    return stage.dense / job.parallel.shard_size + stage.experts / job.parallel.expert_shards
 
 
 def optimizer_ns(job: JobConfig, speed: Speed, stage: StageParameters) -> float:
     """The update of one rank, on the device; nothing where the host does it."""
-    if "optimizer" in job.recipe.offload:
+    if "optimizer" in job.training.offload:
         return 0.0
     count = updated_parameters(job, stage)
-    states = MASTER_BYTES + MOMENTS_BYTES[job.recipe.optimizer]
-    written = 0 if job.recipe.dtype == "fp32" else job.recipe.weight_bytes
-    return speed.moved_ns(count * (2 * states + job.recipe.gradient_bytes + written), 10)
+    states = MASTER_BYTES + MOMENTS_BYTES[job.training.optimizer]
+    written = 0 if job.training.dtype == "fp32" else job.training.weight_bytes
+    return speed.moved_ns(count * (2 * states + job.training.gradient_bytes + written), 10)
 
 
 def offload_ns(job: JobConfig, stage: StageParameters) -> float:
@@ -416,10 +420,10 @@ def offload_ns(job: JobConfig, stage: StageParameters) -> float:
     Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's own update
     is taken to hide behind them.
     """
-    if "optimizer" not in job.recipe.offload:
+    if "optimizer" not in job.training.offload:
         return 0.0
     link = job.hardware.host
-    moved = updated_parameters(job, stage) * 2 * job.recipe.weight_bytes
+    moved = updated_parameters(job, stage) * 2 * job.training.weight_bytes
     return moved / (link.bytes_per_s * link.ring) * 1e9
 
 
@@ -445,8 +449,8 @@ that of keys and values."""
 
 def comes_in_pieces(job: JobConfig) -> bool:
     """Whether fused attention goes round a ring."""
-    layout = job.layout
-    return layout.cp > 1 and layout.context_kind == "ring" and job.recipe.flash_attention
+    layout = job.parallel
+    return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
 
 
 def pieces_ns(job: JobConfig, speed: Speed) -> tuple[float, float]:
@@ -457,7 +461,7 @@ def pieces_ns(job: JobConfig, speed: Speed) -> tuple[float, float]:
     """
     if not comes_in_pieces(job):
         return 0.0, 0.0
-    layout, model = job.layout, job.model
+    layout, model = job.parallel, job.model
     latent, heads = model.latent, share(model.heads, layout.tp)
     query = model.head_size if latent is None else latent.nope + latent.rope
     value = model.head_size if latent is None else latent.value
@@ -512,7 +516,7 @@ class Speed:
 
 def speed_of(job: JobConfig) -> Speed:
     """The rates of the job's device at its dtype. Raises UsageError where no peak is known."""
-    hardware, recipe = job.hardware, job.recipe
+    hardware, recipe = job.hardware, job.training
     efficiency = hardware.efficiency
     peak = hardware.peak_flops_per_s(recipe.dtype)
     wide = hardware.peak_flops_per_s("bf16" if recipe.dtype == "fp8" else recipe.dtype)

@@ -65,7 +65,7 @@ def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
         alike = first, stage.index > 0
         if alike not in known:
             own = held[stage.index]
-            states = offload(states_of(job, own), job.recipe).states
+            states = offload(states_of(job, own), job.training).states
             known[alike] = states, needs_of(job, stage, own, layers)
         found.append(known[alike])
     return tuple(found)
@@ -74,7 +74,7 @@ def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
 def _stage_memory(
     states: States, moment: Moment, rank: int, job: JobConfig, used: MemoryCalibration
 ) -> StageMemory:
-    workspace = coefficients(job.recipe.framework).workspace_bytes
+    workspace = coefficients(job.training.framework).workspace_bytes
     return StageMemory(
         stage=rank,
         weights_bytes=states.weights_bytes,
@@ -167,18 +167,18 @@ def moments_of(
 
 def _most(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int | None:
     """Of offloaded activations those of two layers stay."""
-    if "activations" not in job.recipe.offload:
+    if "activations" not in job.training.offload:
         return None
     return 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers)
 
 
 def _held_each(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
     """One chunk of one microbatch, with the output it hands on and its embedding's mask."""
-    elements = input_bytes(job) // job.recipe.activation_bytes
+    elements = input_bytes(job) // job.training.activation_bytes
     beside = 0.0
-    if job.layout.pp > 1 and not stage.head:
-        beside += elements * coefficients(job.recipe.framework).pipeline_output
-    if stage.embedding and job.recipe.dropout:
+    if job.parallel.pp > 1 and not stage.head:
+        beside += elements * coefficients(job.training.framework).pipeline_output
+    if stage.embedding and job.training.dropout:
         beside += elements * MASK_BYTES / len(stage.chunks)
     return chunk.held_bytes + round(beside)
 
@@ -233,7 +233,7 @@ def allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
     """A stage's predicted peak with what a measurement may show, by framework or calibration."""
-    found = coefficients(job.recipe.framework)
+    found = coefficients(job.training.framework)
     low, high = CALIBRATED if calibration else (found.low, found.high)
     total = stage.total_bytes
     return BytesBand(total, round(total * low), round(total * high))
@@ -271,51 +271,51 @@ def standing_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """
     if _stays_gathered(job):
         return _kept_gathered(job, parameters.total)
-    if job.layout.zero >= 3:
+    if job.parallel.zero >= 3:
         return _gathered(job, parameters.largest_layer)
-    if job.recipe.framework == "fsdp2" and job.layout.zero == 2:
+    if job.training.framework == "fsdp2" and job.parallel.zero == 2:
         return 2 * parameters.total + _unit_gradients(job, parameters.largest_layer)
-    if job.recipe.framework in KEEPS_FP32:
+    if job.training.framework in KEEPS_FP32:
         return parameters.total * _autocast(job)
-    kept = coefficients(job.recipe.framework).layer_gradient
+    kept = coefficients(job.training.framework).layer_gradient
     return round(kept * _one_of_each_shape(job, parameters)) if _fp32_gradients(job) else 0
 
 
 def _autocast(job: JobConfig) -> int:
-    return (2 if job.recipe.dtype != "fp32" else 0) + _buckets(job)
+    return (2 if job.training.dtype != "fp32" else 0) + _buckets(job)
 
 
 def _buckets(job: JobConfig) -> int:
     """Bytes of each gradient that DistributedDataParallel holds a second time."""
-    plain = job.recipe.framework in KEEPS_FP32 and job.layout.zero < 2
-    return 4 if plain and job.layout.gradient_ranks > 1 else 0
+    plain = job.training.framework in KEEPS_FP32 and job.parallel.zero < 2
+    return 4 if plain and job.parallel.gradient_ranks > 1 else 0
 
 
 def _stays_gathered(job: JobConfig) -> bool:
     """torchtitan gathers the weights of a pipeline stage once a step."""
-    return job.recipe.framework == "fsdp2" and job.layout.zero == 3 and job.layout.pp > 1
+    return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
 
 
 def _kept_gathered(job: JobConfig, parameters: int) -> int:
     """All weights, and the gradients that microbatches sum before they are reduced."""
-    sums = job.recipe.gradient_bytes if job.microbatches > 1 else job.recipe.weight_bytes
-    return parameters * (job.recipe.weight_bytes + sums)
+    sums = job.training.gradient_bytes if job.microbatches > 1 else job.training.weight_bytes
+    return parameters * (job.training.weight_bytes + sums)
 
 
 def _gathered(job: JobConfig, unit: int) -> int:
     """A gathered unit, the next one, and the gradients of the first."""
-    if job.recipe.framework == "deepspeed":
+    if job.training.framework == "deepspeed":
         return 2 * 2 * unit
-    return 2 * job.recipe.weight_bytes * unit + _unit_gradients(job, unit)
+    return 2 * job.training.weight_bytes * unit + _unit_gradients(job, unit)
 
 
 def _unit_gradients(job: JobConfig, unit: int) -> int:
-    reduced = 4 if job.recipe.framework == "fsdp2" and job.recipe.gradient_bytes == 4 else 0
-    return (job.recipe.weight_bytes + reduced) * unit
+    reduced = 4 if job.training.framework == "fsdp2" and job.training.gradient_bytes == 4 else 0
+    return (job.training.weight_bytes + reduced) * unit
 
 
 def _fp32_gradients(job: JobConfig) -> bool:
-    return job.recipe.gradient_bytes == 4 and job.recipe.weight_bytes == 2
+    return job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
 
 
 def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
@@ -323,18 +323,18 @@ def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
     layer = parameters.expert_layer or parameters.dense_layer
     found = layer.attention + layer.mlp
     if parameters.expert_layer is not None and job.model.experts is not None:
-        found += layer.experts * job.layout.ep // job.model.experts.count
+        found += layer.experts * job.parallel.ep // job.model.experts.count
         found += parameters.dense_layer.mlp if parameters.dense_layers else 0
     return found
 
 
 def logits_bytes(job: JobConfig) -> tuple[int, int]:
     """The logits of one microbatch kept for the loss's backward pass, and what it needs beside."""
-    found = coefficients(job.recipe.framework)
+    found = coefficients(job.training.framework)
     logits = job.tokens * (vocabulary_share(job) // job.model.hidden)
-    if job.recipe.fused_loss:
-        return logits * job.recipe.weight_bytes, 0
-    working = found.logits_working_split if job.layout.tp > 1 else found.logits_working
+    if job.training.fused_loss:
+        return logits * job.training.weight_bytes, 0
+    working = found.logits_working_split if job.parallel.tp > 1 else found.logits_working
     return round(logits * found.logits_saved), round(logits * working)
 
 
@@ -342,16 +342,16 @@ def head_bytes(job: JobConfig) -> int:
     """Around the head's product: the gradient of its weight, of its input, and, with sequence
     parallelism, the gathered input and the reduced gradient."""
     part = input_bytes(job)
-    whole = part * job.layout.sequence_split
-    return _vocabulary_bytes(job) + whole + (whole + part if job.layout.sequence_split > 1 else 0)
+    whole = part * job.parallel.sequence_split
+    return _vocabulary_bytes(job) + whole + (whole + part if job.parallel.sequence_split > 1 else 0)
 
 
 def _vocabulary_bytes(job: JobConfig) -> int:
     """The gradient of the head or embedding, with the gathered weight where that is sharded."""
     each = vocabulary_share(job)
-    if job.layout.zero < 3 or _stays_gathered(job):
-        return each * job.recipe.weight_bytes
-    return each * job.recipe.weight_bytes + _unit_gradients(job, each)
+    if job.parallel.zero < 3 or _stays_gathered(job):
+        return each * job.training.weight_bytes
+    return each * job.training.weight_bytes + _unit_gradients(job, each)
 
 
 def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
@@ -362,15 +362,15 @@ def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
     sequence parallelism, perhaps at the first product: its gathered input and that one's gradient.
     """
     hidden = input_bytes(job)
-    width = job.model.ffn / job.layout.tp
+    width = job.model.ffn / job.parallel.tp
     if stage.expert_layers and job.model.experts is not None:
         experts = job.model.experts
         hidden += hidden * experts.top_k
-        width = experts.top_k * experts.ffn / job.layout.sequence_split / job.layout.expert_tp
-    each = round(job.tokens * width) * job.recipe.activation_bytes
-    gathered = 2 * input_bytes(job) * job.layout.sequence_split - each
+        width = experts.top_k * experts.ffn / job.parallel.sequence_split / job.parallel.expert_tp
+    each = round(job.tokens * width) * job.training.activation_bytes
+    gathered = 2 * input_bytes(job) * job.parallel.sequence_split - each
     activation = 2 * each if job.model.gated else each
-    return hidden + (max(activation, gathered) if job.layout.sequence_split > 1 else activation)
+    return hidden + (max(activation, gathered) if job.parallel.sequence_split > 1 else activation)
 
 
 def embedding_bytes(job: JobConfig) -> int:
@@ -380,13 +380,13 @@ def embedding_bytes(job: JobConfig) -> int:
 
 def handed_on_bytes(job: JobConfig, rank: int) -> int:
     """The input gradient that a stage still sends to the stage before it."""
-    return input_bytes(job) if job.layout.pp > 1 and rank > 0 else 0
+    return input_bytes(job) if job.parallel.pp > 1 and rank > 0 else 0
 
 
 def optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """What the optimizer step needs beside its states."""
-    each = coefficients(job.recipe.framework).optimizer_working
-    shared = round(each * parameters.total / job.layout.shard_size)
+    each = coefficients(job.training.framework).optimizer_working
+    shared = round(each * parameters.total / job.parallel.shard_size)
     return shared + _buckets(job) * parameters.total
 
 

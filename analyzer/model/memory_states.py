@@ -141,13 +141,13 @@ def states_of(job: JobConfig, stage: StageParameters) -> States:
     N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP: it only keeps the
     gathered weights until the backward pass ends). Adds what Muon keeps for embedding, head, norms.
     """
-    each, zero = parameter_bytes(job.recipe), job.layout.zero
-    if zero == 2 and job.recipe.framework == "fsdp2":
+    each, zero = parameter_bytes(job.training), job.parallel.zero
+    if zero == 2 and job.training.framework == "fsdp2":
         zero = 3
-    dense = share(stage.dense, job.layout.shard_size, each, job.recipe, zero)
-    experts = share(stage.experts, job.layout.expert_shards, each, job.recipe, zero)
+    dense = share(stage.dense, job.parallel.shard_size, each, job.training, zero)
+    experts = share(stage.experts, job.parallel.expert_shards, each, job.training, zero)
     beside = stage.embedding + stage.head + stage.final_norm
-    return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.layout.shard_size))
+    return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.parallel.shard_size))
 
 
 def _part(whole: int, shards: int) -> int:
@@ -188,7 +188,7 @@ def stage_activations(
     layers = layers or layers_of(job)
     count, chunks = max(1, stage.layers), len(stage.chunks)
     whole = _all_layers(stage, layers)
-    if job.recipe.recompute in ("none", "selective"):
+    if job.training.recompute in ("none", "selective"):
         return StageActivations(whole // chunks, 0)
     kept = inputs_kept(job, count / chunks, whole / count)
     rerun = _largest_layer(stage, layers) * math.ceil(count / chunks / kept)
@@ -197,9 +197,9 @@ def stage_activations(
 
 def inputs_kept(job: JobConfig, layers: float, layer_bytes: float) -> float:
     """Layer inputs kept of one chunk of so many layers: all, every k-th, or the best number."""
-    match job.recipe.recompute:
+    match job.training.recompute:
         case "every":
-            return math.ceil(layers / job.recipe.recompute_every)
+            return math.ceil(layers / job.training.recompute_every)
         case "sqrt":
             best = math.sqrt(layers * layer_bytes / input_bytes(job))
             return min(layers, max(1, round(best)))
@@ -287,7 +287,7 @@ def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
         norms=_norms(job, saved),
         heads=_heads(job, saved),
         attention=_attention(job, saved),
-        masks=2 * MASK_BYTES * _hidden(job) if job.recipe.dropout else 0,
+        masks=2 * MASK_BYTES * _hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
     )
@@ -295,27 +295,27 @@ def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
 
 def saved_of(job: JobConfig) -> Saved:
     """What the job's framework saves of a layer, by the job's recomputation."""
-    found = coefficients(job.recipe.framework)
-    return found.selective if job.recipe.recompute == "selective" else found.saved
+    found = coefficients(job.training.framework)
+    return found.selective if job.training.recompute == "selective" else found.saved
 
 
 def input_bytes(job: JobConfig) -> int:
     """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t."""
-    return _hidden(job) * job.recipe.activation_bytes
+    return _hidden(job) * job.training.activation_bytes
 
 
 def _hidden(job: JobConfig) -> int:
     """Elements that a layer hands on: T h / s."""
-    return job.tokens * job.model.hidden // job.layout.sequence_split
+    return job.tokens * job.model.hidden // job.parallel.sequence_split
 
 
 def _scale(job: JobConfig) -> float:
-    return job.recipe.activation_bytes / 2
+    return job.training.activation_bytes / 2
 
 
 def _input_share(job: JobConfig, saved: Saved) -> float:
     """What is left of the input of a matrix product that keeps it in fp8."""
-    return 0.5 if job.recipe.dtype == "fp8" and saved.fp8_inputs else 1.0
+    return 0.5 if job.training.dtype == "fp8" and saved.fp8_inputs else 1.0
 
 
 def _norms(job: JobConfig, saved: Saved) -> int:
@@ -332,7 +332,7 @@ def _heads(job: JobConfig, saved: Saved) -> int:
     queries = model.heads * model.head_size
     pairs = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
     each = saved.query * queries + pairs
-    return round(job.tokens * each / job.layout.tp * _scale(job))
+    return round(job.tokens * each / job.parallel.tp * _scale(job))
 
 
 def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
@@ -342,15 +342,15 @@ def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
     """
     wide = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
     narrow = 2.0 * (2 * latent.query_rank + 2 * latent.kv_rank + latent.rope)
-    shared = narrow / job.layout.sequence_split
-    return round(job.tokens * (job.model.heads * wide / job.layout.tp + shared) * _scale(job))
+    shared = narrow / job.parallel.sequence_split
+    return round(job.tokens * (job.model.heads * wide / job.parallel.tp + shared) * _scale(job))
 
 
 def _attention(job: JobConfig, saved: Saved) -> int:
     """Output, and fp32 log-sum-exp of flash attention (4a), or the scores: softmax, and with
     dropout its mask and output (2as + as + 2as). Ulysses keeps the output on both sides of its
     all-to-all, fp8 products a copy of their own."""
-    model, recipe, layout = job.model, job.recipe, job.layout
+    model, recipe, layout = job.model, job.training, job.parallel
     size = model.latent.value if model.latent is not None else model.head_size
     copies = 2.0 if layout.context_kind == "ulysses" and layout.cp > 1 else 1.0
     copies += 1.0 - _input_share(job, saved)
@@ -364,7 +364,7 @@ def _attention(job: JobConfig, saved: Saved) -> int:
 
 def _mlp(job: JobConfig, saved: Saved, ffn: int) -> int:
     """Outputs of the first products and the input of the last."""
-    return round(job.tokens * ffn / job.layout.tp * _mlp_each(job, saved))
+    return round(job.tokens * ffn / job.parallel.tp * _mlp_each(job, saved))
 
 
 def _mlp_each(job: JobConfig, saved: Saved) -> float:
@@ -378,10 +378,10 @@ def _routed(job: JobConfig, saved: Saved, experts: Experts) -> int:
 
     Balanced routing: each rank works on as many copies as it sends.
     """
-    copies = job.tokens * experts.top_k / job.layout.sequence_split
+    copies = job.tokens * experts.top_k / job.parallel.sequence_split
     hidden = saved.norm_output * job.model.hidden * (2 if saved.routed_output else 1)
-    inside = experts.ffn / job.layout.expert_tp * _mlp_each(job, saved)
-    router = 4.0 * experts.count * job.tokens / job.layout.sequence_split
+    inside = experts.ffn / job.parallel.expert_tp * _mlp_each(job, saved)
+    router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
     return round(copies * (hidden * _scale(job) + inside) + router)
 
 
@@ -469,5 +469,5 @@ def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
 
 def chunks_in_flight(job: JobConfig, rank: int) -> int:
     """Pairs of microbatch and chunk whose activations the rank holds at its peak."""
-    layout = job.layout
+    layout = job.parallel
     return in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)

@@ -87,7 +87,7 @@ def active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
 
 def stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
     """One entry a pp coordinate: the parameters of one of its ranks."""
-    layout, model = job.layout, job.model
+    layout, model = job.parallel, job.model
     dense = dense_layer(model, layout.tp)
     experts = expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
     held = each_once(job, lambda stage: _stage(job, stage, dense, experts))
@@ -120,7 +120,7 @@ def _stage(
 
 def vocabulary_share(job: JobConfig) -> int:
     """The embedding, or the head, of one tensor-parallel rank: V'h/t."""
-    return share(job.padded_vocab, job.layout.vocab_split) * job.model.hidden
+    return share(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
 
 
 def _embedding(job: JobConfig, stage: StageConfig) -> int:

@@ -251,9 +251,9 @@ class Floor:
         """
         layers, m = self._layers(job), job.microbatches
         held = [[layers.of(chunk) for chunk in stage.chunks] for stage in stages_of(job)]
-        if job.layout.schedule == "dualpipe":
+        if job.parallel.schedule == "dualpipe":
             most = m / 2 * max(map(sum, held))
-        elif job.layout.schedule in ("1f1b", "interleaved"):
+        elif job.parallel.schedule in ("1f1b", "interleaved"):
             before = accumulate((chunks[0] for chunks in held), initial=0.0)
             most = max(m * sum(chunks) + ns for chunks, ns in zip(held, before, strict=False))
         else:
@@ -261,7 +261,7 @@ class Floor:
         return most * (1 + straggling(job)) * (1 - SLACK)
 
     def _layers(self, job: JobConfig) -> LayerFloors:
-        experts, layout, recipe = job.model.experts, job.layout, job.recipe
+        experts, layout, recipe = job.model.experts, job.parallel, job.training
         alike = (
             layout.tp, layout.cp, layout.sequence_parallel, recipe.micro_batch, recipe.recompute,
             recipe.recompute_every, recipe.activation_dtype,
@@ -287,19 +287,19 @@ def _one_layer(job: JobConfig) -> JobConfig:
 
     As few data-parallel ranks as its experts are spread over.
     """
-    spread = job.layout.ep * job.layout.expert_tp
-    dp = spread // math.gcd(spread, job.layout.tp * job.layout.cp)
+    spread = job.parallel.ep * job.parallel.expert_tp
+    dp = spread // math.gcd(spread, job.parallel.tp * job.parallel.cp)
     layout = replace(
-        job.layout, pp=3, dp_replicate=dp, dp_shard=1, zero=0, schedule="1f1b", chunks=1,
+        job.parallel, pp=3, dp_replicate=dp, dp_shard=1, zero=0, schedule="1f1b", chunks=1,
         layers_per_stage=None,
     )  # fmt: skip
-    recipe = replace(job.recipe, global_batch=job.recipe.micro_batch * dp)
-    return replace(job, layout=layout, recipe=recipe, model=replace(job.model, layers=3))
+    recipe = replace(job.training, global_batch=job.training.micro_batch * dp)
+    return replace(job, parallel=layout, training=recipe, model=replace(job.model, layers=3))
 
 
 def _without_experts(one: JobConfig) -> JobConfig:
-    layout = replace(one.layout, ep=1, expert_tp=1)
-    return replace(one, layout=layout, model=replace(one.model, experts=None))
+    layout = replace(one.parallel, ep=1, expert_tp=1)
+    return replace(one, parallel=layout, model=replace(one.model, experts=None))
 
 
 def _all_with_experts(one: JobConfig, experts: Experts) -> JobConfig:
@@ -322,8 +322,8 @@ def _middle_ns(one: JobConfig, rates: Rates) -> float:
 
 def _sent_ns(one: JobConfig, stage: StageConfig, rates: Rates) -> float:
     """The messages inside the layer that nothing hides; a ring of cp hides behind attention."""
-    ring = {"cp"} if one.layout.context_kind == "ring" else set()
-    shown = {"tp", "ep", "cp"} - one.layout.overlap - ring
+    ring = {"cp"} if one.parallel.context_kind == "ring" else set()
+    shown = {"tp", "ep", "cp"} - one.parallel.overlap - ring
     messages = (
         *tensor_messages(one, stage, stage_parameters(one)[stage.index]),
         *context_messages(one, stage),
@@ -354,7 +354,7 @@ def candidate_of(job: JobConfig, rates: Rates) -> Candidate:
 
 
 def choice_of(job: JobConfig) -> Choice:
-    layout, recipe = job.layout, job.recipe
+    layout, recipe = job.parallel, job.training
     return Choice(
         tp=layout.tp,
         pp=layout.pp,
@@ -375,7 +375,7 @@ def choice_of(job: JobConfig) -> Choice:
 
 def _recompute(job: JobConfig) -> str:
     """As RUN.toml writes it."""
-    recipe = job.recipe
+    recipe = job.training
     return f"every-{recipe.recompute_every}" if recipe.recompute == "every" else recipe.recompute
 
 

@@ -173,7 +173,7 @@ def places_of(job: JobConfig) -> tuple[AxisPlacement, ...]:
         span = span_of(job, axis)
         if span.ranks > 1:
             link = job.hardware.intra if span.nodes == 1 else job.hardware.inter
-            ranks = job.layout.pp if axis == "pp" else span.ranks
+            ranks = job.parallel.pp if axis == "pp" else span.ranks
             nodes = min(span.nodes * ranks // span.ranks, ranks)
             found.append(AxisPlacement(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
     return tuple(sorted(found, key=lambda place: place.nodes > 1))
@@ -201,20 +201,20 @@ def _trial(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator
         return
     memory = memory_of(one)
     most = max(stage.total_bytes for stage in memory)
-    zero = one.layout.zero
-    yield Trial(question, tp, pp, zero, one.layout.world_size, most, fits(one, memory))
+    zero = one.parallel.zero
+    yield Trial(question, tp, pp, zero, one.parallel.world_size, most, fits(one, memory))
 
 
 def _leanest(job: JobConfig, tp: int, pp: int, dp: int) -> JobConfig:
     zero = max(zeros(job, dp, pp))
     layout = replace(
-        job.layout, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
+        job.parallel, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
         dp_replicate=1 if zero == 3 else dp, dp_shard=dp if zero == 3 else 1,
         layers_per_stage=even_layers(job.model.layers, pp),
-        sequence_parallel=tp > 1 and job.recipe.seq_len % tp == 0,
+        sequence_parallel=tp > 1 and job.training.seq_len % tp == 0,
     )  # fmt: skip
     recipe = replace(recipe_on(job, layout), micro_batch=1, recompute="full")
-    return replace(job, layout=layout, recipe=replace(recipe, global_batch=pp * dp))
+    return replace(job, parallel=layout, training=replace(recipe, global_batch=pp * dp))
 
 
 def _possible(job: JobConfig, tp: int, pp: int) -> bool:
@@ -249,7 +249,7 @@ def families(
         for recompute in (recipe.recompute,) if "recompute" in keep else recomputes(job):
             each = replace(recipe, recompute=recompute)
             yield tuple(
-                replace(job, layout=layout, recipe=replace(each, micro_batch=size))
+                replace(job, parallel=layout, training=replace(each, micro_batch=size))
                 for size in sizes
             )
 
@@ -259,9 +259,11 @@ def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[Parall
         pipelines = tuple(_pipelines(job, axes.pp, keep))
         for data in _data(job, axes, keep):
             for parallel in _kept(
-                job.layout.sequence_parallel, sequence_parallel(job, axes.tp), "sequence_parallel",
+                job.parallel.sequence_parallel,
+                sequence_parallel(job, axes.tp),
+                "sequence_parallel",
                 keep,
-            ):  # fmt: skip
+            ):
                 for schedule, chunks, layers in pipelines:
                     yield replace(
                         data, sequence_parallel=parallel, schedule=schedule, chunks=chunks,
@@ -272,17 +274,17 @@ def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[Parall
 def _layouts_by_axes(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     """tp, pp, cp and the rest as copies; with experts, how those lie on the same ranks."""
     node = min(job.hardware.gpus_per_node, gpus)
-    bare = replace(job.layout, dp_shard=1, zero=0)
-    for tp in _kept(job.layout.tp, _divisors(node), "tp", keep):
-        for pp in _kept(job.layout.pp, _divisors(gpus), "pp", keep):
-            for cp in _kept(job.layout.cp, _divisors(gpus), "cp", keep):
-                if gpus % (tp * pp * cp) or pp > job.model.layers or job.recipe.seq_len % cp:
+    bare = replace(job.parallel, dp_shard=1, zero=0)
+    for tp in _kept(job.parallel.tp, _divisors(node), "tp", keep):
+        for pp in _kept(job.parallel.pp, _divisors(gpus), "pp", keep):
+            for cp in _kept(job.parallel.cp, _divisors(gpus), "cp", keep):
+                if gpus % (tp * pp * cp) or pp > job.model.layers or job.training.seq_len % cp:
                     continue
                 dp = gpus // (tp * pp * cp)
-                if dp > job.recipe.global_batch:
+                if dp > job.training.global_batch:
                     continue
                 axes = replace(bare, tp=tp, pp=pp, cp=cp, dp_replicate=dp)
-                if "tp" not in keep and span_of(replace(job, layout=axes), "tp").nodes > 1:
+                if "tp" not in keep and span_of(replace(job, parallel=axes), "tp").nodes > 1:
                     continue
                 yield from _layouts_of_experts(job, axes, node, keep)
 
@@ -295,9 +297,9 @@ def _layouts_of_experts(
         yield replace(axes, ep=1, expert_tp=1)
         return
     ranks = axes.tp * axes.cp * axes.dp
-    cuts = sorted({1, axes.tp}) if job.recipe.framework == "megatron" else [1]
-    for ep in _kept(job.layout.ep, _divisors(experts.count), "ep", keep):
-        for expert_tp in _kept(job.layout.expert_tp, tuple(cuts), "expert_tp", keep):
+    cuts = sorted({1, axes.tp}) if job.training.framework == "megatron" else [1]
+    for ep in _kept(job.parallel.ep, _divisors(experts.count), "ep", keep):
+        for expert_tp in _kept(job.parallel.expert_tp, tuple(cuts), "expert_tp", keep):
             if ranks % (ep * expert_tp) == 0 and expert_tp <= node:
                 yield replace(axes, ep=ep, expert_tp=expert_tp)
 
@@ -305,7 +307,7 @@ def _layouts_of_experts(
 def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     """What ZeRO spreads, and over how many ranks: all, or those of a node (HSDP)."""
     dp = axes.dp_replicate
-    for zero in _kept(job.layout.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
+    for zero in _kept(job.parallel.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
         if zero != 3:
             yield replace(axes, zero=zero)
             continue
@@ -322,8 +324,8 @@ def _pipelines(
     if pp == 1:
         yield "1f1b", 1, None
         return
-    for schedule in _kept(job.layout.schedule, schedules(job), "schedule", keep):
-        for chunks in _kept(job.layout.chunks, _chunks(job, pp, schedule), "chunks", keep):
+    for schedule in _kept(job.parallel.schedule, schedules(job), "schedule", keep):
+        for chunks in _kept(job.parallel.chunks, _chunks(job, pp, schedule), "chunks", keep):
             count = pp * (2 if schedule in TWO_STAGES else chunks)
             yield schedule, chunks, even_layers(job.model.layers, count)
 
@@ -349,11 +351,11 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
 
 def _micro_batches(job: JobConfig, layout: ParallelConfig, keep: frozenset[str]) -> tuple[int, ...]:
     """Powers of two that divide a rank's sequences, and the job's own; 1 where none does."""
-    whole, rest = divmod(job.recipe.global_batch, layout.dp)
+    whole, rest = divmod(job.training.global_batch, layout.dp)
     if "micro_batch" in keep or rest:
-        return (job.recipe.micro_batch if "micro_batch" in keep else 1,)
+        return (job.training.micro_batch if "micro_batch" in keep else 1,)
     powers = {1 << n for n in range(whole.bit_length()) if whole % (1 << n) == 0}
-    own = {job.recipe.micro_batch} if whole % job.recipe.micro_batch == 0 else set()
+    own = {job.training.micro_batch} if whole % job.training.micro_batch == 0 else set()
     return tuple(sorted(powers | own))
 
 
@@ -390,44 +392,44 @@ def zeros(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
     """ZeRO stages that make a difference; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
     if data_ranks == 1:
         return (0,)
-    known = {*ZEROS[job.recipe.framework], job.layout.zero}
-    most = 1 if pp > 1 and job.recipe.framework in ("deepspeed", "zero-paper") else 3
+    known = {*ZEROS[job.training.framework], job.parallel.zero}
+    most = 1 if pp > 1 and job.training.framework in ("deepspeed", "zero-paper") else 3
     return tuple(zero for zero in sorted(known) if zero <= most)
 
 
 def schedules(job: JobConfig) -> tuple[Schedule, ...]:
     """The framework's, and the one that the job names."""
-    known = SCHEDULES.get(job.recipe.framework, ("1f1b",))
-    return tuple(dict.fromkeys((*known, job.layout.schedule)))
+    known = SCHEDULES.get(job.training.framework, ("1f1b",))
+    return tuple(dict.fromkeys((*known, job.parallel.schedule)))
 
 
 def sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
     if tp == 1:
         return (False,)
-    can = job.recipe.framework in SEQUENCE_PARALLEL or job.layout.sequence_parallel
+    can = job.training.framework in SEQUENCE_PARALLEL or job.parallel.sequence_parallel
     return (True, False) if can else (False,)
 
 
 def recomputes(job: JobConfig) -> tuple[Recompute, ...]:
     """The job's own among them. Where attention is fused, selective has nothing left to drop but
     in torchtitan, whose policy drops more."""
-    fused = job.recipe.flash_attention and job.recipe.framework != "fsdp2"
+    fused = job.training.flash_attention and job.training.framework != "fsdp2"
     known = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
-    own = job.recipe.recompute
+    own = job.training.recompute
     return known if own in RECOMPUTES else (*known, own)
 
 
 def recipe_on(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
     """The job's recipe on another layout; what the framework chooses by the layout follows it."""
-    recipe = job.recipe
-    usual, here = _activations(job, job.layout), _activations(job, layout)
+    recipe = job.training
+    usual, here = _activations(job, job.parallel), _activations(job, layout)
     if usual == here or recipe.activation_dtype != usual:
         return recipe
     return replace(recipe, activation_dtype=here)
 
 
 def _activations(job: JobConfig, layout: ParallelConfig) -> Dtype:
-    recipe = job.recipe
+    recipe = job.training
     habits = habits_of(recipe.framework, recipe.dtype, layout, job.model, job.hardware)
     return habits.activation_dtype
 

@@ -63,8 +63,8 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     flops, executed = model_flops(job, CONVENTION), hardware_flops(job, CONVENTION)
     reasons = doubts(job, stages, slowest)
     low_ns, high_ns = band_of(job, slowest, reasons)
-    peak = job.hardware.peak_flops_per_s(job.recipe.dtype)
-    world, step_ns = job.layout.world_size, slowest.step_ns
+    peak = job.hardware.peak_flops_per_s(job.training.dtype)
+    world, step_ns = job.parallel.world_size, slowest.step_ns
     return Prediction(
         parameters=total_parameters(job.model),
         parameters_per_stage=tuple(each.total for each in held),
@@ -81,7 +81,11 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         convention=CONVENTION,
         mfu=mfu(flops, step_ns, world, peak),
         hfu=mfu(executed, step_ns, world, peak),
-        tokens_per_s_per_gpu=job.recipe.global_batch * job.recipe.seq_len / step_ns * 1e9 / world,
+        tokens_per_s_per_gpu=job.training.global_batch
+        * job.training.seq_len
+        / step_ns
+        * 1e9
+        / world,
         fits=fits(job, memory),
         confidence=confidence_of(job, reasons),
         notes=reasons,
@@ -91,7 +95,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
 
 def timed_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[Timed, ...]]:
     """Every message of every stage with the time of one call."""
-    found: dict[int, list[Timed]] = {stage: [] for stage in range(job.layout.pp)}
+    found: dict[int, list[Timed]] = {stage: [] for stage in range(job.parallel.pp)}
     known: dict[tuple[str, str, str, int], Band] = {}
     for message in messages_of(job):
         kind = (message.strategy, message.op, message.axis, message.message_bytes)
@@ -144,7 +148,7 @@ def _on_mesh(job: JobConfig, one: Communication) -> Communication:
     """dp, all ranks that sum gradients, is dp_replicate unless context parallelism joins them."""
     if one.message.axis != "dp":
         return one
-    axis = "dp_replicate" if job.layout.cp == 1 else "dp_cp"
+    axis = "dp_replicate" if job.parallel.cp == 1 else "dp_cp"
     return replace(one, message=replace(one.message, axis=axis))
 
 

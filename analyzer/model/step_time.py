@@ -46,7 +46,7 @@ def pipelined(
     job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> Pipelined:
     """The schedule run on the stages' times, with its messages and without."""
-    layout, costs = job.layout, costs_of(job, stages)
+    layout, costs = job.parallel, costs_of(job, stages)
     if layout.pp == 1:
         alone = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
         return Pipelined(alone, 0.0, (0.0,))
@@ -134,9 +134,9 @@ def straggling(job: JobConfig) -> float:
 
     CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
     """
-    nodes = max(1.0, job.layout.world_size / job.hardware.gpus_per_node)
+    nodes = max(1.0, job.parallel.world_size / job.hardware.gpus_per_node)
     if job.hardware.family == "cpu":
-        nodes = job.layout.world_size / job.layout.pp
+        nodes = job.parallel.world_size / job.parallel.pp
     return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
 
 
@@ -180,7 +180,7 @@ def doubts(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple
         for axis in ("tp", "cp", "ep")
         if span_of(job, axis).nodes > 1
     ]
-    if job.recipe.offload & {"parameters", "activations"}:
+    if job.training.offload & {"parameters", "activations"}:
         found.append("moving offloaded parameters and activations is not timed")
     if split.exposed_comm_ns > MOSTLY * split.step_ns:
         found.append("communication takes most of the step: it rests on the links' constants")
@@ -203,9 +203,9 @@ def _unfitted(job: JobConfig) -> tuple[str, ...]:
     return tuple(
         f"{hardware.family} efficiencies come from runs of {' and '.join(fitted)}, not {this}"
         for fitted, this in (
-            (known.frameworks, job.recipe.framework),
+            (known.frameworks, job.training.framework),
             (known.devices, hardware.name),
-            (known.dtypes, job.recipe.dtype),
+            (known.dtypes, job.training.dtype),
         )
         if fitted and this not in fitted
     )
@@ -333,7 +333,7 @@ def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -
 
     In a pipeline, which gathers once a step, a microbatch bears its share.
     """
-    if job.layout.zero != 3:
+    if job.parallel.zero != 3:
         return LayerPass(0.0, 0.0, 0.0)
     times = 1 / rounds(job) if stays_gathered(job) else 1.0
     layers = held.dense_layers + held.expert_layers
@@ -425,7 +425,7 @@ def family(job: JobConfig, message: CommOp) -> Family:
 
 def _every_microbatch(job: JobConfig, message: CommOp) -> bool:
     """Whether gradients leave in the backward of every microbatch."""
-    if message.phase != "grad_sync" or job.layout.pp > 1:
+    if message.phase != "grad_sync" or job.parallel.pp > 1:
         return False
     sharded = message.strategy in ("fsdp", "hsdp")
     return sharded or (message.strategy == "zero-2" and sums_every_microbatch(job))
@@ -449,11 +449,11 @@ def _left(job: JobConfig, groups: dict[Family, list[Timed]], beside: Beside) -> 
 
 def _overlaps(job: JobConfig, axis: str) -> bool:
     """On a CPU FSDP has no stream beside the one that computes: it waits for each of its calls."""
-    if job.hardware.family == "cpu" and job.layout.zero == 3 and axis == "dp":
+    if job.hardware.family == "cpu" and job.parallel.zero == 3 and axis == "dp":
         return False
     if axis == "cp":
-        return _turns(job) or "cp" in job.layout.overlap
-    return axis in job.layout.overlap
+        return _turns(job) or "cp" in job.parallel.overlap
+    return axis in job.parallel.overlap
 
 
 def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> float:
@@ -461,12 +461,12 @@ def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> flo
     pieces, when all has come round."""
     if key[0] == "cp":
         core_ns = beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0)
-        free_ns = min(free_ns, core_ns * (1 - 1 / job.layout.cp if _turns(job) else 1.0))
+        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _turns(job) else 1.0))
     return max(0.0, free_ns)
 
 
 def _turns(job: JobConfig) -> bool:
-    return job.layout.context_kind == "ring"
+    return job.parallel.context_kind == "ring"
 
 
 def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> float:
@@ -476,7 +476,7 @@ def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> 
     if axis == "tp":
         return TENSOR_LEFT
     if axis == "cp" and phase == "backward" and _turns(job):
-        return 1 / (2 * (job.layout.cp - 1))
+        return 1 / (2 * (job.parallel.cp - 1))
     if axis != "dp":
         return 0.0
     largest_ns = max(each.each.ns for each in group if each.message.count)

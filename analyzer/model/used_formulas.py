@@ -94,7 +94,7 @@ def formulas_of(
 
 def states_formula(job: JobConfig) -> Formula:
     """The convention by which the job's framework keeps weights, gradients and optimizer."""
-    match job.recipe.framework:
+    match job.training.framework:
         case "megatron":
             return MEGATRON
         case "deepspeed":
@@ -106,9 +106,9 @@ def states_formula(job: JobConfig) -> Formula:
 
 def kept_formula(job: JobConfig) -> Formula:
     """What says how much of a layer stays until its backward pass."""
-    if job.recipe.recompute in FULL_RECOMPUTE:
-        return FULL if job.recipe.recompute == "full" else EVERY
-    of_gpt = not (job.recipe.flash_attention or job.model.gated or job.model.experts)
+    if job.training.recompute in FULL_RECOMPUTE:
+        return FULL if job.training.recompute == "full" else EVERY
+    of_gpt = not (job.training.flash_attention or job.model.gated or job.model.experts)
     return KORTHIKANTI if of_gpt else LAYER_ACTIVATIONS
 
 
@@ -119,32 +119,32 @@ def _of_work(job: JobConfig, convention: Convention) -> Iterator[Formula]:
     if job.model.experts is not None:
         yield EXPERT_PARAMETERS
     yield CONVENTIONS[convention]
-    if job.recipe.recompute != "none":
+    if job.training.recompute != "none":
         yield flops.RECOMPUTE
     yield MFU
 
 
 def _of_memory(job: JobConfig) -> Iterator[Formula]:
     yield from (states_formula(job), kept_formula(job))
-    if job.layout.pp > 1:
+    if job.parallel.pp > 1:
         yield IN_FLIGHT
     yield LOGITS
     if _gathers(job):
         yield GATHERED
-    elif job.recipe.framework == "megatron" and job.recipe.gradient_bytes == 4:
+    elif job.training.framework == "megatron" and job.training.gradient_bytes == 4:
         yield DUMMY
-    if job.recipe.offload:
+    if job.training.offload:
         yield OFFLOAD
     yield from (PEAK, RESERVED)
 
 
 def _gathers(job: JobConfig) -> bool:
     """Whether weights are whole only while they are used; FSDP2's ZeRO-2 is SHARD_GRAD_OP."""
-    return job.layout.zero == 3 or (job.layout.zero == 2 and job.recipe.framework == "fsdp2")
+    return job.parallel.zero == 3 or (job.parallel.zero == 2 and job.training.framework == "fsdp2")
 
 
 def _of_messages(job: JobConfig) -> Iterator[Formula]:
-    layout = job.layout
+    layout = job.parallel
     if layout.world_size == 1:
         return
     yield WIRE
@@ -163,15 +163,15 @@ def _of_messages(job: JobConfig) -> Iterator[Formula]:
 
 def _of_pipeline(job: JobConfig) -> Iterator[Formula]:
     yield PIPELINE
-    if job.layout.schedule == "dualpipe":
+    if job.parallel.schedule == "dualpipe":
         yield COPIES
     # A V shape and dualpipe have the first and the last stage on one rank.
-    if job.model.tied and job.layout.schedule not in TWO_STAGES:
+    if job.model.tied and job.parallel.schedule not in TWO_STAGES:
         yield TIED
 
 
 def _of_data(job: JobConfig) -> Iterator[Formula]:
-    layout = job.layout
+    layout = job.parallel
     if layout.zero == 3:
         if layout.shard_size > 1:
             yield FSDP_MESSAGES
@@ -187,7 +187,7 @@ def _of_data(job: JobConfig) -> Iterator[Formula]:
 
 
 def _of_links(job: JobConfig, rates: Rates) -> Iterator[Formula]:
-    layout = job.layout
+    layout = job.parallel
     if layout.world_size == 1:
         return
     yield from (CHOICE, RING_ALGORITHM, TREE)
@@ -213,14 +213,14 @@ def _switch_sums(job: JobConfig) -> bool:
 
 def _of_step(job: JobConfig) -> Iterator[Formula]:
     yield from (KERNEL, ACCUMULATE)
-    if _gathers(job) and job.recipe.framework == "fsdp2":
+    if _gathers(job) and job.training.framework == "fsdp2":
         yield UNIT_COPIES
-    if job.layout.world_size > 1:
+    if job.parallel.world_size > 1:
         yield EXPOSED
     if comes_in_pieces(job):
         yield PIECES
-    if job.layout.pp > 1:
+    if job.parallel.pp > 1:
         yield from (FRACTION, OVERHEAD)
     yield from (UPDATE, HOST)
-    if job.layout.world_size > job.hardware.gpus_per_node:
+    if job.parallel.world_size > job.hardware.gpus_per_node:
         yield STRAGGLERS

@@ -101,10 +101,10 @@ def _layers(row: PublishedRow) -> tuple[Row, ...]:
 def _layer(row: PublishedRow, name: str) -> Row:
     layout, recompute = CONFIGURATIONS[row.text("configuration")]
     job = _job(name, layout)
-    job = replace(job, recipe=replace(job.recipe, recompute=recompute))
+    job = replace(job, training=replace(job.training, recompute=recompute))
     found = input_bytes(job) if recompute == "full" else layer_activations(job).total_bytes
     symbols = {
-        "s": SEQ_LEN, "b": job.recipe.micro_batch, "h": job.model.hidden, "a": job.model.heads,
+        "s": SEQ_LEN, "b": job.training.micro_batch, "h": job.model.hidden, "a": job.model.heads,
         "t": layout.tp,
     }  # fmt: skip
     said = evaluate(row.text("bytes_per_layer"), symbols)
@@ -119,7 +119,7 @@ def _figure1(row: PublishedRow) -> tuple[Row, ...]:
     row.choice("model", SIZES)
     name = row.text("model")
     plain, sequence = _job(name, _pipeline(name)), _job(name, _pipeline(name, sequence=True))
-    sequence = replace(sequence, recipe=replace(sequence.recipe, recompute="selective"))
+    sequence = replace(sequence, training=replace(sequence.training, recompute="selective"))
     values = (
         ("params_opt_GiB", _states_bytes(plain)),
         ("act_GiB_no_recompute_TP8", _held_bytes(plain)),
@@ -135,14 +135,14 @@ def _figure1(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _states_bytes(job: JobConfig) -> float:
-    model, each = job.model, parameter_bytes(job.recipe)
+    model, each = job.model, parameter_bytes(job.training)
     weights = attention_weights(model).total + mlp_weights(model, model.ffn).total
     whole = each.weights + each.gradients + each.optimizer
-    return whole * weights * model.layers / (job.layout.tp * job.layout.pp)
+    return whole * weights * model.layers / (job.parallel.tp * job.parallel.pp)
 
 
 def _held_bytes(job: JobConfig) -> float:
-    layers = job.model.layers / (job.layout.pp * job.layout.chunks)
+    layers = job.model.layers / (job.parallel.pp * job.parallel.chunks)
     return chunks_in_flight(job, 0) * layers * layer_activations(job).total_bytes
 
 
@@ -380,7 +380,7 @@ def _days(row: PublishedRow) -> tuple[Row, ...]:
 def _korthikanti(row: PublishedRow) -> tuple[Row, ...]:
     """From the time with selective recomputation; 0.3 points."""
     case = korthikanti(row)[1]
-    world = case.job.layout.world_size
+    world = case.job.parallel.world_size
     return tuple(
         Row(
             row.table, row.id, what, row.number(f"{what}_pct_present"),

@@ -205,14 +205,14 @@ def of_kind(cases: Iterable[Case], kind: tuple[str, str]) -> list[Case]:
 
 
 def kind_of(case: Case) -> tuple[str, str]:
-    return case.job.hardware.name, case.job.recipe.dtype
+    return case.job.hardware.name, case.job.training.dtype
 
 
 def utilization(case: Case) -> float:
     """Hardware FLOPs (C1) of the published step over what the peak allows, a ratio."""
-    peak = case.job.hardware.peak_flops_per_s(case.job.recipe.dtype)
-    assert peak, f"{case.id}: no peak of {case.job.hardware.name} at {case.job.recipe.dtype}"
-    allowed = peak * case.job.layout.world_size * case.step_ns * 1e-9
+    peak = case.job.hardware.peak_flops_per_s(case.job.training.dtype)
+    assert peak, f"{case.id}: no peak of {case.job.hardware.name} at {case.job.training.dtype}"
+    allowed = peak * case.job.parallel.world_size * case.step_ns * 1e-9
     return hardware_flops(case.job, "C1") / allowed
 
 

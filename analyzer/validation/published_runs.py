@@ -421,7 +421,7 @@ def torchtitan(row: PublishedRow) -> Case:
     batch is one microbatch, in a pipeline it is cut into single sequences. The loss is not fused.
     """
     job = torchtitan_job(row)
-    tokens = job.recipe.global_batch * job.recipe.seq_len
+    tokens = job.training.global_batch * job.training.seq_len
     seconds = tokens / (row.number("tokens_per_s_per_gpu") * row.count("gpus"))
     return Case(row.table, row.id, "torchtitan", job, seconds * 1e9)
 

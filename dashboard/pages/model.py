@@ -66,9 +66,9 @@ def model_page(view: View, chosen: AddressQuery) -> list[Component]:
 
 def _controls(job: JobConfig, chosen: AddressQuery) -> html.Section:
     now = {
-        "tp": job.layout.tp, "pp": job.layout.pp, "cp": job.layout.cp,
-        "dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard,
-        "micro_batch": job.recipe.micro_batch, "global_batch": job.recipe.global_batch,
+        "tp": job.parallel.tp, "pp": job.parallel.pp, "cp": job.parallel.cp,
+        "dp_replicate": job.parallel.dp_replicate, "dp_shard": job.parallel.dp_shard,
+        "micro_batch": job.training.micro_batch, "global_batch": job.training.global_batch,
     }  # fmt: skip
     menus = [_sizes(key, now[key], chosen.whole(key)) for key in SIZES]
     words = {
@@ -117,7 +117,7 @@ def _cards(found: Prediction, job: JobConfig, before: Split) -> html.Div:
     change = signed_percent(step / before.step_ns - 1) if before.step_ns else "?"
     shown = [
         card("predicted step", milliseconds(step), f"{change} against the recorded job"),
-        card("GPUs", f"{job.layout.world_size:,}", f"microbatches: {job.microbatches:,} a rank"),
+        card("GPUs", f"{job.parallel.world_size:,}", f"microbatches: {job.microbatches:,} a rank"),
         card("bubble_fraction", percent(found.bubble_fraction), "of the schedule"),
         card("peak memory", memory_size(peak), "fits" if found.fits else "does not fit"),
         card("MFU", "unknown" if found.mfu is None else percent(found.mfu), found.confidence),
@@ -186,21 +186,21 @@ MOST_GPUS = 1_024
 
 def plan_of(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[Component]:
     """The ranking of layouts of as many GPUs, when it is asked for: the search takes seconds."""
-    if job is None or job.layout.world_size > MOST_GPUS:
+    if job is None or job.parallel.world_size > MOST_GPUS:
         return []
     if chosen.text("plan") != "1":
         where = page_url(view.run_id, "model", **{**chosen.values, "plan": 1})
-        asked = led(f"Rank the layouts of {job.layout.world_size:,} GPUs", where)
+        asked = led(f"Rank the layouts of {job.parallel.world_size:,} GPUs", where)
         return [section("Plan", "what fits and is fastest, by the model", html.P(asked))]
     try:
-        found = plan(job, job.layout.world_size)
+        found = plan(job, job.parallel.world_size)
     except StepsplitError as error:
         return [nothing("No plan", str(error))]
     best = found.best
     rows = [_candidate(best, best), *(_candidate(one.candidate, best) for one in found.runners_up)]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
              "step", "behind", "peak", "MFU")  # fmt: skip
-    note = f"the best of each split of {job.layout.world_size:,} GPUs; stepsplit plan says why"
+    note = f"the best of each split of {job.parallel.world_size:,} GPUs; stepsplit plan says why"
     return [section("Plan", note, table(heads, rows))]
 
 

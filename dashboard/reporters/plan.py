@@ -49,7 +49,7 @@ def plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
 
 
 def _plan_heading(job: JobConfig, plan: Plan) -> Text:
-    recipe, name = job.recipe, job.model.name or f"of {job.model.layers} layers"
+    recipe, name = job.training, job.model.name or f"of {job.model.layers} layers"
     text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
     text.append(
         f"\n{recipe.global_batch:,} sequences of {recipe.seq_len:,} tokens a step   "

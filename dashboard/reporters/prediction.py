@@ -41,13 +41,13 @@ def prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
 
 
 def _prediction_heading(job: JobConfig, prediction: Prediction) -> Text:
-    hardware, ranks = job.hardware, job.layout.world_size
+    hardware, ranks = job.hardware, job.parallel.world_size
     nodes = -(-ranks // hardware.gpus_per_node)
     known = (
         f"model {job.model.name or _sizes(job)}",
         f"{units.count(prediction.parameters)} parameters",
         f"{ranks} x {hardware.name} ({nodes} node{'s' if nodes > 1 else ''})",
-        _axes(job.layout),
+        _axes(job.parallel),
     )
     return Text("   ".join(part for part in known if part), style="bold")
 
@@ -65,7 +65,7 @@ def _axes(layout: ParallelConfig) -> str:
 
 
 def _training(job: JobConfig) -> Text:
-    recipe = job.recipe
+    recipe = job.training
     known = (
         f"{recipe.global_batch:,} sequence{'s' if recipe.global_batch > 1 else ''} "
         f"of {recipe.seq_len:,} tokens a step",
@@ -121,12 +121,12 @@ def _memo(prediction: Prediction) -> Text:
 
 
 def _pipeline(job: JobConfig, prediction: Prediction) -> Text:
-    if job.layout.pp == 1:
+    if job.parallel.pp == 1:
         return Text("no pipeline: one stage")
-    chunks = job.layout.stages_per_rank
+    chunks = job.parallel.stages_per_rank
     of_chunks = f", {chunks} stages a rank" if chunks > 1 else ""
     return Text(
-        f"pipeline {job.layout.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
+        f"pipeline {job.parallel.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
         f"bubble fraction {units.percent(prediction.bubble_fraction)}, "
         f"bubble overhead {units.percent(prediction.bubble_overhead)}"
     )

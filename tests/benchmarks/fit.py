@@ -62,9 +62,9 @@ def _family(family: str, cases: list[Case]) -> None:
 def _seen(fitted: list[Case]) -> list[str]:
     """What the fitted runs were, and which."""
     seen = {
-        "frameworks": {case.job.recipe.framework for case in fitted},
+        "frameworks": {case.job.training.framework for case in fitted},
         "devices": {case.job.hardware.name for case in fitted},
-        "dtypes": {case.job.recipe.dtype for case in fitted},
+        "dtypes": {case.job.training.dtype for case in fitted},
     }
     lines = [f"{key} = {json.dumps(sorted(names))}" for key, names in seen.items()]
     return [*lines, "rows = [", *(f'  "{case.id}",' for case in fitted), "]"]
@@ -79,7 +79,7 @@ def _told(name: str, best: Efficiency, cases: list[Case]) -> list[str]:
 
 def likeness(case: Case) -> tuple[object, ...]:
     """Puts like runs beside each other, so that each half holds some of every kind."""
-    layout, model, recipe = case.job.layout, case.job.model, case.job.recipe
+    layout, model, recipe = case.job.parallel, case.job.model, case.job.training
     shape = (layout.cp, layout.ep, layout.tp, layout.pp, model.layers * model.hidden)
     return (case.table, case.job.hardware.name, *shape, recipe.seq_len, layout.dp, case.id)
 

@@ -124,7 +124,7 @@ def test_runs_that_disagree_meet_in_the_geometric_mean() -> None:
 def test_a_device_that_never_idles_tells_nothing_of_its_host() -> None:
     gpu = replace(job(), hardware=hardware("h100-sxm"))
     busy = run(
-        replace(gpu, recipe=replace(gpu.recipe, dtype="bf16")), hardware("h100-sxm").efficiency
+        replace(gpu, training=replace(gpu.training, dtype="bf16")), hardware("h100-sxm").efficiency
     )
     quiet = tuple(replace(one, split=replace(one.split, idle_ns=0)) for one in busy.stages)
     assert efficiency_seen([replace(busy, stages=quiet)], known()).host_ns == 0.0

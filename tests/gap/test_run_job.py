@@ -67,8 +67,8 @@ def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> JobConfig:
 def test_run_json_alone_makes_a_job(found: RunSplit) -> None:
     made = job(found, SPEC)
     assert (made.model.layers, made.model.positions, made.model.biases) == (2, 32, False)
-    assert (made.layout.tp, made.layout.dp, made.layout.zero) == (2, 1, 0)
-    assert (made.recipe.seq_len, made.recipe.dtype, made.microbatches) == (32, "fp32", 4)
+    assert (made.parallel.tp, made.parallel.dp, made.parallel.zero) == (2, 1, 0)
+    assert (made.training.seq_len, made.training.dtype, made.microbatches) == (32, "fp32", 4)
     assert made.hardware.name == "h100-sxm"
 
 
@@ -89,8 +89,8 @@ def test_a_loop_of_ones_own_is_what_sends_the_same(
 ) -> None:
     training = replace(TRAINING, framework=said)
     made = job(found, replace(SPEC, mesh=Mesh.of({axis: 2}), training=training))
-    assert (made.recipe.framework, made.layout.zero) == (framework, zero)
-    assert getattr(made.layout, axis) == 2
+    assert (made.training.framework, made.parallel.zero) == (framework, zero)
+    assert getattr(made.parallel, axis) == 2
 
 
 def test_gradients_of_cut_weights_are_summed_by_hand(found: RunSplit) -> None:
@@ -98,32 +98,33 @@ def test_gradients_of_cut_weights_are_summed_by_hand(found: RunSplit) -> None:
     made = job(found, spec)
     sums = [one.message for one in predict(made).communication if one.message.strategy == "ddp"]
     assert [(one.op, one.count) for one in sums] == [("all_reduce", 1)]
-    assert made.layout.overlap == frozenset()
+    assert made.parallel.overlap == frozenset()
 
 
 def test_run_json_says_how_the_axes_work(found: RunSplit) -> None:
     training = replace(TRAINING, zero=1, split_vocab=False, bucket_bytes=1024, recompute="full")
     made = job(found, replace(SPEC, mesh=Mesh.of({"dp": 2}), training=training))
-    assert (made.layout.zero, made.layout.split_vocab, made.layout.bucket_bytes) == (1, False, 1024)
-    assert made.recipe.recompute == "full"
+    parallel = made.parallel
+    assert (parallel.zero, parallel.split_vocab, parallel.bucket_bytes) == (1, False, 1024)
+    assert made.training.recompute == "full"
 
 
 def test_several_states_may_be_offloaded(found: RunSplit) -> None:
     training = replace(TRAINING, offload="optimizer, parameters")
     made = job(found, replace(SPEC, mesh=Mesh.of({"fsdp": 2}), training=training))
-    assert made.recipe.offload == {"optimizer", "parameters"}
+    assert made.training.offload == {"optimizer", "parameters"}
 
 
 def test_ranks_in_another_order(found: RunSplit) -> None:
     made = job(found, replace(SPEC, world_size=4, mesh=Mesh.of({"tp": 2, "dp": 2})))
-    assert made.layout.order == ("dp", "tp", "cp", "ep", "pp")
+    assert made.parallel.order == ("dp", "tp", "cp", "ep", "pp")
 
 
 def test_what_is_stated_wins(found: RunSplit) -> None:
     text = "[model]\nvocab = 128\n[parallel]\ndp = 2\ntp = 1\n[training]\nmicrobatches = 2\n"
     made = job(found, SPEC, text)
     assert (made.model.vocab, made.model.layers) == (128, 2)
-    assert (made.layout.dp, made.layout.tp, made.microbatches) == (2, 1, 2)
+    assert (made.parallel.dp, made.parallel.tp, made.microbatches) == (2, 1, 2)
 
 
 def test_a_stated_preset_is_taken_whole(found: RunSplit) -> None:
@@ -177,7 +178,7 @@ microbatches = 3
 preset = "h100-sxm"
 """
     made = job_of_run(None, found, stated(text))
-    assert (made.layout.world_size, made.microbatches) == (2, 3)
+    assert (made.parallel.world_size, made.microbatches) == (2, 3)
 
 
 @for_each(

@@ -192,7 +192,7 @@ def test_megatron_on_b200_needs_what_was_measured() -> None:
     for row in published("simumax_b200_measured"):
         case, peaks = of_simumax(row), row["rank_max_allocated_MiB"].split(";")
         for found in memory_of(case):
-            measured = float(peaks[found.stage * len(peaks) // case.layout.pp]) * 2**20
+            measured = float(peaks[found.stage * len(peaks) // case.parallel.pp]) * 2**20
             errors = routed if case.model.experts else dense
             errors.append(abs(found.total_bytes / measured - 1))
     assert max(dense) <= 0.002
@@ -289,7 +289,7 @@ SHARED = (
 )
 
 
-@pytest.mark.parametrize("one", SHARED, ids=lambda one: one.layout.schedule)
+@pytest.mark.parametrize("one", SHARED, ids=lambda one: one.parallel.schedule)
 def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: JobConfig) -> None:
     layers, both = layers_of(one), zip(stages_of(one), stage_parameters(one), strict=True)
     worst = [
@@ -297,7 +297,7 @@ def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: JobConfig) -> No
         for stage, held in both
     ]
     found = memory_of(one)
-    assert [each.stage for each in found] == list(range(one.layout.pp))
+    assert [each.stage for each in found] == list(range(one.parallel.pp))
     assert [(each.activations_bytes, each.transient_bytes) for each in found] == [
         (moment.activations_bytes, moment.transient_bytes) for moment in worst
     ]

@@ -393,7 +393,7 @@ def test_every_stage_fills_the_same_step_to_the_nanosecond(one: JobConfig) -> No
     buckets = [split.buckets_ns for split in found.splits]
     assert {sum(each) for each in buckets} == {found.split.step_ns}
     assert min(min(each) for each in buckets) >= 0
-    assert len(buckets) == one.layout.pp and found.split in found.splits
+    assert len(buckets) == one.parallel.pp and found.split in found.splits
     assert found.low_ns <= found.split.step_ns <= found.high_ns
     assert 0 <= found.bubble_fraction < 1
 
@@ -443,7 +443,7 @@ def test_a_faster_link_never_makes_a_step_longer(one: JobConfig) -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_slower_device_never_makes_a_step_shorter(one: JobConfig) -> None:
     # Where the backward is split, a slower gradient of weights fills more of the bubble.
-    assume(one.layout.pp == 1 or one.layout.schedule in WHOLE_BACKWARD)
+    assume(one.parallel.pp == 1 or one.parallel.schedule in WHOLE_BACKWARD)
     slow = predict(replace(one, hardware=slower(one.hardware)))
     assert slow.split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
 
@@ -451,7 +451,7 @@ def test_a_slower_device_never_makes_a_step_shorter(one: JobConfig) -> None:
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
 def test_more_layers_never_make_a_step_shorter(one: JobConfig) -> None:
-    more = one.model.layers + 2 * one.layout.pp * one.layout.stages_per_rank
+    more = one.model.layers + 2 * one.parallel.pp * one.parallel.stages_per_rank
     deeper = replace(one, model=replace(one.model, layers=more))
     assert predict(deeper).split.step_ns >= predict(one).split.step_ns - ROUNDING_NS
 
@@ -460,7 +460,7 @@ def test_more_layers_never_make_a_step_shorter(one: JobConfig) -> None:
 @settings(max_examples=100, deadline=None)
 def test_recomputing_never_makes_a_step_shorter(one: JobConfig) -> None:
     plain, full = (
-        predict(replace(one, recipe=replace(one.recipe, recompute=recompute)))
+        predict(replace(one, training=replace(one.training, recompute=recompute)))
         for recompute in ("none", "full")
     )
     assert full.split.step_ns >= plain.split.step_ns - ROUNDING_NS

@@ -39,7 +39,7 @@ DEEPSPEED = TrainingConfig(16, 1, 1, dtype="fp16", framework="deepspeed")
 def test_each_framework_keeps_its_own_bytes_of_a_parameter(
     framework: str, dtype: Dtype, gradients: Dtype, each: ParameterBytes
 ) -> None:
-    recipe = job(framework=framework, dtype=dtype, gradient_dtype=gradients).recipe
+    recipe = job(framework=framework, dtype=dtype, gradient_dtype=gradients).training
     assert parameter_bytes(recipe) == each
 
 
@@ -135,7 +135,7 @@ def test_zero_table_2_largest_models_fill_the_memory() -> None:
 def test_megatron_distributed_optimizer_bytes() -> None:
     for row in published("megatron_dist_optimizer_bytes"):
         dtype, gradients = row["param_dtype"], row["grad_dtype"]
-        recipe = job(dtype=dtype, gradient_dtype=gradients).recipe
+        recipe = job(dtype=dtype, gradient_dtype=gradients).training
         whole, _, spread = row["distributed"].removesuffix("/d").partition("+")
         expected = int(whole) * 800 + int(spread) * 800 // 8
         each = parameter_bytes(recipe)
@@ -154,7 +154,7 @@ def test_deepspeed_estimators_come_out_as_printed() -> None:
             for name, word in (("optimizer", "offload_optimizer"), ("parameter", "offload_param"))
             if word in row["options"]
         )
-        recipe = job(framework="deepspeed", dtype="fp16", offload=moved).recipe
+        recipe = job(framework="deepspeed", dtype="fp16", offload=moved).training
         states = share(parameters, nodes * per_node, parameter_bytes(recipe), recipe, zero)
         gpu = offload(states, recipe).states.total_bytes + (4 * largest if zero == 3 else 0)
         assert round(gpu / 2**30, 2) == float(row["per_gpu_GB_as_printed"])

@@ -71,7 +71,7 @@ def test_rates_are_shares_of_the_peaks_and_head_and_attention_stay_in_bf16() -> 
     device = replace(DEVICE, peaks_flops_per_s=peaks, efficiency=efficiency, multiprocessors=100)
     eight = replace(job(dtype="fp8"), hardware=device)
     assert speed_of(eight) == Speed(1e6, 0.5e6, 0.25e6, 500.0, 1000.0, 128, 100)
-    unfused = replace(eight, recipe=replace(eight.recipe, flash_attention=False))
+    unfused = replace(eight, training=replace(eight.training, flash_attention=False))
     assert speed_of(unfused) == Speed(1e6, 0.5e6, 0.125e6, 500.0, 1000.0, 128, 100)
 
 

@@ -70,8 +70,8 @@ def test_one_gpu_is_one_rank() -> None:
 
 
 def test_what_fits_no_gpu_of_a_node_is_cut_by_tp_inside_it() -> None:
-    whole = replace(NODE.recipe, global_batch=1)
-    found = plan(replace(NODE, model=replace(NODE.model, layers=32), recipe=whole), 8)
+    whole = replace(NODE.training, global_batch=1)
+    found = plan(replace(NODE, model=replace(NODE.model, layers=32), training=whole), 8)
     assert found.best.choice.axes == (8, 1, 1, 1, 1)
     assert [(place.axis, place.nodes) for place in found.places] == [("tp", 1)]
 
@@ -107,16 +107,16 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
 
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
 def test_what_is_said_to_fit_is_all_that_fits(framework: Framework) -> None:
-    one = replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework=framework))
+    one = replace(MIDDLE, training=replace(MIDDLE.training, framework=framework))
     assert plan(one, 8, top=1).searched.fit == len(jobs_that_fit(one, 8))
 
 
 def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
-    far = replace(MIDDLE, layout=ParallelConfig(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
-    free = [each.layout for family in families(far, 16) for each in family]
+    far = replace(MIDDLE, parallel=ParallelConfig(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
+    free = [each.parallel for family in families(far, 16) for each in family]
     assert {layout.tp for layout in free if layout.dp == 8} == {1}
     kept = families(far, 16, frozenset({"tp"}))
-    assert {each.layout.tp for family in kept for each in family} == {4}
+    assert {each.parallel.tp for family in kept for each in family} == {4}
 
 
 def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
@@ -148,10 +148,10 @@ def test_what_is_shown_is_what_timing_everything_shows(
         (NODE, 16),
         (slow_network(MIDDLE), 16),
         (EXPERTS, 16),
-        (replace(MIDDLE, layout=ParallelConfig(overlap=frozenset({"tp", "cp", "dp"}))), 16),
-        (replace(MIDDLE, layout=ParallelConfig(context_kind="all-gather")), 16),
-        (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="fsdp2")), 16),
-        (replace(MIDDLE, recipe=replace(MIDDLE.recipe, framework="deepspeed")), 16),
+        (replace(MIDDLE, parallel=ParallelConfig(overlap=frozenset({"tp", "cp", "dp"}))), 16),
+        (replace(MIDDLE, parallel=ParallelConfig(context_kind="all-gather")), 16),
+        (replace(MIDDLE, training=replace(MIDDLE.training, framework="fsdp2")), 16),
+        (replace(MIDDLE, training=replace(MIDDLE.training, framework="deepspeed")), 16),
     ],
     ids=["small", "node", "slow", "experts", "overlap", "all-gather", "fsdp2", "deepspeed"],
 )
@@ -181,7 +181,7 @@ def test_the_reasons_of_a_loss_add_up_to_it(sixteen: Plan) -> None:
 
 
 def test_what_is_kept_is_as_the_job_has_it() -> None:
-    pinned = replace(MIDDLE, layout=ParallelConfig(tp=4, pp=2))
+    pinned = replace(MIDDLE, parallel=ParallelConfig(tp=4, pp=2))
     found = plan(pinned, 16, frozenset({"tp", "pp"}))
     shown = [found.best, *(each.candidate for each in found.runners_up)]
     assert {each.choice.axes[:2] for each in shown} == {(4, 2)}
@@ -195,7 +195,7 @@ def test_what_is_pasted_predicts_the_same(one: JobConfig, framework: str) -> Non
     head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
     assert parallel
     again = job_of("\n".join(toml_lines(found.best.choice, True)) + "\n" + training + head)
-    assert again.layout.world_size == 16
+    assert again.parallel.world_size == 16
     assert predict(again).split.step_ns == found.best.step_ns
 
 
@@ -232,9 +232,9 @@ def test_the_ends_of_a_pipeline_may_hold_embedding_and_head_alone() -> None:
     assert even_layers(126, 128) == (0, *(1,) * 126, 0)
     assert even_layers(125, 128) is None
     llama = job("llama-3.1-405b", 8192, 2048)
-    kept = replace(llama, layout=ParallelConfig(tp=8, pp=16))
+    kept = replace(llama, parallel=ParallelConfig(tp=8, pp=16))
     found = families(kept, 8192, frozenset({"tp", "pp", "cp"}))
-    assert 8 in {each.layout.chunks for family in found for each in family}
+    assert 8 in {each.parallel.chunks for family in found for each in family}
 
 
 def test_no_gpus_hold_nothing() -> None:
@@ -248,7 +248,7 @@ def test_where_nothing_fits_the_nearest_miss_is_named() -> None:
 
 
 def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
-    odd = replace(SMALL, layout=ParallelConfig(tp=3))
+    odd = replace(SMALL, parallel=ParallelConfig(tp=3))
     with pytest.raises(UsageError, match=r"can be \(heads / tp\)"):
         plan(odd, 3, frozenset({"tp"}))
 

@@ -24,7 +24,7 @@ def behind(
 ) -> float:
     """The best layout with the job's own tp, pp and cp, over the best of all but what is kept."""
     own = plan(job, gpus, own_keep, top=1).best
-    assert own.choice.axes[:3] == (job.layout.tp, job.layout.pp, job.layout.cp)
+    assert own.choice.axes[:3] == (job.parallel.tp, job.parallel.pp, job.parallel.cp)
     return own.step_ns / plan(job, gpus, keep, top=1).best.step_ns
 
 
@@ -37,7 +37,7 @@ def test_gpt3_on_1024_a100_with_megatron() -> None:
     and microbatches of 1 6.7 %, what is recomputed left free: the paper does not say.
     """
     (case,) = (case for row in rows("megascale_table2", 1024) for case in megascale(row))
-    assert (case.job.layout.tp, case.job.layout.pp, case.job.layout.dp) == (8, 8, 16)
+    assert (case.job.parallel.tp, case.job.parallel.pp, case.job.parallel.dp) == (8, 8, 16)
     assert behind(case.job, 1024, frozenset()) < NEAR
     assert behind(case.job, 1024, frozenset(), AXES | {"chunks", "micro_batch"}) < NEAR
 

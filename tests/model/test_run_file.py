@@ -198,13 +198,13 @@ def test_latent_attention_has_a_table() -> None:
 def test_data_parallelism_copies_or_shards_as_zero_says(
     parallel: Any, framework: str, replicate: int, shard: int, zero: int
 ) -> None:
-    layout = run(parallel=parallel, training={"framework": framework}).layout
+    layout = run(parallel=parallel, training={"framework": framework}).parallel
     assert (layout.dp_replicate, layout.dp_shard, layout.zero) == (replicate, shard, zero)
 
 
 def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
-    assert run(parallel={"dp_shard": 8}).recipe.framework == "fsdp2"
-    assert run(parallel={"dp": 8}).recipe.framework == "megatron"
+    assert run(parallel={"dp_shard": 8}).training.framework == "fsdp2"
+    assert run(parallel={"dp": 8}).training.framework == "megatron"
 
 
 @for_each(
@@ -219,11 +219,11 @@ def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
     ],
 )
 def test_overlap_is_the_framework_s_unless_told(stated: Any, framework: str, hidden: Any) -> None:
-    assert run(parallel=stated, training={"framework": framework}).layout.overlap == hidden
+    assert run(parallel=stated, training={"framework": framework}).parallel.overlap == hidden
 
 
 def test_several_chunks_are_interleaved_unless_told() -> None:
-    assert run(parallel={"pp": 2, "chunks": 4}).layout.schedule == "interleaved"
+    assert run(parallel={"pp": 2, "chunks": 4}).parallel.schedule == "interleaved"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_several_chunks_are_interleaved_unless_told() -> None:
     [("none", "none", 1), ("full", "full", 1), ("every-4", "every", 4), ("sqrt", "sqrt", 1)],
 )
 def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None:
-    recipe = run(training={"recompute": stated}).recipe
+    recipe = run(training={"recompute": stated}).training
     assert (recipe.recompute, recipe.recompute_every) == (recompute, every)
 
 
@@ -246,7 +246,7 @@ def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None
     ],
 )
 def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -> None:
-    recipe = run(training=stated).recipe
+    recipe = run(training=stated).training
     assert (recipe.offload, recipe.offload_to) == (states, target)
 
 
@@ -266,7 +266,7 @@ def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -
 def test_gradients_are_summed_in_the_dtype_of_the_framework(
     framework: str, dtype: str, gradients: str, activations: str
 ) -> None:
-    recipe = run(training={"framework": framework, "dtype": dtype}).recipe
+    recipe = run(training={"framework": framework, "dtype": dtype}).training
     assert (recipe.gradient_dtype, recipe.activation_dtype) == (gradients, activations)
 
 
@@ -415,7 +415,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
     """Stored scores, dropout, a loss that is not fused; nothing of it on H100."""
     old, new = (
-        run(SMALL, device={"preset": name}).recipe for name in ("a100-sxm-80gb", "h100-sxm")
+        run(SMALL, device={"preset": name}).training for name in ("a100-sxm-80gb", "h100-sxm")
     )
     assert (old.flash_attention, old.dropout, old.fused_loss) == (False, True, False)
     assert (new.flash_attention, new.dropout, new.fused_loss) == (True, False, True)
@@ -424,14 +424,14 @@ def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
 def test_other_words_for_the_same_are_understood() -> None:
     words = {"framework": "torchtitan", "optimizer": "adamw"}
     one = run(SMALL, training=words, parallel={"dp": 2, "overlap": "dp"})
-    assert (one.recipe.framework, one.recipe.optimizer) == ("fsdp2", "adam")
-    assert one.layout.overlap == {"dp"}
+    assert (one.training.framework, one.training.optimizer) == ("fsdp2", "adam")
+    assert one.parallel.overlap == {"dp"}
     staged = {"pp": 2, "schedule": "zb1p"}
-    assert run(SMALL, parallel=staged).layout.schedule == "zb-h1"
+    assert run(SMALL, parallel=staged).parallel.schedule == "zb-h1"
 
 
 def test_megatron_cuts_experts_as_it_cuts_the_rest() -> None:
     mixture = {"preset": "mixtral-8x7b"}
-    assert run(mixture, parallel={"tp": 2, "dp": 4}).layout.expert_tp == 2
-    assert run(mixture, parallel={"tp": 2, "dp": 4, "expert_tp": 1}).layout.expert_tp == 1
-    assert run(SMALL, parallel={"tp": 2, "dp": 2}).layout.expert_tp == 1
+    assert run(mixture, parallel={"tp": 2, "dp": 4}).parallel.expert_tp == 2
+    assert run(mixture, parallel={"tp": 2, "dp": 4, "expert_tp": 1}).parallel.expert_tp == 1
+    assert run(SMALL, parallel={"tp": 2, "dp": 2}).parallel.expert_tp == 1

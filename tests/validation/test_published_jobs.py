@@ -26,10 +26,10 @@ def published(table: str, name: str) -> PublishedRow:
 def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
     (case,) = sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
     assert case.job.model == gpt(80, 12288, 96, 51200, 2048)
-    assert case.job.layout == ParallelConfig(
+    assert case.job.parallel == ParallelConfig(
         tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2, scatter_gather=True
     )
-    assert case.job.recipe == TrainingConfig(
+    assert case.job.training == TrainingConfig(
         seq_len=2048, micro_batch=2, global_batch=2304, dtype="fp16", recompute="full",
         gradient_dtype="fp16", activation_dtype="fp16", flash_attention=False, dropout=True,
         fused_loss=False,
@@ -53,8 +53,8 @@ def test_korthikanti_ran_each_model_twice() -> None:
         "korthikanti-t5/530B_selective",
     ]
     assert (full.step_ns, selective.step_ns) == (49.05e9, 37.83e9)
-    assert (full.job.recipe.recompute, selective.job.recipe.recompute) == ("full", "selective")
-    assert (full.job.layout.sequence_parallel, selective.job.layout.sequence_parallel) == (
+    assert (full.job.training.recompute, selective.job.training.recompute) == ("full", "selective")
+    assert (full.job.parallel.sequence_parallel, selective.job.parallel.sequence_parallel) == (
         False,
         True,
     )
@@ -62,17 +62,17 @@ def test_korthikanti_ran_each_model_twice() -> None:
 
 def test_a_utilization_gives_the_time_that_is_not_printed() -> None:
     (case,) = megascale(published("megascale_table2", "megascale/530B_Megatron-LM_2240_2240"))
-    assert case.job.layout.world_size == 2240
+    assert case.job.parallel.world_size == 2240
     assert round(case.step_ns / 1e9, 1) == 43.1
 
 
 def test_b200_runs_keep_the_shape_of_the_table() -> None:
     name = "simumax/llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
     case = simumax(published("simumax_b200_measured", name))
-    assert case.job.layout == ParallelConfig(
+    assert case.job.parallel == ParallelConfig(
         tp=2, cp=4, sequence_parallel=True, zero=1, context_kind="ulysses"
     )
-    assert case.job.recipe == TrainingConfig(seq_len=32768, micro_batch=1, global_batch=4)
+    assert case.job.training == TrainingConfig(seq_len=32768, micro_batch=1, global_batch=4)
     assert (case.family, case.job.microbatches, case.step_ns) == ("B200 dense", 4, 1758.0e6)
 
 
@@ -87,10 +87,10 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
     name = "llm-foundry/1b_2048_512xh100_80gb_amp_bf16_12x1_SHARD_GRAD_OP_ckpt-False"
     case = llm_foundry(published("llm_foundry_mpt_throughput", name))
     assert case.job.model.positions == 2048
-    assert case.job.layout == ParallelConfig(
+    assert case.job.parallel == ParallelConfig(
         dp_shard=512, zero=3, overlap=frozenset({"dp"}), reshard_after_forward="never"
     )
-    assert case.job.recipe == TrainingConfig(
+    assert case.job.training == TrainingConfig(
         seq_len=2048, micro_batch=12, global_batch=6144, framework="fsdp2"
     )
     assert round(case.step_ns / 1e6) == 617
@@ -99,10 +99,10 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
 def test_the_ends_of_a_zero_bubble_pipeline_hold_a_layer_less() -> None:
     table = "zero_bubble_table4_throughput_memory"
     job = zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
-    assert job.layout == ParallelConfig(
+    assert job.parallel == ParallelConfig(
         pp=8, schedule="zb-h2", layers_per_stage=(2, 3, 3, 3, 3, 3, 3, 2)
     )
-    assert (job.microbatches, job.layout.world_size) == (24, 8)
+    assert (job.microbatches, job.parallel.world_size) == (24, 8)
 
 
 def test_a_short_trace_names_the_batch_of_a_rank() -> None:
@@ -112,8 +112,8 @@ def test_a_short_trace_names_the_batch_of_a_rank() -> None:
             "ccl-bench/llama3-torchtitan-nccl-4gpu-fsdp_2-tp_2-b_4-s_512",
         )
     )
-    assert (job.recipe.global_batch, job.recipe.micro_batch, job.microbatches) == (8, 4, 1)
-    assert (job.layout.zero, job.layout.reshard_after_forward) == (3, "always")
+    assert (job.training.global_batch, job.training.micro_batch, job.microbatches) == (8, 4, 1)
+    assert (job.parallel.zero, job.parallel.reshard_after_forward) == (3, "always")
 
 
 def test_torchtitan_names_its_sizes_in_the_config() -> None:
@@ -121,11 +121,11 @@ def test_torchtitan_names_its_sizes_in_the_config() -> None:
         "torchtitan/llama3.1-405B_65536_512_FSDP4 CP2 TP8 PP8 1F1B compile float8 asyncTP_ckpt-full"
     )
     case = torchtitan(published("torchtitan_throughput_memory", name))
-    assert case.job.layout == ParallelConfig(
+    assert case.job.parallel == ParallelConfig(
         tp=8, pp=8, cp=2, dp_shard=4, zero=3, sequence_parallel=True,
         overlap=frozenset({"dp", "tp"}),
     )  # fmt: skip
-    assert case.job.recipe == TrainingConfig(
+    assert case.job.training == TrainingConfig(
         seq_len=65536, micro_batch=1, global_batch=32, dtype="fp8", recompute="full",
         framework="fsdp2", fused_loss=False,
     )  # fmt: skip

@@ -14,26 +14,38 @@ import click
 from stepsplit.analyzer.errors import StepsplitError
 
 VERBS = {
-    "analyze": "analyze",
-    "attach": "record",
-    "baseline": "check",
-    "calibrate": "model",
-    "check": "check",
-    "compare": "check",
-    "dashboard": "server",
-    "demo": "record",
-    "export": "analyze",
-    "gather": "record",
-    "model": "model",
-    "plan": "model",
-    "record": "record",
-    "token": "server",
-    "upload": "server",
-    "validate": "model",
-    "what-if": "model",
-    "worker": "server",
+    "analyze": ("analyze", "Split every step of a recording."),
+    "attach": ("record", "Record some steps of a job that runs."),
+    "baseline": ("check", "Keep what a gate needs of some runs in a small file, fit for git."),
+    "calibrate": ("model", "Fit the model's constants to recorded runs of your own."),
+    "check": (
+        "check",
+        "Say whether runs stay within their budgets: pass, regressed or inconclusive.",
+    ),
+    "compare": ("check", "Say what differs between two runs, and by how much."),
+    "dashboard": ("server", "Serve the pages: runs, uploads, and where each step of a run went."),
+    "demo": (
+        "record",
+        "Train a small GPT on this machine, record it, split its steps, and show where they went.",
+    ),
+    "export": (
+        "analyze",
+        "Write all ranks of a recording, on one clock, for the page ui.perfetto.dev.",
+    ),
+    "gather": ("record", "Bring together what the hosts of a run wrote."),
+    "model": ("model", "Predict one training step: time, split, memory and messages."),
+    "plan": ("model", "Find the fastest layout that fits, and say why the others lose."),
+    "record": ("record", "Run a training as it is and record some of its steps."),
+    "token": ("server", "Let scripts into a dashboard, and out again."),
+    "upload": ("server", "Send a recording to a dashboard, and print the address of its page."),
+    "validate": (
+        "model",
+        "Hold the analytical model against published figures, and say how far off it is.",
+    ),
+    "what-if": ("model", "Replay a recording with something changed: how long were a step?"),
+    "worker": ("server", "Analyze uploads, one after the other, until Ctrl-C."),
 }
-"""The module of commands/ that each verb is in."""
+"""The module of commands/ that each verb is in, and its line in the list of commands."""
 BAD_INPUT, INTERNAL = 2, 4
 
 
@@ -46,9 +58,16 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"stepsplit.dashboard.commands.{VERBS[cmd_name]}")
+        module = importlib.import_module(f"stepsplit.dashboard.commands.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing their modules."""
+        limit = formatter.width - 6 - max(map(len, VERBS))
+        lines = [click.Command(verb, help=line) for verb, (_, line) in VERBS.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl([(str(one.name), one.get_short_help_str(limit)) for one in lines])
 
 
 @click.group(cls=_Verbs, invoke_without_command=True)

@@ -11,7 +11,6 @@ from statistics import fmean, variance
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtr, stdtrit
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.checks import Budget
@@ -181,16 +180,16 @@ class Difference:
 
     def within(self, budget: float) -> bool:
         """Whether it surely is no more than that: wrong in MISS of cases."""
-        return self.mean + float(stdtrit(self.freedom, 1 - MISS)) * self.error <= budget
+        return self.mean + t_quantile(self.freedom, 1 - MISS) * self.error <= budget
 
     def detectable(self, budget: float) -> float:
         """The smallest true difference that would be found over the budget in POWER of cases."""
-        power = float(stdtrit(self.freedom, POWER)) * self.error
+        power = t_quantile(self.freedom, POWER) * self.error
         return max(budget, self._reach) + power
 
     @property
     def _reach(self) -> float:
-        return float(stdtrit(self.freedom, 1 - ALPHA)) * self.error
+        return t_quantile(self.freedom, 1 - ALPHA) * self.error
 
 
 def difference(baseline: Sequence[float], candidate: Sequence[float]) -> Difference | None:
@@ -243,7 +242,24 @@ def _dealt(found: Difference, baseline: Sequence[float], candidate: Sequence[flo
 def _p(mean: float, error: float, freedom: float) -> float:
     if error == 0:
         return 0.0 if mean > 0 else 1.0
-    return float(stdtr(freedom, -mean / error))
+    return t_probability(freedom, -mean / error)
+
+
+# scipy takes as long to import as all of numpy, twice over; only a check needs it.
+
+
+def t_quantile(freedom: float, p: float) -> float:
+    """The p quantile of Student's t distribution."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, p))
+
+
+def t_probability(freedom: float, t: float) -> float:
+    """The probability that Student's t is at most this."""
+    from scipy.special import stdtr
+
+    return float(stdtr(freedom, t))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -265,9 +265,9 @@ def hand_on(asked: RecordPlan) -> None:
     """Leaves the plan for the other hosts, from one rank of this one."""
     if several_hosts() and identity().local_rank == 0:
         with guarded(identity().rank, "the other hosts: they do not hear of the attach"):
-            from stepsplit.collectors import job_info as presence
+            from stepsplit.collectors import job_info
 
-            presence.tell(f"attach/{presence.next_number('attach')}", asked.text())
+            job_info.tell(f"attach/{job_info.next_number('attach')}", asked.text())
 
 
 def relay_plans() -> None:
@@ -278,10 +278,10 @@ def relay_plans() -> None:
 
 def _relay() -> None:
     with guarded(identity().rank, "the relay: attach to each host by itself"):
-        from stepsplit.collectors import job_info as presence
+        from stepsplit.collectors import job_info
 
         for number in count(1):
-            word = presence.heard(f"attach/{number}", _FOREVER_S, POLL_S)
+            word = job_info.heard(f"attach/{number}", _FOREVER_S, POLL_S)
             if word is None:
                 return
             _tell_ranks(parse_plan(word))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from builders import GpuTrace
 
@@ -195,3 +196,10 @@ def test_imports_stay_light(module: str, absent: list[str]) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+    context = click.Context(cli.stepsplit)
+    for verb, (_, line) in cli.VERBS.items():
+        command = cli.stepsplit.get_command(context, verb)
+        assert command is not None and command.get_short_help_str(200) == line, verb

@@ -161,10 +161,10 @@ def _examined(
     places: Sequence[str | Path], workers: int, progress: Progress, rules: Rules, held: _Held
 ) -> Analysis:
     recording = read_recording(places, workers, progress, rules)
-    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction, rules)
+    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
     causes = find_causes(found, origin_ns(found), recording.records)
     report = build_report(recording, found, causes.findings, causes.notes)
-    return Analysis(held(report, recording, found), build_tables(found, rules))
+    return Analysis(held(report, recording, found), build_tables(found))
 
 
 def _against(run: str | Path | None) -> _Held:

@@ -151,6 +151,11 @@ class Events:
             found |= self.category == category
         return found
 
+    @property
+    def on_device(self) -> bool:
+        """Whether an accelerator recorded any of them."""
+        return bool(self.of(*DEVICE_CATEGORIES).any())
+
     def launches_of(self, rows: Int64) -> Int64:
         """The row of the host's call that launched each of these, by correlation; -1 for none."""
         calls = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
@@ -165,6 +170,45 @@ class Events:
         """When the host launched each event, by correlation; -1 where no launch was recorded."""
         launches = self.launches_of(np.arange(len(self)))
         return np.where(launches >= 0, self.start_ns[launches], -1)
+
+
+class EventKind(IntEnum):
+    """What an event is to the split; FUSED computes and communicates at once."""
+
+    OTHER = 0
+    COMPUTE = 1
+    FUSED = 2
+    COMMUNICATION = 3
+    COPY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EventKinds:
+    """The kind of each event of a trace, decided once, by the rules it was read with.
+
+    kind has an EventKind for each event; family indexes families for each name of the events, and
+    counts where an event of that name computes.
+    """
+
+    kind: UInt8
+    family: Int32
+    families: tuple[str, ...]
+
+    def of(self, *kinds: EventKind) -> Bool:
+        """Which events are of one of these kinds."""
+        found = np.zeros(len(self.kind), dtype=np.bool_)
+        for kind in kinds:
+            found |= self.kind == kind
+        return found
+
+    @property
+    def computes(self) -> Bool:
+        """Which events compute, fused kernels included."""
+        return self.of(EventKind.COMPUTE, EventKind.FUSED)
+
+    def family_of(self, name_id: int) -> str:
+        """The family of compute of that name."""
+        return self.families[int(self.family[name_id])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +262,8 @@ class Note:
 class RankTrace:
     """One rank of a recording. host and backend are "" where the trace does not say.
 
-    on_device: an accelerator recorded something; else the host is what worked.
+    kinds says what each event is. on_device: an accelerator recorded something; else the host is
+    what worked.
     """
 
     source: Path
@@ -231,11 +276,12 @@ class RankTrace:
     events: Events
     calls: Calls
     groups: tuple[Group, ...]
+    kinds: EventKinds
     notes: tuple[Note, ...] = ()
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "on_device", bool(self.events.of(*DEVICE_CATEGORIES).any()))
+        object.__setattr__(self, "on_device", self.events.on_device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy as np
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import message_bytes, op_named
 from stepsplit.analyzer.readers.compression import is_packed, unpacked
+from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
@@ -83,7 +84,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
         payloads = payloads_of(db)
     groups = communicators_of(processes, ranks.of_process, payloads)
     world_size = max(session.world_size, 1 + max(ranks.of_process))
-    traces = []
+    traces, classifier = [], EventClassifier(rules)
     for process, rank in zip(processes, ranks.of_process, strict=True):
         found = calls_of(process, payloads, groups, rules)
         notes = tuple(Note(n.code, n.message, rank) for n in (*session.notes, *ranks.notes))
@@ -99,6 +100,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
                 events=process.events,
                 calls=found.calls,
                 groups=found.groups,
+                kinds=classifier.classify(process.events, found.calls),
                 notes=notes,
             )
         )

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import files_of, is_url, natural, unpacked
+from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.reader import read_traces, to_rank_trace
@@ -56,8 +57,9 @@ def read_recording(
 ) -> Recording:
     """The recording in the files, folders, archives and URLs, read by up to that many processes.
 
-    rules tell which kernels communicate. Raises DataError where a place is missing, a file that was
-    named cannot be read, or nothing in all of them is a trace.
+    rules decide what each kernel is: whether it computes or communicates, and its family. Raises
+    DataError where a place is missing, a file that was named cannot be read, or nothing in all of
+    them is a trace.
     """
     if not places:
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
@@ -95,11 +97,11 @@ def _traces(
 ) -> tuple[list[Found], tuple[Note, ...]]:
     """The traces in the files; one that cannot be read is skipped, with a note, unless named."""
     flights, notes = _flights(files.flights)
-    found = []
+    found, classifier = [], EventClassifier(rules)
     read = read_traces(files.traces, workers, progress, rules)
     for source, one in zip(files.traces, read, strict=True):
         try:
-            found += _found(source, one, flights)
+            found += _found(source, one, flights, classifier)
         except DataError as error:
             if source.where in named:
                 raise
@@ -110,7 +112,10 @@ def _traces(
 
 
 def _found(
-    source: Source, file: KinetoFile | DataError | None, flights: dict[int, list[FlightEntry]]
+    source: Source,
+    file: KinetoFile | DataError | None,
+    flights: dict[int, list[FlightEntry]],
+    classifier: EventClassifier,
 ) -> list[Found]:
     if isinstance(file, DataError):
         raise file
@@ -119,7 +124,8 @@ def _found(
     stated, named = file.header.distributed.rank, rank_in_name(source.inner)
     rank = stated if 0 <= stated < MOST_RANKS else named
     flight = [] if rank is None else flights.get(rank, [])
-    return [Found(to_rank_trace(source.where, file, rank or 0, flight), rank, named)]
+    trace = to_rank_trace(source.where, file, rank or 0, flight, classifier)
+    return [Found(trace, rank, named)]
 
 
 def _of_nsys(trace: RankTrace) -> Found:

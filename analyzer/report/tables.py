@@ -13,25 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.report.build import origin_ns
-from stepsplit.analyzer.split.classify import computing, copying
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
-from stepsplit.analyzer.trace import OPS, Bool, Int32, Int64, Lane, UInt8
+from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
 from stepsplit.collectors.run_spec import whole_file
 
 # RunSplit -> Tables: the detail beside the report.
 
 
-def build_tables(found: RunSplit, rules: Rules) -> Tables:
+def build_tables(found: RunSplit) -> Tables:
     """The tables of a split recording, with the report's times; slices are built when asked for."""
     origin = origin_ns(found)
     return Tables(
         _segments(found, origin),
         _boxes(found, origin),
         _waits(found, origin),
-        BuiltSlices(found, origin, rules),
+        BuiltSlices(found, origin),
     )
 
 
@@ -247,12 +245,12 @@ class Slices:
 class BuiltSlices(Mapping[int, Slices]):
     """The slices of a split run by rank, each built when it is asked for: few who analyze ask."""
 
-    def __init__(self, found: RunSplit, origin_ns: int, rules: Rules) -> None:
+    def __init__(self, found: RunSplit, origin_ns: int) -> None:
         self._ranks = {rank.trace.rank: rank for rank in found.ranks}
-        self._origin_ns, self._rules = origin_ns, rules
+        self._origin_ns = origin_ns
 
     def __getitem__(self, rank: int) -> Slices:
-        return _rank_slices(self._ranks[rank], self._origin_ns, self._rules)
+        return _rank_slices(self._ranks[rank], self._origin_ns)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ranks)
@@ -261,11 +259,11 @@ class BuiltSlices(Mapping[int, Slices]):
         return len(self._ranks)
 
 
-def _rank_slices(rank: RankSplit, origin_ns: int, rules: Rules) -> Slices:
+def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     trace, pieces = rank.trace, rank.pieces
     events = trace.events
-    compute = np.flatnonzero(computing(trace, rules))
-    copies = np.flatnonzero(copying(trace))
+    compute = np.flatnonzero(trace.kinds.computes)
+    copies = np.flatnonzero(trace.kinds.of(EventKind.COPY))
     moved = np.flatnonzero(pieces.end_ns > pieces.start_ns)
     row = np.concatenate((compute, copies, trace.calls.event[pieces.call[moved]]))
     ran = row[: len(compute) + len(copies)]

@@ -10,9 +10,7 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import firsts_of, labels_of
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.readers.kernel_rules import Rules
 from stepsplit.analyzer.split.attribute import Attribution
-from stepsplit.analyzer.split.classify import computing
 from stepsplit.analyzer.split.kernels import own_ns
 from stepsplit.analyzer.split.matching import Clock
 from stepsplit.analyzer.split.steps import StepWindow
@@ -485,14 +483,14 @@ class Workload:
 
 
 def workloads(
-    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]], rules: Rules
+    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]]
 ) -> list[Workload]:
     """The workload of every rank, each kernel known by its name."""
     names: dict[str, int] = {}
     for trace in traces:
         for name in trace.events.names:
             names.setdefault(name, len(names))
-    tables = [_table(trace, own, names, rules) for trace, own in zip(traces, windows, strict=True)]
+    tables = [_table(trace, own, names) for trace, own in zip(traces, windows, strict=True)]
     usual = _usual_ns(tables)
     work = [(table.count * usual).sum(axis=1) for table in tables]
     fair = _fair_ns(work, windows)
@@ -510,11 +508,9 @@ class _Table:
     total_ns: Int64
 
 
-def _table(
-    trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int], rules: Rules
-) -> _Table:
+def _table(trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int]) -> _Table:
     events = trace.events
-    rows = np.flatnonzero(computing(trace, rules))
+    rows = np.flatnonzero(trace.kinds.computes)
     took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
     window = np.searchsorted([w.start_ns for w in windows], events.start_ns[rows], side="right") - 1
     rows, took, window = rows[window >= 0], took[window >= 0], window[window >= 0]

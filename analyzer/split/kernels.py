@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, distinct, union
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.split.classify import computing
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, Pieces
-from stepsplit.analyzer.trace import Events, Int64, RankTrace
+from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
 
 # What a rank computes: its kernels, or the ops of a CPU run, by family.
 
@@ -39,12 +37,13 @@ class Computed:
 
     Columns of one length, sorted by start.
 
-    step is the step's number, name_id indexes the trace's names. took_ns is the duration of a
-    kernel; of an op of a CPU run, which holds others, what none of those took.
+    step is the step's number, name_id indexes the trace's names, whose families kinds has. took_ns
+    is the duration of a kernel; of an op of a CPU run, which holds others, what none of those took.
     """
 
     rank: int
     names: tuple[str, ...]
+    kinds: EventKinds
     steps: tuple[int, ...]
     step: Int64
     name_id: Int64
@@ -52,7 +51,7 @@ class Computed:
 
 
 def kernel_families(
-    traces: Sequence[RankTrace], steps: Sequence[Steps], rules: Rules = BUILT_IN
+    traces: Sequence[RankTrace], steps: Sequence[Steps]
 ) -> tuple[KernelFamily, ...]:
     """A row for each family of each rank, by rank and then the largest first.
 
@@ -60,13 +59,13 @@ def kernel_families(
     """
     rows = []
     for trace, found in zip(traces, steps, strict=True):
-        rows += _families(computed(trace, found, rules), rules)
+        rows += _families(computed(trace, found))
     return tuple(rows)
 
 
-def computed(trace: RankTrace, steps: Steps, rules: Rules = BUILT_IN) -> Computed:
+def computed(trace: RankTrace, steps: Steps) -> Computed:
     """What the rank computed in its full steps, or in all where none is full."""
-    rows, events = np.flatnonzero(computing(trace, rules)), trace.events
+    rows, events = np.flatnonzero(trace.kinds.computes), trace.events
     took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
     full = steps.counted
     starts = np.array([window.start_ns for window in full], dtype=np.int64)
@@ -78,6 +77,7 @@ def computed(trace: RankTrace, steps: Steps, rules: Rules = BUILT_IN) -> Compute
     return Computed(
         rank=trace.rank,
         names=events.names,
+        kinds=trace.kinds,
         steps=tuple(numbers.tolist()),
         step=numbers[at[inside]],
         name_id=events.name_id[rows[inside]].astype(np.int64),
@@ -118,13 +118,13 @@ def _holders(start: Int64, end: Int64) -> Int64:
     return holder
 
 
-def _families(found: Computed, rules: Rules) -> list[KernelFamily]:
+def _families(found: Computed) -> list[KernelFamily]:
     count = np.bincount(found.name_id, minlength=len(found.names))
     total = np.zeros(len(found.names), dtype=np.int64)
     np.add.at(total, found.name_id, found.took_ns)
     counts, totals = defaultdict[str, int](int), defaultdict[str, int](int)
     for name in np.flatnonzero(count).tolist():
-        family = rules.family_of(found.names[name])
+        family = found.kinds.family_of(name)
         counts[family] += int(count[name])
         totals[family] += int(total[name])
     everything = sum(totals.values()) or 1
@@ -157,7 +157,7 @@ class Contention:
 
 
 def slowdown_under_communication(
-    trace: RankTrace, steps: Steps, pieces: Pieces, rules: Rules = BUILT_IN
+    trace: RankTrace, steps: Steps, pieces: Pieces
 ) -> Contention | None:
     """Kernels with communication moving data for at least half of their time, against the same
     kernels in other steps without any; None where fewer than LEAST_PLACES ran both ways.
@@ -168,7 +168,7 @@ def slowdown_under_communication(
     each place weighted by the time that its runs under communication take alone. Runs that
     communication only touches are left out.
     """
-    rows = np.flatnonzero(computing(trace, rules))
+    rows = np.flatnonzero(trace.kinds.computes)
     start, took = trace.events.start_ns[rows], trace.events.dur_ns[rows]
     place = _places(trace.events.name_id[rows].astype(np.int64), start, steps.windows)
     beside = _covered_ns(start, took, _moving(pieces))

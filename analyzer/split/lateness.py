@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import labels_of
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.kernels import Computed, computed
 from stepsplit.analyzer.split.matching import Matched
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -234,14 +233,13 @@ class _Alike:
     """
 
     kernel: str
+    family: str
     rank: Int64
     counts: Int64
     took_ns: Int64
 
 
-def slow_kernels(
-    traces: Sequence[RankTrace], steps: Sequence[Steps], rules: Rules = BUILT_IN
-) -> tuple[SlowKernel, ...]:
+def slow_kernels(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> tuple[SlowKernel, ...]:
     """The kernels that a rank runs slower than its peers, what costs most first.
 
     A trace states no shapes, so the n-th run of a name in a step is compared with the n-th on each
@@ -250,12 +248,12 @@ def slow_kernels(
     counts where it is LEAST_RATIO at least, and further from 1 than the noise of runs and steps
     and the spread of the ranks (each by MAD) let expect once in 1 / FALSE_ALARMS recordings.
     """
-    everyone = [computed(trace, found, rules) for trace, found in zip(traces, steps, strict=True)]
+    everyone = [computed(trace, found) for trace, found in zip(traces, steps, strict=True)]
     common = set.intersection(*(set(one.steps) for one in everyone)) if everyone else set()
     alike = [one for one in _alike(everyone, sorted(common)) if one.took_ns.any()]
     tests = sum(len(one.rank) for one in alike) or 1
     sigmas = max(_LEAST_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
-    found = [row for one in alike for row in _slow(one, sigmas, len(common), rules)]
+    found = [row for one in alike for row in _slow(one, sigmas, len(common))]
     return tuple(sorted(found, key=lambda row: (-row.lost_ns, row.rank, row.kernel)))
 
 
@@ -278,29 +276,34 @@ def _summed(rank: int, family: str, found: Sequence[SlowKernel]) -> SlowRank:
 def _alike(everyone: Sequence[Computed], common: Sequence[int]) -> Iterator[_Alike]:
     """The kernels that at least two ranks ran often enough, and equally often in each step."""
     runs = defaultdict[str, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
+    families = dict[str, str]()
     for one in everyone:
-        for kernel, counts, took in _by_kernel(one, np.array(common, dtype=np.int64)):
+        for name_id, counts, took in _by_kernel(one, np.array(common, dtype=np.int64)):
             if len(took) >= LEAST_COUNT:
+                kernel = one.names[name_id]
+                families[kernel] = one.kinds.family_of(name_id)
                 runs[kernel][counts].append((one.rank, took))
     for kernel, alternatives in runs.items():
         for counts, same in alternatives.items():
             if len(same) > 1:
                 ranks = np.array([rank for rank, _ in same], dtype=np.int64)
                 by_step = np.frombuffer(counts, dtype=np.int64)
-                yield _Alike(kernel, ranks, by_step, np.stack([took for _, took in same]))
+                yield _Alike(
+                    kernel, families[kernel], ranks, by_step, np.stack([took for _, took in same])
+                )
 
 
-def _by_kernel(one: Computed, common: Int64) -> Iterator[tuple[str, bytes, Int64]]:
-    """Of each kernel its name, its counts by step, and its durations in order of time."""
+def _by_kernel(one: Computed, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
+    """Of each kernel its name_id, its counts by step, and its durations in order of time."""
     rows = np.flatnonzero(np.isin(one.step, common))
     rows = rows[np.argsort(one.name_id[rows], kind="stable")]
     first = np.flatnonzero(np.diff(one.name_id[rows], prepend=-1))
     for same in np.split(rows, first[1:]) if len(rows) else ():
         counts = np.bincount(np.searchsorted(common, one.step[same]), minlength=len(common))
-        yield one.names[one.name_id[same[0]]], counts.tobytes(), one.took_ns[same]
+        yield int(one.name_id[same[0]]), counts.tobytes(), one.took_ns[same]
 
 
-def _slow(one: _Alike, sigmas: float, steps: int, rules: Rules) -> Iterator[SlowKernel]:
+def _slow(one: _Alike, sigmas: float, steps: int) -> Iterator[SlowKernel]:
     took = np.log(np.maximum(one.took_ns, 1))
     usual = np.median(took, axis=0)
     by_rank = np.median(took - usual, axis=1)
@@ -313,7 +316,7 @@ def _slow(one: _Alike, sigmas: float, steps: int, rules: Rules) -> Iterator[Slow
         yield SlowKernel(
             rank=int(one.rank[row]),
             kernel=one.kernel,
-            family=rules.family_of(one.kernel),
+            family=one.family,
             ratio=ratio,
             lost_ns=round(expected_ns * (ratio - 1)),
             count=one.took_ns.shape[1],

@@ -11,7 +11,7 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, distinct, most_of, overlap_ns, union, without
 from stepsplit.analyzer.split.attribute import BucketBands
-from stepsplit.analyzer.split.classify import MARKERS, Mark, computing_ops, marks_in
+from stepsplit.analyzer.split.classify import MARKERS, Mark, marks_in
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
@@ -100,7 +100,7 @@ def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     """The rank's kernels (on a CPU its ops), without the optimizer's, in order of launch."""
     events = trace.events
     launched = events.launch_ns() if trace.on_device else events.start_ns
-    works = _kernels(trace, layout) if trace.on_device else computing_ops(events)
+    works = _kernels(trace, layout) if trace.on_device else trace.kinds.computes
     step = _step_of(launched, steps)
     works &= (launched >= 0) & (step >= 0) & ~_launched_in(events, "Optimizer.", launched)
     rows = np.flatnonzero(works)

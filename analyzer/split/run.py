@@ -9,7 +9,6 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.split.attribute import (
     Attribution,
     BucketBands,
@@ -123,14 +122,11 @@ class RunSplit:
 
 
 def split_run(
-    traces: Sequence[RankTrace],
-    spec: RunSpec | None,
-    ideal_bubble: IdealBubble,
-    rules: Rules = BUILT_IN,
+    traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> RunSplit:
     """The split of all ranks. traces are in the order of their ranks, at least one."""
     layout = layout_of(spec, traces)
-    work = [work_of(trace, rules) for trace in traces]
+    work = [work_of(trace) for trace in traces]
     matched, alignment = _matched_and_aligned(traces)
     steps = agreed([steps_of(trace) for trace in traces], matched)
     together = Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
@@ -140,7 +136,7 @@ def split_run(
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     holes = holes_of(layout.pipelines, grids)
     schedule = _schedule(layout, ranks, spec, ideal_bubble) if holes else None
-    work_done = workloads(traces, [one.windows for one in steps], rules)
+    work_done = workloads(traces, [one.windows for one in steps])
     times = [_time(i, *one, together) for i, one in enumerate(zip(ranks, work_done, strict=True))]
     blamed = blame(times, _ideal_ns(holes, schedule))
     _check(ranks, blamed)
@@ -158,7 +154,7 @@ def split_run(
         schedule=schedule,
         holes=holes,
         blame=blamed,
-        detail=detail_of(ranks, together, rules),
+        detail=detail_of(ranks, together),
         notes=notes,
         strategies=strategies_of(traces, steps, matched, layout, _named(schedule)),
     )
@@ -280,16 +276,16 @@ class Detail:
     coverage: tuple[Coverage, ...]
 
 
-def detail_of(ranks: Sequence[RankSplit], together: Together, rules: Rules) -> Detail:
+def detail_of(ranks: Sequence[RankSplit], together: Together) -> Detail:
     """The detail of all ranks, at least one."""
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
     matched, arrivals, layout = together.matched, together.arrivals, together.layout
     return Detail(
         idle=tuple(idle_causes(one.trace, one.attribution.band) for one in ranks),
-        families=kernel_families(traces, windows, rules),
-        slow_kernels=slow_kernels(traces, windows, rules),
-        contention=tuple(_contention(one, rules) for one in ranks),
+        families=kernel_families(traces, windows),
+        slow_kernels=slow_kernels(traces, windows),
+        contention=tuple(_contention(one) for one in ranks),
         variation=variation_of([step for one in ranks for step in one.steps]),
         paths=critical_paths(
             [
@@ -304,11 +300,11 @@ def detail_of(ranks: Sequence[RankSplit], together: Together, rules: Rules) -> D
     )
 
 
-def _contention(one: RankSplit, rules: Rules) -> Contention | None:
+def _contention(one: RankSplit) -> Contention | None:
     """Of a device: what a CPU's ops take says more of who else had the core."""
     if not one.trace.on_device:
         return None
-    return slowdown_under_communication(one.trace, one.windows, one.pieces, rules)
+    return slowdown_under_communication(one.trace, one.windows, one.pieces)
 
 
 def _overlaps(one: RankSplit, together: Together) -> tuple[Overlap, ...]:

@@ -12,6 +12,7 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from required import shared_trace
 
+from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernels import (
@@ -181,7 +182,8 @@ def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
         names=tuple(f"kernel_{i}" for i in range(40)),
         lanes=(Lane("1", "7", 0, 7),),
     )
-    return RankTrace(Path("x"), rank, 8, "", "", "", 0, events, to_calls([]), ())
+    kinds = EventClassifier(BUILT_IN).classify(events, calls := to_calls([]))
+    return RankTrace(Path("x"), rank, 8, "", "", "", 0, events, calls, (), kinds)
 
 
 def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
+from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.calls import calls_of_gloo
@@ -128,7 +129,11 @@ def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile 
 
 
 def to_rank_trace(
-    where: str, file: KinetoFile, rank: int, flight: Sequence[FlightEntry]
+    where: str,
+    file: KinetoFile,
+    rank: int,
+    flight: Sequence[FlightEntry],
+    classifier: EventClassifier,
 ) -> RankTrace:
     """The nouns of one rank. Raises DataError where nothing in the trace has a duration."""
     rows, header = file.rows, file.header
@@ -150,5 +155,6 @@ def to_rank_trace(
         events=rows.events,
         calls=found.calls,
         groups=found.groups,
+        kinds=classifier.classify(rows.events, found.calls),
         notes=tuple(replace(note, rank=rank) for note in notes),
     )

@@ -19,7 +19,7 @@ from stepsplit.analyzer.model.config_table import TomlTable, read_table
 from stepsplit.analyzer.model.predict import predict, rates_of
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.io import body_of, job_body
+from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     ComparedMemory,
     ComparedStage,
@@ -73,8 +73,8 @@ def _with(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) ->
     findings = (*report.findings, *gap_findings(gap, report.findings))
     return replace(
         report,
-        prediction=body_of(prediction),
-        job=job_body(table),
+        prediction=build_prediction_row(prediction),
+        job=build_job_tables(table),
         gap=gap,
         findings=tuple(sorted(findings, key=lambda one: -one.gain_ns)),
         mfu=None if prediction.mfu is None else prediction.mfu * times,

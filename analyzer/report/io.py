@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 
@@ -15,7 +13,7 @@ from stepsplit.analyzer.model.config_file import job_in
 from stepsplit.analyzer.model.config_table import TomlTable
 from stepsplit.analyzer.model.hardware_config import hardware_file
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
-from stepsplit.analyzer.report.report import SCHEMA, Report
+from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, write_tables
 
 # A report's folder: report.json and tables/.
@@ -83,9 +81,9 @@ def read_report(path: Path) -> Report:
 # The prediction that a report holds, and the job that it is of.
 
 
-def body_of(prediction: Prediction) -> dict[str, Any]:
+def build_prediction_row(prediction: Prediction) -> PredictionRow:
     """The prediction as report.json holds it."""
-    return msgspec.json.decode(prediction_to_json(prediction), type=dict[str, Any])
+    return msgspec.json.decode(prediction_to_json(prediction), type=PredictionRow)
 
 
 def prediction_of(report: Report) -> Prediction | None:
@@ -95,19 +93,21 @@ def prediction_of(report: Report) -> Prediction | None:
     return prediction_from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
 
 
-def job_body(run: TomlTable) -> dict[str, Any]:
-    """The tables of a RUN.toml by name, as report.json holds them: what they take from a file of
-    the hardware stands in them, and no file is named."""
-    tables = {name: dict(cast(Mapping[str, object], own)) for name, own in run.values.items()}
-    hardware = tables.setdefault("hardware", {})
-    file = hardware_file(TomlTable(run.where, "hardware", hardware))
-    if file is not None:
-        tables["hardware"] = hardware = {**file.values, **hardware}
-    for key in ("file", "measured"):
-        hardware.pop(key, None)
-    return msgspec.json.decode(msgspec.json.encode(tables), type=dict[str, Any])
+def build_job_tables(run: TomlTable) -> JobTables:
+    """The tables of a RUN.toml as report.json holds them: what they take from a file of the
+    hardware stands in them, and no file is named."""
+    hardware = TomlTable(run.where, "hardware", {})
+    stated = run.table("hardware", hardware)
+    file = hardware_file(stated) or hardware
+    values = {**file.values, **stated.values}
+    kept = {key: value for key, value in values.items() if key not in ("file", "measured")}
+    return msgspec.json.decode(
+        msgspec.json.encode({**run.values, "hardware": kept}), type=JobTables
+    )
 
 
 def job_of_report(report: Report) -> JobConfig | None:
     """The job that the run was held against, None where there is none. Raises DataError."""
-    return None if report.job is None else job_in(TomlTable("report.json", "", report.job))
+    if report.job is None:
+        return None
+    return job_in(TomlTable("report.json", "", msgspec.structs.asdict(report.job)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, Kind, Split
@@ -347,9 +347,110 @@ class Finding(Struct, frozen=True):
     message: str
 
 
+# The prediction that a run is compared with, in the keys of the schema stepsplit.prediction/1, and
+# the job that it is of.
+
+
+class PredictedMemory(Struct, frozen=True):
+    """Predicted peak bytes on one rank of a stage, by category, and their sum."""
+
+    stage: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    transient_bytes: int
+    other_bytes: int
+    total_bytes: int
+
+
+class PredictedCalls(Struct, frozen=True):
+    """One kind of communication of a stage: its calls a rank and step, and their time in all."""
+
+    strategy: str
+    op: str
+    axis: str
+    stage: int
+    phase: str
+    count: int
+    message_bytes: int
+    input_bytes: int
+    wire_bytes: int
+    time_ns: int
+    time_ns_low: int
+    time_ns_high: int
+    exposed_ns: int
+
+
+class PredictedBubble(Struct, frozen=True):
+    """The bubble of the schedule: as a fraction of the pipeline's time, and of its work."""
+
+    bubble_fraction: float
+    bubble_overhead: float
+
+
+class PredictedSplit(Struct, frozen=True, kw_only=True):
+    """A predicted step, by bucket; stage is left out of the row of the slowest stage."""
+
+    stage: int | UnsetType = UNSET
+    compute_ns: int
+    collective_ns: int
+    p2p_ns: int
+    skew_ns: int
+    bubble_ns: int
+    copy_ns: int
+    idle_ns: int
+    step_ns: int
+    overlapped_ns: int
+    bubble_covered_ns: int
+    fused_ns: int
+
+
+class FormulaRow(Struct, frozen=True):
+    """A formula that the prediction used, and where it was published."""
+
+    id: str
+    citation: str
+    text: str
+
+
+class PredictionRow(Struct, frozen=True):
+    """The whole prediction; report.io.prediction_of gives it as the model's own type."""
+
+    schema: str
+    parameters: int
+    parameters_per_stage: tuple[int, ...]
+    memory: tuple[PredictedMemory, ...]
+    model_flops: int
+    hardware_flops: int
+    communication: tuple[PredictedCalls, ...]
+    pipeline: PredictedBubble
+    splits: tuple[PredictedSplit, ...]
+    split: PredictedSplit
+    mfu: float | None
+    hfu: float | None
+    tokens_per_s_per_gpu: float
+    fits: bool
+    formulas: tuple[FormulaRow, ...]
+    confidence: str
+    low_ns: int
+    high_ns: int
+    convention: str
+    notes: tuple[str, ...]
+
+
+class JobTables(Struct, frozen=True):
+    """The tables of a RUN.toml, with the keys that it states or that were inferred;
+    report.io.job_of_report gives the job that they describe."""
+
+    model: dict[str, object]
+    parallel: dict[str, object]
+    training: dict[str, object]
+    hardware: dict[str, object]
+
+
 class Report(Struct, frozen=True, kw_only=True):
-    """One analyzed run. prediction is the model's JSON, of the schema stepsplit.prediction/1, and
-    job the RUN.toml that it is of, its tables by name: predicted.py reads both."""
+    """One analyzed run; prediction and job are of the model that it was compared with."""
 
     schema: str = SCHEMA
     run: Run
@@ -374,8 +475,8 @@ class Report(Struct, frozen=True, kw_only=True):
     slow_steps: tuple[SlowStep, ...] = ()
     coverage: tuple[Coverage, ...] = ()
     memory: tuple[MemoryRow, ...] | None = None
-    prediction: dict[str, Any] | None = None
-    job: dict[str, Any] | None = None
+    prediction: PredictionRow | None = None
+    job: JobTables | None = None
     gap: Gap | None = None
     findings: tuple[Finding, ...] = ()
     mfu: float | None = None

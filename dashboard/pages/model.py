@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dash import html
 from dash.development.base_component import Component
+from msgspec import structs
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
@@ -19,6 +18,7 @@ from stepsplit.analyzer.model.plan_space import Candidate
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.io import job_of_report
+from stepsplit.analyzer.report.report import JobTables
 from stepsplit.analyzer.units import memory_size, milliseconds, percent, signed_percent
 from stepsplit.dashboard.figures.run import NamedSplit, memory, splits
 from stepsplit.dashboard.pages.components import (
@@ -51,10 +51,9 @@ def model_page(view: View, chosen: AddressQuery) -> list[Component]:
         job = job_of_report(report)
     except StepsplitError as error:
         return [nothing("The model cannot read this run's job", str(error))]
-    if job is None or report.gap is None:
+    if job is None or report.job is None or report.gap is None:
         return list(against_the_model(report))
-    values = report.job or {}
-    changed = changed_job(values, chosen)
+    changed = changed_job(report.job, chosen)
     gap = report.gap.shown
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
@@ -151,9 +150,11 @@ class Changed:
     fault: str
 
 
-def changed_job(values: Mapping[str, Any], chosen: AddressQuery) -> Changed:
+def changed_job(recorded: JobTables, chosen: AddressQuery) -> Changed:
     """The job of those tables of a RUN.toml with what the address changes."""
-    tables = {name: dict(own) for name, own in values.items()}
+    tables: dict[str, dict[str, object]] = {
+        name: dict(own) for name, own in structs.asdict(recorded).items()
+    }
     for key, value in _asked(chosen).items():
         own = tables.setdefault(_TABLE.get(key, "parallel"), {})
         own[key] = value

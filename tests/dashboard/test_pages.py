@@ -184,8 +184,8 @@ def test_a_hardware_file_of_the_run_is_part_of_its_job(tmp_path: Path) -> None:
     run.write_text('[hardware]\nfile = "mine.toml"\n')
     report = analyze(SAMPLES / "tp2_pp2", run=run)
     assert report.job is not None
-    assert report.job["hardware"]["memory_bytes"] == 123456789
-    assert "file" not in report.job["hardware"]
+    assert report.job.hardware["memory_bytes"] == 123456789
+    assert "file" not in report.job.hardware
 
 
 def test_two_runs_are_compared_bucket_by_bucket() -> None:

@@ -15,8 +15,9 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -220,8 +221,14 @@ def public(module: str) -> Iterator[str]:
     found = importlib.import_module(module)
     for name in sorted(found.__all__):
         one = getattr(found, name)
-        lines = class_lines(one) if inspect.isclass(one) else [f"def {name}{signature(one)}"]
-        yield "\n".join([f"# {module}", *lines, ""])
+        yield "\n".join([f"# {module}", *lines_of(name, one), ""])
+
+
+def lines_of(name: str, one: Any) -> Iterable[str]:
+    """A class with its fields and methods, a constant with its value, or a function."""
+    if inspect.isclass(one):
+        return class_lines(one)
+    return [f"def {name}{signature(one)}"] if callable(one) else [f"{name} = {one!r}"]
 
 
 def class_lines(kind: type) -> Iterator[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.build import origin_ns
@@ -18,6 +16,9 @@ from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
 from stepsplit.collectors.run_spec import whole_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # RunSplit -> Tables: the detail beside the report.
 
@@ -178,6 +179,9 @@ _T = TypeVar("_T", Segments, Boxes, Waits)
 
 def write_tables(folder: Path, tables: Tables) -> None:
     """Writes a Parquet file a table into the folder, each whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     folder.mkdir(parents=True, exist_ok=True)
     for table in (tables.segments, tables.boxes, tables.waits):
         path = _path(folder, type(table))
@@ -202,6 +206,8 @@ def _path(folder: Path, kind: type) -> Path:
 
 
 def _read(folder: Path, kind: type[_T]) -> _T:
+    import pyarrow.parquet as pq
+
     # read_table would load pyarrow.dataset, half a second, for a plain file.
     with pq.ParquetFile(_path(folder, kind)) as file:
         table = file.read()
@@ -329,23 +335,22 @@ def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
 FILE_NAME = "slices.parquet"
 
 _NUMBERS = {
-    "depth": pa.uint8(),
-    "bucket": pa.uint8(),
-    "owner": pa.int32(),
-    "start_ns": pa.int64(),
-    "dur_ns": pa.int64(),
+    "depth": "uint8",
+    "bucket": "uint8",
+    "owner": "int32",
+    "start_ns": "int64",
+    "dur_ns": "int64",
 }
-
-_NAMED = pa.dictionary(pa.int32(), pa.string())
-
-_SCHEMA = pa.schema([("rank", pa.int32()), ("lane", _NAMED), ("name", _NAMED), *_NUMBERS.items()])
+"""Columns of numbers, with Arrow's name of their type."""
 
 
 def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     """Writes the slices of every rank, a row group a rank, whole or not at all."""
+    import pyarrow.parquet as pq
+
     with (
         whole_file(folder / FILE_NAME) as file,
-        pq.ParquetWriter(file, _SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(file, _slice_schema(), compression="zstd") as writer,
     ):
         for rank in slices:
             table = _table(rank, slices[rank])
@@ -357,6 +362,8 @@ class StoredSlices(Mapping[int, Slices]):
 
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError, and ValueError where the file is none of these."""
+        import pyarrow.parquet as pq
+
         self._path = path
         groups = pq.read_metadata(path)
         self._group = {
@@ -364,6 +371,8 @@ class StoredSlices(Mapping[int, Slices]):
         }
 
     def __getitem__(self, rank: int) -> Slices:
+        import pyarrow.parquet as pq
+
         with pq.ParquetFile(self._path, read_dictionary=["lane", "name"]) as file:
             return _slices_in(file.read_row_group(self._group[rank]))
 
@@ -374,14 +383,24 @@ class StoredSlices(Mapping[int, Slices]):
         return len(self._group)
 
 
+def _slice_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    named = pa.dictionary(pa.int32(), pa.string())
+    numbers = [(name, pa.type_for_alias(kind)) for name, kind in _NUMBERS.items()]
+    return pa.schema([("rank", pa.int32()), ("lane", named), ("name", named), *numbers])
+
+
 def _table(rank: int, own: Slices) -> pa.Table:
+    import pyarrow as pa
+
     columns = {
         "rank": np.full(len(own.lane), rank, dtype=np.int32),
         "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
         "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
         **{name: getattr(own, name) for name in _NUMBERS},
     }
-    return pa.table(columns, schema=_SCHEMA)
+    return pa.table(columns, schema=_slice_schema())
 
 
 def _slices_in(table: pa.Table) -> Slices:

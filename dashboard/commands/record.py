@@ -144,7 +144,7 @@ def _train(mesh: Mesh, folder: Path) -> None:
 
 def _serve(analysis: Analysis, port: int) -> None:
     from stepsplit.dashboard.commands.common import open_store
-    from stepsplit.dashboard.web.server import free_port, serve
+    from stepsplit.dashboard.web.serve import free_port, serve
 
     store = open_store()
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)

@@ -88,8 +88,8 @@ def dashboard_command(
 ) -> None:
     """Serve the pages: runs, uploads, and where each step of a run went."""
     need("dash", "dashboard")
-    from stepsplit.dashboard.web.auth import access_to, trusted_proxy
-    from stepsplit.dashboard.web.server import Serving, free_port, serve
+    from stepsplit.dashboard.web.auth import Serving, access_to, trusted_proxy
+    from stepsplit.dashboard.web.serve import free_port, serve
 
     proxy, password = trusted_proxy(trusted_proxy_header, proxies), _password(password_file)
     store = open_store(url, artifacts)

@@ -1,4 +1,4 @@
-"""Access: tokens, passwords, throttling, security headers."""
+"""How the server is served, and access to it: tokens, passwords, throttling, security headers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,24 @@ from urllib.parse import urlsplit
 from flask import Flask, Request, Response, request
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.tokens import Tokens
-from stepsplit.dashboard.web.uploads import Refused
+from stepsplit.dashboard.web.uploads import Limits, Refused
+
+# The production server: gunicorn's processes and threads, and the workers beside them.
+
+Ready = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How to serve: who may come in, how much is taken, how many workers run beside the server."""
+
+    access: Access
+    limits: Limits = field(default_factory=Limits)
+    workers: int = 1
+    log_format: LogFormat = "text"
+
 
 # Who has tried too many wrong passwords of late.
 

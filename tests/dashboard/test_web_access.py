@@ -21,7 +21,8 @@ from stepsplit.dashboard.web.auth import (
     access_to,
     trusted_proxy,
 )
-from stepsplit.dashboard.web.server import create_server, free_port, serve
+from stepsplit.dashboard.web.serve import free_port, serve
+from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}
 PASSWORD = "correct horse"

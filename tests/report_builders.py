@@ -17,7 +17,6 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import (
     AxisSize,
     BlameRow,
-    CollectiveRow,
     ExposedRow,
     Finding,
     GroupRow,
@@ -30,6 +29,7 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.analyzer.report.tables import Boxes, Segments, Tables
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
 MS = 1_000_000
 STEPS = (3, 4, 5, 6, 7)

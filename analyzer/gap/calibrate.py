@@ -733,7 +733,7 @@ def transfers_seen(found: RunSplit) -> tuple[Transfer, ...]:
     host = {rank.trace.rank: rank.trace.host for rank in found.ranks}
     rows = []
     for one in found.collectives:
-        if one.busbw_bytes_per_s is None or one.op == "recv":
+        if one.busbw_bytes_per_s is None or one.message_bytes is None or one.op == "recv":
             continue
         ranks = found.matched.groups[one.group].ranks
         hosts = [host.get(rank, "") for rank in ranks]

@@ -331,7 +331,7 @@ def _dtype(found: RunSplit) -> str | None:
         return "fp8"
     moved: Counter[str] = Counter()
     for one in found.collectives:
-        moved[one.dtype.lower()] += one.count * max(0, one.message_bytes)
+        moved[(one.dtype or "").lower()] += one.count * (one.message_bytes or 0)
     names = [_DTYPES[name] for name, _ in moved.most_common() if name in _DTYPES]
     return next(iter(names), None)
 

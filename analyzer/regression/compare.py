@@ -13,13 +13,13 @@ import msgspec
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.report.report import (
-    CollectiveRow,
     GroupRow,
     Report,
     StepRow,
     full_steps,
     step_median_ns,
 )
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 
 # Two reports -> what differs between their runs.

@@ -19,7 +19,8 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.regression.compare import axis_in_words, mean_split, peak_bytes
 from stepsplit.analyzer.report.io import prediction_of
-from stepsplit.analyzer.report.report import CollectiveRow, GroupRow, Report, StepRow, full_steps
+from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, full_steps
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
 # What the gate keeps of a run: small enough for a file in git, enough to say what moved.
 

@@ -16,7 +16,6 @@ from stepsplit.analyzer.report.report import (
     AxisSize,
     BlameRow,
     ClockRow,
-    CollectiveRow,
     ContentionRow,
     ExposedRow,
     Finding,
@@ -28,11 +27,9 @@ from stepsplit.analyzer.report.report import (
     Report,
     Run,
     StageRow,
-    StepCallsRow,
     StepRow,
     WarningRow,
 )
-from stepsplit.analyzer.split.bandwidth import CollectiveStat, StepCalls
 from stepsplit.analyzer.split.blame import Blame
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.idle import IdleCause
@@ -74,8 +71,8 @@ def build_report(
         steps=steps,
         exposed=tuple(row for rank in found.ranks for row in _exposed(rank)),
         clocks=_clocks(found, origin),
-        collectives=tuple(_collective(stat) for stat in found.collectives),
-        step_calls=tuple(map(_step_calls, found.step_calls)),
+        collectives=found.collectives,
+        step_calls=found.step_calls,
         blame=blamed,
         pipeline=pipeline,
         idle=idle,
@@ -171,23 +168,6 @@ def _clocks(found: RunSplit, origin: int) -> tuple[ClockRow, ...]:
         )
         for c in found.alignment.clocks
     )  # fmt: skip
-
-
-def _collective(stat: CollectiveStat) -> CollectiveRow:
-    return CollectiveRow(
-        stat.group, stat.op, stat.dtype or None,
-        stat.message_bytes if stat.message_bytes >= 0 else None, stat.count,
-        stat.transfer_ns_median, stat.wait_ns_median,
-        stat.algbw_bytes_per_s, stat.busbw_bytes_per_s,
-    )  # fmt: skip
-
-
-def _step_calls(row: StepCalls) -> StepCallsRow:
-    kind = row.kind
-    size = kind.message_bytes if kind.message_bytes >= 0 else None
-    return StepCallsRow(
-        kind.group, kind.op, kind.dtype or None, size, row.calls, row.least, row.most
-    )
 
 
 def _blame(blamed: Sequence[Blame]) -> tuple[BlameRow, ...]:

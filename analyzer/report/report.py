@@ -18,6 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, Kind, Split
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
+from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
@@ -228,33 +229,6 @@ class ClockRow(Struct, frozen=True):
     drift_ppm: float | None
     sigma_ns: int | None
     residual_ns: int | None
-
-
-class CollectiveRow(Struct, frozen=True):
-    """All calls of one op and size on one group. busbw as nccl-tests define it; None: unknown."""
-
-    group: int
-    op: str
-    dtype: str | None
-    message_bytes: int | None
-    count: int
-    transfer_ns_median: int
-    wait_ns_median: int
-    algbw_bytes_per_s: float | None
-    busbw_bytes_per_s: float | None
-
-
-class StepCallsRow(Struct, frozen=True):
-    """The calls of one kind in a full step, those of all recorded ranks together: as most steps
-    have it, the least and the most that a step has. A collective counts at each member."""
-
-    group: int
-    op: str
-    dtype: str | None
-    message_bytes: int | None
-    calls: int
-    least: int
-    most: int
 
 
 class BlameRow(Struct, frozen=True):

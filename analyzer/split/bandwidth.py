@@ -18,13 +18,14 @@ from stepsplit.analyzer.trace import OPS, Int64, RankTrace
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveStat:
-    """All calls of one op, dtype and size on one group; -1 and None are unknown."""
+class CollectiveRow:
+    """All calls of one op, dtype and size on one group, -1 where that is unknown; None is unknown.
+    busbw is as nccl-tests define it."""
 
     group: int
     op: str
-    dtype: str
-    message_bytes: int
+    dtype: str | None
+    message_bytes: int | None
     count: int
     transfer_ns_median: int
     wait_ns_median: int
@@ -34,13 +35,13 @@ class CollectiveStat:
 
 def collective_stats(
     traces: Sequence[RankTrace], matched: Matched, arrivals: Arrivals
-) -> tuple[CollectiveStat, ...]:
+) -> tuple[CollectiveRow, ...]:
     """One row a kind of call, the most transfer time first."""
-    stats = [_stat(kind, rows, matched, arrivals) for kind, rows in kinds_of(traces, matched)]
-    return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
+    found = [_collective(kind, rows, matched, arrivals) for kind, rows in kinds_of(traces, matched)]
+    return tuple(sorted(found, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
 
 
-def _stat(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> CollectiveStat:
+def _collective(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> CollectiveRow:
     group, op, size = kind.group, kind.op, kind.message_bytes
     moved = np.maximum(arrivals.moved_ns[rows] - arrivals.moves_ns[rows], 0)
     life = arrivals.end_ns[rows] - arrivals.start_ns[rows]
@@ -50,11 +51,11 @@ def _stat(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> 
     algbw = size / (transfer / 1e9) if known else None
     ranks = len(matched.groups[group].ranks) if group >= 0 else 1
     keys = matched.key[rows]
-    return CollectiveStat(
+    return CollectiveRow(
         group=group,
         op=op,
-        dtype=kind.dtype,
-        message_bytes=size,
+        dtype=kind.dtype or None,
+        message_bytes=size if size >= 0 else None,
         count=len(np.unique(keys[keys >= 0])) + int((keys < 0).sum()),
         transfer_ns_median=transfer,
         wait_ns_median=int(np.median(waited)),
@@ -67,11 +68,14 @@ def _stat(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class StepCalls:
+class StepCallsRow:
     """The calls of one kind in a full step, those of all recorded ranks together: as most steps
-    have it, the least and the most that a step has."""
+    have it, the least and the most that a step has. A collective counts at each member."""
 
-    kind: CallKind
+    group: int
+    op: str
+    dtype: str | None
+    message_bytes: int | None
     calls: int
     least: int
     most: int
@@ -79,7 +83,7 @@ class StepCalls:
 
 def step_calls(
     traces: Sequence[RankTrace], steps: Sequence[Steps], matched: Matched
-) -> tuple[StepCalls, ...]:
+) -> tuple[StepCallsRow, ...]:
     """A row for each kind of call that a full step has; a call is of the window that it began in.
 
     Most steps decide rank by rank: a call may begin just before or after the edge of a step.
@@ -108,7 +112,7 @@ def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]
 
 def _row(
     kind: CallKind, rows: Int64, matched: Matched, window: Int64, counted: Sequence[int]
-) -> StepCalls:
+) -> StepCallsRow:
     rows = rows[window[rows] >= 0]
     ranks = np.unique(matched.trace[rows]).tolist()
     of_ranks = [
@@ -117,7 +121,8 @@ def _row(
     ]
     usual = sum(int(np.bincount(counts).argmax()) for counts in of_ranks)
     least, most = (sum(int(edge(counts)) for counts in of_ranks) for edge in (np.min, np.max))
-    return StepCalls(kind, usual, least, most)
+    size = kind.message_bytes if kind.message_bytes >= 0 else None
+    return StepCallsRow(kind.group, kind.op, kind.dtype or None, size, usual, least, most)
 
 
 # Which calls are of one kind: the same op, dtype and size on the same group.

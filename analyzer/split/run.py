@@ -20,8 +20,8 @@ from stepsplit.analyzer.split.attribute import (
     phases_of,
 )
 from stepsplit.analyzer.split.bandwidth import (
-    CollectiveStat,
-    StepCalls,
+    CollectiveRow,
+    StepCallsRow,
     collective_stats,
     step_calls,
 )
@@ -111,8 +111,8 @@ class RunSplit:
     alignment: Alignment
     matched: Matched
     arrivals: Arrivals
-    collectives: tuple[CollectiveStat, ...]
-    step_calls: tuple[StepCalls, ...]
+    collectives: tuple[CollectiveRow, ...]
+    step_calls: tuple[StepCallsRow, ...]
     schedule: Schedule | None
     holes: tuple[StageHoles, ...]
     blame: tuple[Blame, ...]

@@ -10,9 +10,10 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.what_if import ideal_grid
 from stepsplit.analyzer.gap.comm_gap import modelled_busbw
-from stepsplit.analyzer.report.report import CollectiveRow, Pipeline, Report
+from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.attribute import Overlap, overlaps_together
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.lateness import Lateness
 from stepsplit.analyzer.units import milliseconds, percent, size
 from stepsplit.dashboard.figures.communication import (

@@ -11,7 +11,6 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.report.report import (
     NO_MODEL,
     BlameRow,
-    CollectiveRow,
     Finding,
     GroupRow,
     Report,
@@ -19,6 +18,7 @@ from stepsplit.analyzer.report.report import (
     step_median_ns,
 )
 from stepsplit.analyzer.split.attribute import Coverage
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import (
     gigabytes_per_second,

@@ -19,7 +19,6 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.workers import Progress as OnProgress
 from stepsplit.analyzer.report.report import (
     BucketMedian,
-    CollectiveRow,
     ComparedCalls,
     Finding,
     Gap,
@@ -31,6 +30,7 @@ from stepsplit.analyzer.report.report import (
     full_steps,
     step_median_ns,
 )
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     BUCKET_STYLE,

@@ -23,7 +23,6 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.analyzer.report.report import (
     AxisSize,
-    CollectiveRow,
     ExposedRow,
     GroupRow,
     Host,
@@ -34,6 +33,7 @@ from stepsplit.analyzer.report.report import (
     StepRow,
 )
 from stepsplit.analyzer.split.attribute import Coverage
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 

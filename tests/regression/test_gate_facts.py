@@ -12,13 +12,12 @@ from stepsplit.analyzer.analysis import facts_at
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.regression.metrics import Setup, facts_of, read_baseline, to_json
 from stepsplit.analyzer.report.report import (
-    CollectiveRow,
     ExposedRow,
     GroupRow,
     Report,
-    StepCallsRow,
     StepRow,
 )
+from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 US = 1_000

@@ -7,7 +7,7 @@ from pathlib import Path
 from builders import GpuTrace
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.report.report import StepCallsRow
+from stepsplit.analyzer.split.bandwidth import StepCallsRow
 
 WORLD = [("0", "default_pg", (0, 1))]
 

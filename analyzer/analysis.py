@@ -9,10 +9,17 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.causes import find_causes
+from stepsplit.analyzer.diagnose.hang import read_calls
+from stepsplit.analyzer.diagnose.hang_progress import Hang
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.readers.recording import (
+    Recording,
+    open_recording,
+    read_recording,
+    read_recording_files,
+)
 from stepsplit.analyzer.readers.workers import Progress, no_progress
 from stepsplit.analyzer.regression.checks import DEFAULT, Verdict, budgets_of
 from stepsplit.analyzer.regression.compare import RunComparison, compare_reports
@@ -137,7 +144,25 @@ def examine(
     recording does not tell) or "auto", the report is held against the model. Raises
     errors.DataError, and UsageError where the model needs to know more.
     """
-    return _examined(places, workers, progress, rules, _against(run))
+    held = _against(run)
+    return _examined(read_recording(places, workers, progress, rules), held)
+
+
+def examine_or_find_hang(
+    places: Sequence[str | Path],
+    workers: int = 1,
+    progress: Progress = no_progress,
+    rules: Rules = BUILT_IN,
+    run: str | Path | None = None,
+) -> Analysis | Hang:
+    """As examine; where the places hold Flight Recorder dumps and no traces, how the calls stand by
+    these dumps."""
+    held = _against(run)
+    with open_recording(places) as files:
+        if files.only_dumps:
+            return read_calls(places)
+        recording = read_recording_files(files, workers, progress, rules)
+    return _examined(recording, held)
 
 
 def examine_as_told(
@@ -154,13 +179,10 @@ def examine_as_told(
             told = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, told))
 
-    return _examined(places, workers, progress, BUILT_IN, tried)
+    return _examined(read_recording(places, workers, progress), tried)
 
 
-def _examined(
-    places: Sequence[str | Path], workers: int, progress: Progress, rules: Rules, held: _Held
-) -> Analysis:
-    recording = read_recording(places, workers, progress, rules)
+def _examined(recording: Recording, held: _Held) -> Analysis:
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
     causes = find_causes(found, origin_ns(found), recording.records)
     report = build_report(recording, found, causes.findings, causes.notes)

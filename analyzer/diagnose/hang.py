@@ -31,7 +31,7 @@ from stepsplit.analyzer.diagnose.hang_progress import (
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import files_of
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
-from stepsplit.analyzer.readers.registry import FLIGHT, NSYS, TRACE, kinds_of
+from stepsplit.analyzer.readers.registry import FLIGHT, kinds_of
 from stepsplit.analyzer.readers.sources import Source
 
 # All that is known of a hang while its culprits are looked for.
@@ -81,13 +81,6 @@ def read_calls(places: Sequence[str | Path]) -> Hang:
         raise DataError(places[0] if places else "no path", f"no Flight Recorder dump in it{why}",
                         "name the folder of a job's dumps")  # fmt: skip
     return how_calls_stand(dumps, warnings)
-
-
-def only_dumps(places: Sequence[str | Path]) -> bool:
-    """Whether there are Flight Recorder dumps in the places and no traces. Raises DataError."""
-    with files_of([str(place) for place in places]) as sources:
-        kinds = {kind for source in sources for kind in _kinds(source)}
-    return FLIGHT.name in kinds and kinds.isdisjoint((TRACE.name, NSYS.name))
 
 
 def read_dumps(

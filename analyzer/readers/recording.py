@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -61,20 +62,25 @@ def read_recording(
     DataError where a place is missing, a file that was named cannot be read, or nothing in all of
     them is a trace.
     """
-    if not places:
-        raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
-    named = [str(place) for place in places]
-    with files_of(with_neighbors(named)) as sources:
-        files, left_alone = sorted_out(sources, named)
-        found, unreadable = _traces(files, named, workers, progress, rules)
-        records, odd = _records(files.records)
-        spec = _spec(files.runs) or (spec_of(records) if records else None)
-    notes = (*left_alone, *unreadable, *odd)
+    with open_recording(places) as files:
+        return read_recording_files(files, workers, progress, rules)
+
+
+def read_recording_files(
+    files: RecordingFiles, workers: int, progress: Progress, rules: Rules
+) -> Recording:
+    """The recording in open files; arguments and what is raised as in read_recording."""
+    for error in files.refused:
+        raise error
+    found, unreadable = _traces(files, files.named, workers, progress, rules)
+    records, odd = _records(files.records)
+    spec = _spec(files.runs) or (spec_of(records) if records else None)
+    notes = (*files.notes, *unreadable, *odd)
     if not found:
-        raise _nothing(named[0], files, notes)
+        raise _nothing(files.named[0], files, notes)
     traces, guessed = ranked(found)
     notes += (*guessed, *_mixed(traces))
-    name = spec.name if spec else _folder_name(named[0])
+    name = spec.name if spec else _folder_name(files.named[0])
     kept, notes = _of_this_run(with_members(traces), spec, notes)
     ranks = {trace.rank for trace in kept}
     told = tuple(record for record in records if record.rank.rank in ranks)
@@ -216,14 +222,39 @@ EXPORT = "export it with nsys export --type sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RecordingFiles:
-    """The files of a recording by what they are; others are the kinds that no split is made of."""
+    """The files of a recording by what they are; others are the kinds that no split is made of.
 
+    named are the places that they were found in, refused what is wrong with a file that was named,
+    notes what was left alone.
+    """
+
+    named: tuple[str, ...]
     runs: tuple[Source, ...]
     traces: tuple[Source, ...]
     nsys: tuple[Source, ...]
     flights: tuple[Source, ...]
     records: tuple[Source, ...]
     others: tuple[str, ...]
+    refused: tuple[DataError, ...]
+    notes: tuple[Note, ...]
+
+    @property
+    def only_dumps(self) -> bool:
+        """Whether there are Flight Recorder dumps and no traces."""
+        return bool(self.flights) and not self.traces and not self.nsys
+
+
+@contextmanager
+def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
+    """The files in the places by their kinds, on disk while the context is open.
+
+    Raises DataError where a place is missing or an archive is torn.
+    """
+    if not places:
+        raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
+    named = tuple(str(place) for place in places)
+    with files_of(with_neighbors(named)) as sources:
+        yield sort_by_kind(sources, named)
 
 
 def with_neighbors(named: Sequence[str]) -> list[str]:
@@ -244,28 +275,28 @@ def _says_more(name: str) -> bool:
     return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
 
 
-def sorted_out(
-    sources: Sequence[Source], named: Sequence[str]
-) -> tuple[RecordingFiles, tuple[Note, ...]]:
-    """The files by their kinds; what merely lies beside a trace is left alone.
-
-    Raises DataError where a file that was named is of no kind.
-    """
+def sort_by_kind(sources: Sequence[Source], named: tuple[str, ...]) -> RecordingFiles:
+    """The files by their kinds; what merely lies beside a trace is left alone, and a file that was
+    named and is of no kind is refused."""
     by_kind: dict[str, list[Source]] = defaultdict(list)
-    notes = []
+    refused, notes = [], []
     for source in sources:
         try:
             kinds = _kinds(source, source.where in named)
         except DataError as error:
             if source.where in named:
-                raise
-            notes.append(skipped(source, error))
+                refused.append(error)
+            else:
+                notes.append(skipped(source, error))
             continue
         for kind in kinds:
             by_kind[kind].append(source)
     kinds = (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
     runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
-    return RecordingFiles(runs, traces, nsys, flights, records, tuple(by_kind)), tuple(notes)
+    others = tuple(by_kind)
+    return RecordingFiles(
+        named, runs, traces, nsys, flights, records, others, tuple(refused), tuple(notes)
+    )
 
 
 def skipped(source: Source, error: DataError) -> Note:

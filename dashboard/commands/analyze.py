@@ -14,6 +14,7 @@ from stepsplit.dashboard.commands.common import cores, need, put_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
+    from stepsplit.analyzer.diagnose.hang_progress import Hang
 
 
 # stepsplit analyze: a recording -> the screen, report.json, tables/.
@@ -52,8 +53,7 @@ def analyze_command(
     """
     from rich.console import Console
 
-    from stepsplit.analyzer.analysis import examine
-    from stepsplit.analyzer.diagnose.hang import only_dumps
+    from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
     from stepsplit.analyzer.report.io import save, to_json
     from stepsplit.dashboard.reporters.terminal import reading_bar, report_screen
@@ -61,13 +61,10 @@ def analyze_command(
     if html_file is not None:
         need("dash", "dashboard")
     rules = BUILT_IN if rules_file is None else read_rules(rules_file)
-    try:
-        with reading_bar() as progress:
-            analysis = examine(places, workers or cores(), progress, rules, run)
-    except DataError:
-        if not only_dumps(places):
-            raise
-        _tell_hang(places, json_file, out)
+    with reading_bar() as progress:
+        analysis = examine_or_find_hang(places, workers or cores(), progress, rules, run)
+    if not isinstance(analysis, Analysis):
+        _show_hang(analysis, json_file, out)
         return
     if out is not None:
         save(out, analysis.report, analysis.tables)
@@ -85,16 +82,14 @@ def _write_page(file: Path, analysis: Analysis) -> None:
     write(file, still_page(view).encode())
 
 
-def _tell_hang(places: tuple[str, ...], json_file: str | None, out: Path | None) -> None:
-    """The same for a place of Flight Recorder dumps alone: where their job hangs."""
+def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
+    """Where a job hangs: the screen, and hang.json."""
     from rich.console import Console
 
-    from stepsplit.analyzer.diagnose.hang import read_calls
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
     from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
     from stepsplit.dashboard.reporters.terminal import hang_screen
 
-    hang = read_calls(places)
     if out is not None:
         write(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):

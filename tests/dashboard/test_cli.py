@@ -87,7 +87,7 @@ def test_an_error_of_ours_is_one_line_that_names_the_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("stepsplit.analyzer.analysis.examine", broken)
+    monkeypatch.setattr("stepsplit.analyzer.analysis.examine_or_find_hang", broken)
     assert cli.run(["analyze", str(trace)]) == 4
     told = capsys.readouterr().err
     assert told.count("\n") == 1

@@ -12,6 +12,7 @@ from required import shared_trace
 from rich.console import Console
 
 from stepsplit.analyzer import Hang, find_hang
+from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
 from stepsplit.analyzer.diagnose.hang_progress import (
     ChainEnd,
     Culprit,
@@ -28,6 +29,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import hang_screen
 
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
 T0 = 1_790_000_000_000_000_000
 WORLD = StuckGroup("0", "default_pg", (0, 1, 2))
 TP = StuckGroup("1", "TP", (0, 1))
@@ -368,3 +370,16 @@ def test_analyze_says_so_where_nothing_is_stuck(
         "nothing is stuck: every call in the dumps has completed",
         "2 dumps",
     ]
+
+
+def test_an_empty_file_among_named_dumps_is_left_out(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [WORLD], done(WORLD, 4), call(WORLD, 5))
+    dump(tmp_path, 1, [WORLD], done(WORLD, 4))
+    (tmp_path / "dump_2").write_bytes(b"")
+    found = examine_or_find_hang(sorted(tmp_path.iterdir()))
+    assert isinstance(found, Hang)
+    assert found.ranks == (0, 1)
+
+
+def test_dumps_beside_a_trace_are_a_part_of_its_recording() -> None:
+    assert isinstance(examine_or_find_hang([SAMPLES / "dp4"]), Analysis)

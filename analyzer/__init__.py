@@ -102,7 +102,6 @@ if TYPE_CHECKING:
         AxisSize,
         BlameRow,
         ClockRow,
-        CollectiveRow,
         ComparedCalls,
         ComparedMemory,
         ComparedStage,
@@ -120,12 +119,12 @@ if TYPE_CHECKING:
         Report,
         Run,
         StageRow,
-        StepCallsRow,
         StepRow,
         WarningRow,
     )
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
     from stepsplit.analyzer.split.attribute import Coverage, Overlap
+    from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
     from stepsplit.analyzer.split.critical_path import PathPart, PathStep
     from stepsplit.analyzer.split.kernels import KernelFamily
     from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
@@ -315,7 +314,7 @@ _HOME = {
     "CategoryMemory": "readers.memory_snapshot",
     "Cause": "regression.checks",
     "ClockRow": "report.report",
-    "CollectiveRow": "report.report",
+    "CollectiveRow": "split.bandwidth",
     "CommOp": "model.comm_ops",
     "Communication": "model.prediction",
     "Communicator": "readers.nccl.records",
@@ -403,7 +402,7 @@ _HOME = {
     "StackFrame": "diagnose.hang_progress",
     "StageMemory": "model.prediction",
     "StageRow": "report.report",
-    "StepCallsRow": "report.report",
+    "StepCallsRow": "split.bandwidth",
     "StepDurations": "split.steps",
     "StepRow": "report.report",
     "StepsplitError": "errors",

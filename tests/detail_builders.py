@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stepsplit.analyzer.report.report import ContentionRow, IdleRow, StepRow
-from stepsplit.analyzer.split.attribute import Coverage, Overlap
-from stepsplit.analyzer.split.critical_path import PathPart, PathStep
-from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import StepDurations
+from stepsplit.analyzer import (
+    ContentionRow,
+    Coverage,
+    IdleRow,
+    KernelFamily,
+    Lateness,
+    Overlap,
+    PathPart,
+    PathStep,
+    SlowKernel,
+    StepDurations,
+    StepRow,
+)
 
 MS = 1_000_000
 GEMM = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT<float, __nv_bfloat16, __nv_bfloat16, 192>"

@@ -10,17 +10,14 @@ from builders import GpuTrace
 from msgspec.structs import replace as with_fields
 from prediction_builders import prediction
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
 from stepsplit.analyzer.gap.gap import gap_of
 from stepsplit.analyzer.gap.waterfall import Price
-from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report
-from stepsplit.analyzer.report.report import Gap, Report
 from stepsplit.analyzer.split.run import RunSplit, split_run
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors import Mesh, RunSpec
 
 US = 1_000
 SIZE = 4_000

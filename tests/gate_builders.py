@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from stepsplit.analyzer import Setup
 from stepsplit.analyzer.regression.metrics import (
     BlameFact,
     CallsFact,
     GroupFact,
     RunFacts,
-    Setup,
     TimeFact,
     Value,
 )

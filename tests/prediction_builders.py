@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.config import (
+from stepsplit.analyzer import (
+    Band,
+    CommOp,
+    Communication,
     Efficiency,
     HardwareConfig,
     JobConfig,
-    Link,
     ModelConfig,
     ParallelConfig,
+    Prediction,
+    Split,
+    StageMemory,
     TrainingConfig,
 )
+from stepsplit.analyzer.model.config import Link
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction, StageMemory
 
 MS = 1_000_000
 GIB = 2**30

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 from detail_builders import detail
 
-from stepsplit.analyzer.analysis import Analysis
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import (
+from stepsplit.analyzer import (
+    BUCKETS,
+    Analysis,
     AxisSize,
     BlameRow,
+    Boxes,
+    CollectiveRow,
     ExposedRow,
     Finding,
     GroupRow,
@@ -24,12 +26,12 @@ from stepsplit.analyzer.report.report import (
     Pipeline,
     Report,
     Run,
+    Segments,
     StageRow,
     StepRow,
+    Tables,
     WarningRow,
 )
-from stepsplit.analyzer.report.tables import Boxes, Segments, Tables
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
 MS = 1_000_000
 STEPS = (3, 4, 5, 6, 7)

@@ -8,17 +8,15 @@ from typing import Any
 
 from required import SHARED_TRACES, absent
 
-from stepsplit.analyzer.model.config import (
+from stepsplit.analyzer import (
     Efficiency,
-    Experts,
     HardwareConfig,
     JobConfig,
-    LatentAttention,
-    Link,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
 )
+from stepsplit.analyzer.model.config import Experts, LatentAttention, Link
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)

@@ -11,11 +11,11 @@ import pytest
 from required import shared_trace
 from rich.console import Console
 
-from stepsplit.analyzer import Hang, find_hang
-from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
-from stepsplit.analyzer.diagnose.hang_progress import (
-    ChainEnd,
+from stepsplit.analyzer import (
+    Analysis,
     Culprit,
+    DataError,
+    Hang,
     LastCall,
     Mismatch,
     MismatchSide,
@@ -23,9 +23,10 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     StackFrame,
     Stuck,
     StuckGroup,
-    chain_ends,
+    find_hang,
 )
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.analysis import examine_or_find_hang
+from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, chain_ends
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import hang_screen
 

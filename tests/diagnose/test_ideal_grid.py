@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from report_builders import analysis
 
+from stepsplit.analyzer import Boxes
 from stepsplit.analyzer.diagnose.what_if import ideal_grid
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.dashboard.figures.run import one_pipeline
 
 

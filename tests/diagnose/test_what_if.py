@@ -11,9 +11,8 @@ from builders import GpuTrace
 from cases import for_each
 from replay_builders import scene
 
-from stepsplit.analyzer import analyze, what_if
-from stepsplit.analyzer.diagnose.what_if import EXAMPLES, WhatIfChange, change_of, replayed
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer import UsageError, WhatIfChange, analyze, what_if
+from stepsplit.analyzer.diagnose.what_if import EXAMPLES, change_of, replayed
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

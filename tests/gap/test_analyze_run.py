@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stepsplit.analyzer import analyze
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
 from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
-from stepsplit.analyzer.report.report import Report, step_median_ns
+from stepsplit.analyzer.report.report import step_median_ns
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import gap_section
 

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 from builders import CpuTrace
 
-from stepsplit.analyzer import DataError, UsageError, calibrate, predict, read_job, read_rates
-from stepsplit.analyzer.gap.calibrate import (
+from stepsplit.analyzer import (
     Calibration,
+    DataError,
+    Efficiency,
+    HardwareConfig,
+    JobConfig,
+    Rates,
+    UsageError,
+    calibrate,
+    predict,
+    read_job,
+    read_rates,
+)
+from stepsplit.analyzer.gap.calibrate import (
     RunSeen,
     StageSeen,
     Transfer,
@@ -22,9 +33,9 @@ from stepsplit.analyzer.gap.calibrate import (
     parts_of,
     to_json,
 )
-from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig, Learned, Span
+from stepsplit.analyzer.model.config import Learned, Span
 from stepsplit.analyzer.model.config_file import hardware, job_of
 from stepsplit.analyzer.model.memory import memory_of
 from stepsplit.dashboard import cli

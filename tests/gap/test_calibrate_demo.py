@@ -11,9 +11,8 @@ from benchmarks import busy
 
 pytest.importorskip("torch")
 
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.gap.calibrate import Calibration, RunSeen, calibration_of, run_seen
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer import BUCKETS, Calibration, predict
+from stepsplit.analyzer.gap.calibrate import RunSeen, calibration_of, run_seen
 from stepsplit.collectors.record import DemoArgs, launch_workload
 
 pytestmark = [

@@ -10,6 +10,7 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from prediction_builders import MS, prediction
 
+from stepsplit.analyzer import Band, CommOp, Communication, Prediction, predict
 from stepsplit.analyzer.gap.comm_gap import (
     Amount,
     MeasuredMessages,
@@ -18,10 +19,7 @@ from stepsplit.analyzer.gap.comm_gap import (
     compare_messages,
     measured_messages,
 )
-from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config_file import job_of
-from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.run import split_run

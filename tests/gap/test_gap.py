@@ -30,15 +30,8 @@ from hypothesis import strategies as st
 from prediction_builders import GIB, job
 from rich.console import Console
 
-from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.gap.comm_gap import Wire
-from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
-from stepsplit.analyzer.gap.waterfall import Price, price_of
-from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.config import ParallelConfig
-from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.prediction import Communication, StageMemory
-from stepsplit.analyzer.report.report import (
+from stepsplit.analyzer import (
+    Communication,
     ComparedCalls,
     ComparedMemory,
     ComparedStage,
@@ -46,12 +39,20 @@ from stepsplit.analyzer.report.report import (
     Gap,
     GapRow,
     MemoryRow,
+    ParallelConfig,
     Pipeline,
+    Rates,
     Report,
+    SlowKernel,
+    StageMemory,
+    UsageError,
+    predict,
 )
-from stepsplit.analyzer.split.lateness import SlowKernel
+from stepsplit.analyzer.gap.comm_gap import Wire
+from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
+from stepsplit.analyzer.gap.waterfall import Price, price_of
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard.reporters.terminal import gap_section
 
 TWICE = ((60, 70), (70, 80))

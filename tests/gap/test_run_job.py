@@ -9,16 +9,15 @@ import pytest
 from builders import GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import UsageError
+from stepsplit.analyzer import JobConfig, UsageError, predict
 from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
 from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
-from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_table import TomlTable, table_of
-from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
-from stepsplit.collectors.run_spec import HostInfo, Mesh, ModelSpec, RunSpec, Training
+from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
+from stepsplit.collectors.run_spec import HostInfo
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 SHAPE = ModelSpec(

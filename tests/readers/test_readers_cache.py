@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from builders import GpuTrace
 
+from stepsplit.analyzer import KinetoFile
 from stepsplit.analyzer.readers.kineto import cache
 from stepsplit.analyzer.readers.kineto.reader import read_or_recall
-from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, read_kineto
+from stepsplit.analyzer.readers.kineto.trace_file import read_kineto
 from stepsplit.analyzer.readers.sources import DiskFile
 
 

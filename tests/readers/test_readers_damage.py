@@ -17,12 +17,11 @@ import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.kineto import json_stream
 from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
 from stepsplit.analyzer.readers.kineto.trace_file import (
-    KinetoFile,
     joined,
     opening_of_file,
     read_kineto,

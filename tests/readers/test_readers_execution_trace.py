@@ -12,14 +12,9 @@ import pytest
 from cases import for_each
 from required import shared_trace
 
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.execution_trace import (
-    ExecutionTrace,
-    is_execution_trace,
-    read_execution_trace,
-)
+from stepsplit.analyzer import OPS, DataError, ExecutionTrace, Group
+from stepsplit.analyzer.readers.execution_trace import is_execution_trace, read_execution_trace
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.trace import OPS, Group
 
 MEGATRON = "kineto_megatron_tp2_v100"
 Json = dict[str, Any]

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import head_of
-from stepsplit.analyzer.readers.flight_recorder import (
+from stepsplit.analyzer import (
+    OPS,
+    DataError,
     FlightDump,
     FlightEntry,
     Frame,
+    Group,
     GroupStatus,
-    is_flight_dump,
-    read_dump,
-    read_flight,
+    Note,
 )
+from stepsplit.analyzer.readers.compression import head_of
+from stepsplit.analyzer.readers.flight_recorder import is_flight_dump, read_dump, read_flight
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.trace import OPS, Group, Note
 
 T0 = 1_790_000_000_000_000_000
 FRAME = {"name": "forward", "filename": "train.py", "line": 12}

@@ -24,11 +24,10 @@ from ground_truth import SEED
 from machine import slowness
 from nsys_builders import Export
 
-from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.kineto import json_stream
 from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
 from stepsplit.analyzer.readers.kineto.trace_file import (
-    KinetoFile,
     joined,
     opening_of_file,
     read_kineto,

@@ -14,15 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord
 from stepsplit.analyzer.readers.compression import head_of
-from stepsplit.analyzer.readers.memory_snapshot import (
-    CategoryMemory,
-    DeviceMemory,
-    MemoryRecord,
-    is_memory_snapshot,
-    read_memory,
-)
+from stepsplit.analyzer.readers.memory_snapshot import is_memory_snapshot, read_memory
 from stepsplit.analyzer.readers.sources import DiskFile
 
 MIB = 1 << 20

@@ -14,10 +14,9 @@ import pytest
 from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl.inspector import InspectorLog, is_inspector_log, read_inspector
+from stepsplit.analyzer import OPS, DataError, Group, InspectorLog
+from stepsplit.analyzer.readers.nccl.inspector import is_inspector_log, read_inspector
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.trace import OPS, Group
 
 US = 1_749_490_229_087_081
 Json = dict[str, Any]

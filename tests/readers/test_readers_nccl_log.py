@@ -10,16 +10,18 @@ import pytest
 from cases import for_each
 from required import shared_trace
 
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
-from stepsplit.analyzer.readers.nccl.records import (
+from stepsplit.analyzer import (
+    OPS,
     AlgorithmChoice,
     Communicator,
     CostCell,
+    DataError,
     GraphPattern,
+    Group,
     Member,
     NcclLog,
     NcclSetting,
+    RankCalls,
     Ring,
     RingNeighbors,
     SystemBandwidth,
@@ -27,8 +29,8 @@ from stepsplit.analyzer.readers.nccl.records import (
     TreeNode,
     Warned,
 )
+from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
 from stepsplit.analyzer.readers.sources import DiskFile
-from stepsplit.analyzer.trace import OPS, Group, RankCalls
 
 AT = "node0:10:20 [0] NCCL INFO "
 STREAM = "stream 0x9"

@@ -10,16 +10,9 @@ import pytest
 from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer import DataError, Sweep, SweepRow, Sweeps, Timing
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log as is_nccl_log
-from stepsplit.analyzer.readers.nccl.nccl_tests import (
-    Sweep,
-    SweepRow,
-    Sweeps,
-    Timing,
-    is_sweep,
-    read_sweeps,
-)
+from stepsplit.analyzer.readers.nccl.nccl_tests import is_sweep, read_sweeps
 from stepsplit.analyzer.readers.sources import DiskFile
 
 NEW = """\

@@ -12,13 +12,11 @@ from cases import for_each
 from nsys_builders import EPOCH_NS, NEW, OLD, Export
 from required import shared_trace
 
-from stepsplit.analyzer import analyze
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.split.run import split_run
-from stepsplit.analyzer.trace import OPS, Category, Group, Lane, RankTrace
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

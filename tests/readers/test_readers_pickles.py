@@ -16,7 +16,7 @@ from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable
 from stepsplit.analyzer.readers.pickle import load_plain, plain_value, recognizes
 

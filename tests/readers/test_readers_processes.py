@@ -15,10 +15,9 @@ import pytest
 from builders import GpuTrace
 from collector_jobs.starting import heed_interrupts
 
-from stepsplit.analyzer import DataError
+from stepsplit.analyzer import DataError, KinetoFile
 from stepsplit.analyzer.readers import workers as processes
 from stepsplit.analyzer.readers.kineto import json_stream, reader
-from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.readers.workers import Task, no_progress, run_all
 

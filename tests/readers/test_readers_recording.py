@@ -16,10 +16,8 @@ import pytest
 from builders import GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import DataError, analyze
+from stepsplit.analyzer import OPS, DataError, Group, analyze, read_files
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.readers.registry import read_files
-from stepsplit.analyzer.trace import OPS, Group
 
 
 def trace(rank: int = -1, world_size: int = 1, *, end: float = 5) -> bytes:

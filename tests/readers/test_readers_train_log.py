@@ -15,12 +15,11 @@ import pytest
 from cases import for_each
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer import DataError, TrainLog
 from stepsplit.analyzer.readers import training_log as golden_values
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, head_of
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.readers.training_log import (
-    TrainLog,
     is_training_log,
     read_golden_values,
     read_train_log,

@@ -10,9 +10,8 @@ from fnmatch import fnmatch
 import pytest
 from required import shared_trace
 
-from stepsplit.analyzer.readers.nccl.records import NcclLog
-from stepsplit.analyzer.readers.registry import UNKNOWN, FileRead, read_files
-from stepsplit.analyzer.readers.training_log import TrainLog
+from stepsplit.analyzer import FileRead, NcclLog, TrainLog, read_files
+from stepsplit.analyzer.readers.registry import UNKNOWN
 
 REFUSED = {
     "*SOURCE.txt",

@@ -10,18 +10,18 @@ import pytest
 from builders import GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import DataError, examine, read_rules
-from stepsplit.analyzer.readers.kernel_rules import (
-    BUILT_IN,
-    BUILT_IN_FILE,
+from stepsplit.analyzer import (
+    DataError,
     FamilyRule,
     KernelRule,
+    KinetoFile,
     Rules,
-    rules_in,
+    examine,
+    read_rules,
 )
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, BUILT_IN_FILE, rules_in
 from stepsplit.analyzer.readers.kineto import cache
 from stepsplit.analyzer.readers.kineto.reader import read_or_recall
-from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.dashboard import cli
 

@@ -9,33 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.regression.compare import (
+from stepsplit.analyzer import (
+    BUCKETS,
+    AxisSize,
     BucketChange,
     CallsChange,
     CallStats,
+    CollectiveRow,
+    Coverage,
     ExposedChange,
-    FamilyChange,
-    Setting,
-    Side,
-    compare_reports,
-)
-from stepsplit.analyzer.report.report import (
-    AxisSize,
     ExposedRow,
+    FamilyChange,
     GroupRow,
     Host,
+    KernelFamily,
     MemoryRow,
     Pipeline,
     Report,
     Run,
+    Setting,
+    Side,
+    Split,
     StepRow,
+    Strategy,
+    UsageError,
 )
-from stepsplit.analyzer.split.attribute import Coverage
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.regression.compare import compare_reports
 
 RUN = Run("base", 2, (0, 1), (Host("a", (0, 1)),), "nccl", "H100", (AxisSize("tp", 2),), "run.json",
           "2.13.0", "2.30", "0", None, (Strategy("tp", "tp", 2),))  # fmt: skip

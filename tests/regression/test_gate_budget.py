@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cases import for_each
 
-from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer import DataError, UsageError
 from stepsplit.analyzer.regression.checks import DEFAULT, Budget, budgets_of, parse_budget
 
 

@@ -11,8 +11,9 @@ from gate_runs import STRAGGLER, record
 
 pytest.importorskip("torch")
 
+from stepsplit.analyzer import Verdict
 from stepsplit.analyzer.analysis import facts_at
-from stepsplit.analyzer.regression.checks import DEFAULT, Verdict, budgets_of
+from stepsplit.analyzer.regression.checks import DEFAULT, budgets_of
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import RunFacts
 

@@ -8,16 +8,18 @@ import pytest
 from msgspec.structs import replace
 from report_builders import analysis
 
-from stepsplit.analyzer.analysis import facts_at
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.regression.metrics import Setup, facts_of, read_baseline, to_json
-from stepsplit.analyzer.report.report import (
+from stepsplit.analyzer import (
+    CollectiveRow,
+    DataError,
     ExposedRow,
     GroupRow,
     Report,
+    Setup,
+    StepCallsRow,
     StepRow,
 )
-from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
+from stepsplit.analyzer.analysis import facts_at
+from stepsplit.analyzer.regression.metrics import facts_of, read_baseline, to_json
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 US = 1_000

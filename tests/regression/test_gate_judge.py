@@ -10,8 +10,8 @@ from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, run, runs
 from msgspec.structs import replace
 from scipy import stats
 
-from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.regression.checks import Judged, parse_budget
+from stepsplit.analyzer import DataError, Judged, UsageError
+from stepsplit.analyzer.regression.checks import parse_budget
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer import Split
 
 
 def test_a_step_is_the_sum_of_its_buckets_and_memos_cost_nothing() -> None:

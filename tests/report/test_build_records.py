@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import MemoryRow, analyze
 from stepsplit.analyzer.report.build import memory_rows, profiling_slowdown
-from stepsplit.analyzer.report.report import MemoryRow
 from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes, write_record
 from stepsplit.collectors.run_spec import GroupInfo, RankInfo
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from report_builders import analysis
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer import BUCKETS
 from stepsplit.analyzer.report import report as frames
 
 

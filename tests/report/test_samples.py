@@ -10,8 +10,7 @@ import pytest
 from build_samples import BUILT
 from ground_truth import first_blamed
 
-from stepsplit.analyzer import Report, analyze
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer import BUCKETS, Report, analyze
 from stepsplit.analyzer.report.io import REPORT_NAME, read_report, to_json
 from stepsplit.collectors.run_spec import write_whole
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from builders import CpuTrace, GpuTrace
 
-from stepsplit.analyzer import examine
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer import BUCKETS, Slices, examine
 from stepsplit.analyzer.report.io import save
-from stepsplit.analyzer.report.tables import Slices, StoredSlices, read_tables, write_slices
+from stepsplit.analyzer.report.tables import StoredSlices, read_tables, write_slices
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 Row = tuple[str, int, str, str, int, float, float]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from builders import CpuTrace
 
-from stepsplit.analyzer import Report, analyze, examine
-from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer import Report, Split, analyze, examine
 
 PAIR = [("0", "default_pg", [0, 1])]
 STAGES = [("0", "mesh_pp", [0, 1])]

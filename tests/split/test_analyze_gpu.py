@@ -9,10 +9,8 @@ import msgspec
 import pytest
 from builders import BASE_NS, COMM_STREAM, GpuTrace
 
-from stepsplit.analyzer import Report, analyze
-from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze
 from stepsplit.analyzer.readers.kineto import schema
-from stepsplit.analyzer.report.report import BlameRow, ExposedRow
 
 PAIR = [("0", "default_pg", [0, 1])]
 STAGES = [("3", "mesh_pp", [0, 1])]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepsplit.analyzer import BUCKETS, Split
 from stepsplit.analyzer.arrays import Intervals, union
-from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.split.attribute import attribute
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.steps import StepWindow

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from builders import BASE_NS, GpuTrace
 
-from stepsplit.analyzer import Report, analyze
-from stepsplit.analyzer.report.report import ClockRow
+from stepsplit.analyzer import ClockRow, Report, analyze
 from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fitted
 from stepsplit.analyzer.split.matching import Clock
 

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from required import SHARED_TRACES, absent, shared_trace
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import RankTrace, analyze
 from stepsplit.analyzer.arrays import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.hta import in_hta, open_in_hta
 from stepsplit.analyzer.readers.recording import read_recording
@@ -24,7 +24,7 @@ from stepsplit.analyzer.split.attribute import IDLE, attribute
 from stepsplit.analyzer.split.classify import work_of
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, RankTrace
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES
 
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis

@@ -16,7 +16,7 @@ from builders import BASE_NS, COMM_STREAM, COMPUTE_STREAM, MAIN, GpuTrace
 from nsys_builders import Export
 from required import absent
 
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer import UsageError
 from stepsplit.analyzer.hta import open_in_hta
 
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword")  # HTA's own, for pandas 3

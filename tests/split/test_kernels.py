@@ -12,19 +12,19 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from required import shared_trace
 
+from stepsplit.analyzer import Category, Events, KernelFamily, Lane, RankTrace, SlowKernel
 from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernels import (
     Contention,
-    KernelFamily,
     kernel_families,
     slowdown_under_communication,
 )
-from stepsplit.analyzer.split.lateness import SlowKernel, SlowRank, slow_kernels, slow_ranks
+from stepsplit.analyzer.split.lateness import SlowRank, slow_kernels, slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
 from stepsplit.analyzer.split.transfers import COLLECTIVE, SKEW, Pieces
-from stepsplit.analyzer.trace import Category, Events, Lane, RankTrace, to_calls
+from stepsplit.analyzer.trace import to_calls
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
 PAIR = [("0", "", [0, 1])]

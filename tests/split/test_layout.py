@@ -9,12 +9,12 @@ import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import Group, RankTrace, analyze
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.mesh import RankLayout, layout_of
 from stepsplit.analyzer.split.mesh_groups import Named, named
-from stepsplit.analyzer.trace import Group, RankTrace
-from stepsplit.collectors.run_spec import GroupInfo, Mesh, RunSpec
+from stepsplit.collectors import Mesh, RunSpec
+from stepsplit.collectors.run_spec import GroupInfo
 
 MESH = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from stepsplit.analyzer import Calls, Overlap
 from stepsplit.analyzer.arrays import Intervals
-from stepsplit.analyzer.split.attribute import Overlap, overlaps_of, overlaps_together
+from stepsplit.analyzer.split.attribute import overlaps_of, overlaps_together
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, SKEW, Pieces
-from stepsplit.analyzer.trace import OP_CODE, Calls
+from stepsplit.analyzer.trace import OP_CODE
 
 AXES = ("tp", "dp_shard")
 WINDOW = StepWindow(1, "full", 0, 100)

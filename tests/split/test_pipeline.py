@@ -11,7 +11,7 @@ from cases import for_each
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import RankTrace, analyze
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
@@ -28,8 +28,7 @@ from stepsplit.analyzer.split.pipeline import (
     schedule_of,
     schedule_seen,
 )
-from stepsplit.analyzer.trace import RankTrace
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors import Mesh
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 STAGES = [("0", "mesh_pp", [0, 1])]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer import Report, analyze
-from stepsplit.analyzer.report.report import StepRow
+from stepsplit.analyzer import Report, StepRow, analyze
 
 MEGATRON = "kineto_megatron_tp2_v100"
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from builders import GpuTrace
 
-from stepsplit.analyzer import analyze
-from stepsplit.analyzer.split.bandwidth import StepCallsRow
+from stepsplit.analyzer import StepCallsRow, analyze
 
 WORLD = [("0", "default_pg", (0, 1))]
 

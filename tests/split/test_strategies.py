@@ -10,9 +10,9 @@ from builders import GpuTrace
 from cases import for_each
 from required import shared_trace
 
-from stepsplit.analyzer import analyze
+from stepsplit.analyzer import Strategy, analyze
 from stepsplit.analyzer.report.io import from_json, to_json
-from stepsplit.analyzer.split.strategy_evidence import NAMES, Strategy
+from stepsplit.analyzer.split.strategy_evidence import NAMES
 from stepsplit.collectors.record import launch_workload
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from stepsplit.analyzer.buckets import Kind, Split, StepSplit
-from stepsplit.analyzer.split.steps import SlowStep, StepDurations, Variation, variation_of
+from stepsplit.analyzer import SlowStep, Split, StepDurations
+from stepsplit.analyzer.buckets import Kind, StepSplit
+from stepsplit.analyzer.split.steps import Variation, variation_of
 
 
 def step(rank: int, number: int, kind: Kind = "full", **buckets_ns: int) -> StepSplit:

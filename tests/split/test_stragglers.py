@@ -9,23 +9,16 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.lateness import Lateness, chance_of, lateness_of
-from stepsplit.analyzer.split.run import split_run
-from stepsplit.analyzer.split.transfers import arrivals_of
+from stepsplit.analyzer import Lateness, analyze
+from stepsplit.analyzer.split.lateness import chance_of
 
 PAIR = [("0", "mesh_tp", [0, 1])]
 Groups = list[tuple[str, str, list[int]]]
 
 
 def lateness(folder: Path, *traces: GpuTrace) -> tuple[Lateness, ...]:
-    """The rows of the traces, read and split."""
-    recording = read_recording([str(trace.write(folder)) for trace in traces])
-    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
-    arrivals = arrivals_of(recording.traces, found.matched, found.alignment)
-    steps = [rank.steps for rank in found.ranks]
-    return lateness_of(recording.traces, found.matched, arrivals, found.layout, steps)
+    """The report's rows of the traces."""
+    return analyze(*(trace.write(folder) for trace in traces)).lateness
 
 
 def rank(number: int, late: Sequence[float], step_of: Sequence[int], size: int = 2) -> GpuTrace:

@@ -8,38 +8,14 @@ from pathlib import Path
 import numpy as np
 from builders import GpuTrace
 
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.critical_path import (
-    CriticalPaths,
-    PathPart,
-    PathStep,
-    Timeline,
-    critical_paths,
-    timeline_of,
-)
-from stepsplit.analyzer.split.run import split_run
-from stepsplit.analyzer.trace import OP_CODE
+from stepsplit.analyzer import BUCKETS, OPS, PathPart, PathStep, analyze
+from stepsplit.analyzer.split.critical_path import Timeline, critical_paths
 
 CHAIN = [("a", "mesh_tp", [0, 1]), ("b", "mesh_dp", [1, 2])]
 PAIR = [("0", "mesh_tp", [0, 1])]
-ALL_REDUCE = OP_CODE["all_reduce"]
+ALL_REDUCE = OPS.index("all_reduce")
 Part = tuple[int, int, str, int]
 """(start, end, bucket, owner) of a timeline, in nanoseconds"""
-
-
-def paths(folder: Path, *traces: GpuTrace) -> CriticalPaths:
-    """The critical paths of the traces, read and split."""
-    recording = read_recording([str(trace.write(folder)) for trace in traces])
-    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
-    return critical_paths(
-        [
-            timeline_of(rank.trace, rank.attribution, [s.step for s in rank.steps], rank.axis,
-                        rank.clock)
-            for rank in found.ranks
-        ]
-    )  # fmt: skip
 
 
 def timeline(rank: int, windows: Sequence[tuple[int, int, int]], *parts: Part) -> Timeline:
@@ -71,20 +47,14 @@ def test_the_path_goes_over_to_each_rank_that_the_end_waited_for(tmp_path: Path)
     middle.kernel("gemm", 70, 97)
     last = GpuTrace(2, 3, groups=CHAIN).step(1, 0, 100)
     last.kernel("gemm", 0, 20).all_reduce(20, 70, group="b").kernel("gemm", 70, 100)
-    found = paths(tmp_path, slow, middle, last)
-    assert found.steps == (PathStep(1, 0, 100_000, last_rank=2, jumps=2),)
-    assert found.parts == (
+    found = analyze(*(trace.write(tmp_path) for trace in (slow, middle, last)))
+    assert found.path_steps == (PathStep(1, 0, 100_000, last_rank=2, jumps=2),)
+    assert found.critical_path == (
         PathPart(1, 0, "compute", None, 50_000),
         PathPart(1, 1, "collective", "tp", 10_000),
         PathPart(1, 2, "compute", None, 30_000),
         PathPart(1, 2, "collective", "dp_replicate", 10_000),
     )
-    jumps = found.jumps
-    assert jumps.step.tolist() == [1, 1]
-    assert jumps.at_ns.tolist() == [60_000, 50_000]
-    assert (jumps.from_rank.tolist(), jumps.to_rank.tolist()) == ([2, 1], [1, 0])
-    assert jumps.op.tolist() == [ALL_REDUCE, ALL_REDUCE]
-    assert jumps.axis == ("dp_replicate", "tp")
 
 
 def test_what_is_hidden_under_compute_is_not_on_the_path(tmp_path: Path) -> None:
@@ -93,43 +63,47 @@ def test_what_is_hidden_under_compute_is_not_on_the_path(tmp_path: Path) -> None
     first.kernel("gemm", 0, 60).all_reduce(10, 50).memcpy(60, 65).kernel("gemm", 70, 100)
     other = GpuTrace(1, 2, groups=PAIR).step(1, 0, 90)
     other.kernel("gemm", 0, 40).all_reduce(40, 50).kernel("gemm", 50, 90)
-    found = paths(tmp_path, first, other)
-    assert found.parts == (
+    found = analyze(*(trace.write(tmp_path) for trace in (first, other)))
+    assert found.critical_path == (
         PathPart(1, 0, "compute", None, 90_000),
         PathPart(1, 0, "copy", None, 5_000),
         PathPart(1, 0, "idle", None, 5_000),
     )
-    assert (found.steps[0].jumps, len(found.jumps)) == (0, 0)
+    assert found.path_steps == (PathStep(1, 0, 100_000, last_rank=0, jumps=0),)
 
 
 def test_a_wait_for_a_rank_that_is_not_here_stays_on_the_path(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100)
     trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
-    assert paths(tmp_path, trace).parts == (
+    assert analyze(trace.write(tmp_path)).critical_path == (
         PathPart(1, 0, "compute", None, 60_000),
         PathPart(1, 0, "collective", "tp", 20_000),
         PathPart(1, 0, "skew", "tp", 20_000),
     )
 
 
-def test_each_step_has_a_path_of_its_own_from_its_first_start_to_its_last_end() -> None:
+def test_each_step_has_a_path_of_its_own_from_its_first_start_to_its_last_end(
+    tmp_path: Path,
+) -> None:
     """Rank 1 is ahead by 10: step 2 begins there, while rank 0 still computes step 1."""
-    late = timeline(0, [(1, 0, 100), (2, 100, 200)], (0, 200, "compute", -1))
-    early = timeline(1, [(1, 0, 90), (2, 90, 190)], (0, 190, "compute", -1))
-    found = critical_paths([late, early])
-    assert found.steps == (PathStep(1, 0, 100, 0, 0), PathStep(2, 90, 200, 0, 0))
-    assert found.parts == (
-        PathPart(1, 0, "compute", None, 100),
-        PathPart(2, 0, "compute", None, 110),
+    late = GpuTrace(0, 2).step(1, 0, 100).step(2, 100, 200)
+    late.kernel("gemm", 0, 100).kernel("gemm", 100, 200)
+    early = GpuTrace(1, 2).step(1, 0, 90).step(2, 90, 190)
+    early.kernel("gemm", 0, 90).kernel("gemm", 90, 190)
+    found = analyze(late.write(tmp_path), early.write(tmp_path))
+    assert found.path_steps == (PathStep(1, 0, 100_000, 0, 0), PathStep(2, 90_000, 200_000, 0, 0))
+    assert found.critical_path == (
+        PathPart(1, 0, "compute", None, 100_000),
+        PathPart(2, 0, "compute", None, 110_000),
     )
 
 
-def test_time_before_a_rank_was_recorded_is_idle() -> None:
-    late = timeline(0, [(1, 30, 100)], (30, 100, "compute", -1))
-    early = timeline(1, [(1, 0, 90)], (0, 90, "compute", -1))
-    assert critical_paths([late, early]).parts == (
-        PathPart(1, 0, "compute", None, 70),
-        PathPart(1, 0, "idle", None, 30),
+def test_time_before_a_rank_was_recorded_is_idle(tmp_path: Path) -> None:
+    late = GpuTrace(0, 2).step(1, 30, 100).kernel("gemm", 30, 100)
+    early = GpuTrace(1, 2).step(1, 0, 90).kernel("gemm", 0, 90)
+    assert analyze(late.write(tmp_path), early.write(tmp_path)).critical_path == (
+        PathPart(1, 0, "compute", None, 70_000),
+        PathPart(1, 0, "idle", None, 30_000),
     )
 
 
@@ -146,7 +120,8 @@ def test_a_path_arrives_in_the_middle_of_a_wait_and_goes_on_at_once() -> None:
         PathPart(1, 2, "p2p", "tp", 10),
     )
     assert found.jumps.at_ns.tolist() == [50, 50]
-    assert found.jumps.to_rank.tolist() == [1, 2]
+    assert (found.jumps.from_rank.tolist(), found.jumps.to_rank.tolist()) == ([0, 1], [1, 2])
+    assert (found.jumps.op.tolist(), found.jumps.axis) == ([ALL_REDUCE] * 2, ("tp", "tp"))
 
 
 def test_ranks_that_wait_for_each_other_do_not_send_the_path_in_a_circle() -> None:

@@ -1,96 +1,92 @@
-"""How much of the moving of data compute hides, on pieces by hand; times in nanoseconds."""
+"""How much of the moving of data compute hides, on ranks that do the same; times in us."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from pathlib import Path
 
-from stepsplit.analyzer import Calls, Overlap
-from stepsplit.analyzer.arrays import Intervals
-from stepsplit.analyzer.split.attribute import overlaps_of, overlaps_together
-from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, SKEW, Pieces
-from stepsplit.analyzer.trace import OP_CODE
+from builders import CpuTrace, GpuTrace
 
-AXES = ("tp", "dp_shard")
-WINDOW = StepWindow(1, "full", 0, 100)
-Call = tuple[str, int]
-"""(op, place of its axis)"""
-Piece = tuple[int, int, int, int]
-"""(call, bucket, start, end)"""
+from stepsplit.analyzer import Overlap, analyze
+from stepsplit.analyzer.split.attribute import overlaps_together
+
+Does = Callable[[GpuTrace], object]
 
 
-def calls_of(*made: Call) -> Calls:
-    none = np.full(len(made), -1, dtype=np.int64)
-    return Calls(
-        event=none,
-        issued_ns=none,
-        group_id=np.array([axis for _, axis in made], dtype=np.int32),
-        seq=none,
-        op=np.array([OP_CODE[op] for op, _ in made], dtype=np.uint8),
-        dtype=none.astype(np.int32),
-        peer=none.astype(np.int32),
-        input_bytes=none,
-        message_bytes=none,
-        dtypes=(),
-    )
+def overlaps(folder: Path, both: Does) -> tuple[Overlap, ...]:
+    """The rows of rank 0 in a step in which two ranks, on tp and on dp, do the same."""
+    groups = [("tp", "mesh_tp", [0, 1]), ("dp", "mesh_fsdp", [0, 1]), ("odd", "odd", [0, 1])]
+    traces = [GpuTrace(rank, 2, groups=groups) for rank in (0, 1)]
+    for trace in traces:
+        both(trace)
+    rows = analyze(*(trace.write(folder) for trace in traces)).overlap
+    return tuple(row for row in rows if row.rank == 0)
 
 
-def pieces_of(*rows: Piece) -> Pieces:
-    """Pieces that are all of their call."""
-    call, bucket, start, end = np.array(rows, dtype=np.int64).T
-    nobody = np.full(len(rows), -1, dtype=np.int32)
-    return Pieces(call.astype(np.int32), bucket.astype(np.uint8), start, end, end, nobody)
+def computing(trace: GpuTrace) -> GpuTrace:
+    """From 0 to 40 and from 60 to 100."""
+    return trace.step(1, 0, 100).kernel("gemm", 0, 40).kernel("gemm", 60, 100)
 
 
-def spans(*pairs: tuple[int, int]) -> Intervals:
-    start, end = np.array(pairs, dtype=np.int64).T
-    return Intervals(start, end)
+def test_what_moves_under_compute_is_hidden_and_the_rest_exposed(tmp_path: Path) -> None:
+    def both(trace: GpuTrace) -> None:
+        computing(trace).all_reduce(30, 60, group="tp", launched=1)
+        trace.collective("AllGather", "all_gather", 70, 80, group="dp")
 
-
-def overlaps(
-    made: list[Call], pieces: list[Piece], *compute: tuple[int, int]
-) -> tuple[Overlap, ...]:
-    """The rows of rank 0 in its one window."""
-    return overlaps_of(0, calls_of(*made), AXES, [WINDOW], pieces_of(*pieces), spans(*compute))
-
-
-def test_what_moves_under_compute_is_hidden_and_the_rest_exposed() -> None:
-    found = overlaps(
-        [("all_reduce", 0), ("all_gather", 1)],
-        [(0, COLLECTIVE, 30, 60), (1, COLLECTIVE, 70, 80)],
-        (0, 40), (60, 100),
-    )  # fmt: skip
+    found = overlaps(tmp_path, both)
     assert found == (
-        Overlap(0, "tp", "all_reduce", moved_ns=30, hidden_ns=10, exposed_ns=20),
-        Overlap(0, "dp_shard", "all_gather", moved_ns=10, hidden_ns=10, exposed_ns=0),
+        Overlap(0, "tp", "all_reduce", moved_ns=30_000, hidden_ns=10_000, exposed_ns=20_000),
+        Overlap(0, "dp_shard", "all_gather", moved_ns=10_000, hidden_ns=10_000, exposed_ns=0),
     )
     assert [round(row.efficiency, 3) for row in found] == [0.333, 1.0]
 
 
-def test_waiting_moves_nothing() -> None:
-    assert overlaps([("all_reduce", 0)], [(0, SKEW, 40, 60)], (0, 40), (60, 100)) == ()
-
-
-def test_communication_still_open_when_compute_resumes_was_not_exposed() -> None:
-    found = overlaps([("all_reduce", 0)], [(0, COLLECTIVE, 30, 70)], (0, 40), (60, 100))
-    assert found == (Overlap(0, "tp", "all_reduce", moved_ns=40, hidden_ns=20, exposed_ns=0),)
-
-
-def test_calls_that_move_at_once_are_counted_once() -> None:
+def test_waiting_moves_nothing(tmp_path: Path) -> None:
+    """Rank 0 waits from 40 until rank 1 comes at 59."""
     found = overlaps(
-        [("send", 0), ("send", 0)], [(0, P2P, 40, 55), (1, P2P, 45, 60)], (0, 40), (60, 100)
+        tmp_path,
+        lambda trace: computing(trace).all_reduce(59 if trace.rank else 40, 60, group="tp"),
     )
-    assert found == (Overlap(0, "tp", "send", moved_ns=20, hidden_ns=0, exposed_ns=20),)
+    assert found == (Overlap(0, "tp", "all_reduce", moved_ns=1_000, hidden_ns=0, exposed_ns=1_000),)
 
 
-def test_what_moves_outside_of_the_windows_is_left_out() -> None:
-    found = overlaps([("all_reduce", 0)], [(0, COLLECTIVE, 90, 120)], (0, 80))
-    assert found == (Overlap(0, "tp", "all_reduce", moved_ns=10, hidden_ns=0, exposed_ns=10),)
+def test_communication_still_open_when_compute_resumes_was_not_exposed(tmp_path: Path) -> None:
+    found = overlaps(tmp_path, lambda trace: computing(trace).all_reduce(30, 70, group="tp"))
+    assert found == (
+        Overlap(0, "tp", "all_reduce", moved_ns=40_000, hidden_ns=20_000, exposed_ns=0),
+    )
 
 
-def test_a_call_of_no_known_group_has_no_axis() -> None:
-    found = overlaps([("all_reduce", -1)], [(0, COLLECTIVE, 40, 60)], (0, 100))
-    assert found == (Overlap(0, None, "all_reduce", moved_ns=20, hidden_ns=20, exposed_ns=0),)
+def test_calls_that_move_at_once_are_counted_once(tmp_path: Path) -> None:
+    def both(trace: GpuTrace) -> None:
+        op, peer = ("recv", 0) if trace.rank else ("send", 1)
+        computing(trace).message(op, peer, 40, 55, group="tp")
+        trace.message(op, peer, 45, 60, group="tp")
+
+    assert overlaps(tmp_path, both) == (
+        Overlap(0, "tp", "send", moved_ns=20_000, hidden_ns=0, exposed_ns=20_000),
+    )
+
+
+def test_what_moves_outside_of_the_steps_is_left_out(tmp_path: Path) -> None:
+    """On gloo the step ends where the host says so, in the middle of the call."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, [("0", "mesh_tp", [0, 1])]).step(1, 0, 100)
+        trace.op("aten::mm", 0, 80).all_reduce(89.5, 90, 120, group="0", seq=1, tid=300)
+        trace.write(tmp_path)
+    assert analyze(tmp_path).overlap == tuple(
+        Overlap(rank, "tp", "all_reduce", moved_ns=10_000, hidden_ns=0, exposed_ns=10_000)
+        for rank in (0, 1)
+    )
+
+
+def test_a_call_of_no_known_axis_has_none(tmp_path: Path) -> None:
+    def both(trace: GpuTrace) -> None:
+        trace.step(1, 0, 100).kernel("gemm", 0, 100).all_reduce(40, 60, group="odd")
+
+    assert overlaps(tmp_path, both) == (
+        Overlap(0, None, "all_reduce", moved_ns=20_000, hidden_ns=20_000, exposed_ns=0),
+    )
 
 
 def test_the_sums_of_all_ranks_begin_with_what_held_them_up_longest() -> None:

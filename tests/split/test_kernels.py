@@ -12,32 +12,35 @@ from builders import CpuTrace, GpuTrace
 from cases import for_each
 from required import shared_trace
 
-from stepsplit.analyzer import Category, Events, KernelFamily, Lane, RankTrace, SlowKernel
+from stepsplit.analyzer import (
+    Category,
+    ContentionRow,
+    Events,
+    KernelFamily,
+    Lane,
+    RankTrace,
+    Report,
+    analyze,
+)
 from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
-from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.kernels import (
-    Contention,
-    kernel_families,
-    slowdown_under_communication,
-)
 from stepsplit.analyzer.split.lateness import SlowRank, slow_kernels, slow_ranks
-from stepsplit.analyzer.split.steps import Steps, StepWindow, steps_of
-from stepsplit.analyzer.split.transfers import COLLECTIVE, SKEW, Pieces
+from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import to_calls
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+TRIMMED = (
+    "cpu_only__rank-34.Jul_15_10_52_41.1074.pt.trace.json.gz",
+    "cupti_profiler__benchmark_result_924719_1679055439_trace.json.gz",
+    "distributed_info_unavailable__distributed_info_not_found.json.gz",
+    "rank_unavailable__rank_not_found.json.gz",
+)
+"""Traces without kernels: of their ops record_param_comms has no family."""
 PAIR = [("0", "", [0, 1])]
 
 
-def read(folder: Path, *written: GpuTrace | CpuTrace) -> tuple[RankTrace, ...]:
-    for one in written:
-        one.write(folder)
-    return read_recording([folder]).traces
-
-
-def families(traces: Sequence[RankTrace]) -> tuple[KernelFamily, ...]:
-    return kernel_families(traces, [steps_of(trace) for trace in traces])
+def analyzed(folder: Path, *traces: GpuTrace | CpuTrace) -> Report:
+    return analyze(*(trace.write(folder) for trace in traces))
 
 
 def test_kernels_of_full_steps_are_counted_by_family_and_communication_is_none(
@@ -47,7 +50,7 @@ def test_kernels_of_full_steps_are_counted_by_family_and_communication_is_none(
     trace.kernel("ampere_sgemm_128x64_nn", 12, 20).step(2, 20, 60)
     trace.kernel("ampere_sgemm_128x64_nn", 20, 30).kernel(ADD, 30, 34)
     trace.all_reduce(34, 40).kernel("nvjet_tst_128x64", 40, 60)
-    assert families(read(tmp_path, trace)) == (
+    assert analyzed(tmp_path, trace).kernels == (
         KernelFamily(0, "gemm", 2, 30_000, 30 / 34),
         KernelFamily(0, "elementwise", 1, 4_000, 4 / 34),
     )
@@ -57,7 +60,7 @@ def test_an_op_of_a_cpu_run_counts_without_the_ops_that_it_holds(tmp_path: Path)
     trace = CpuTrace().step(1, 0, 100)
     trace.op("aten::linear", 0, 50).op("aten::t", 5, 10).op("aten::addmm", 10, 40)
     trace.op("aten::copy_", 12, 14).op("aten::add_", 60, 70)
-    assert families(read(tmp_path, trace)) == (
+    assert analyzed(tmp_path, trace).kernels == (
         KernelFamily(0, "gemm", 2, 43_000, 43 / 60),
         KernelFamily(0, "elementwise", 1, 10_000, 10 / 60),
         KernelFamily(0, "memory", 2, 7_000, 7 / 60),
@@ -66,7 +69,7 @@ def test_an_op_of_a_cpu_run_counts_without_the_ops_that_it_holds(tmp_path: Path)
 
 def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("frobnicate_v2", 0, 10)
-    assert families(read(tmp_path, trace)) == (KernelFamily(0, "other", 1, 10_000, 1.0),)
+    assert analyzed(tmp_path, trace).kernels == (KernelFamily(0, "other", 1, 10_000, 1.0),)
 
 
 @for_each(
@@ -106,8 +109,14 @@ def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
         ("pooling", ["void at::native::max_pool_forward_nchw<float, float>"]),
     ],
 )  # fmt: skip
-def test_names_are_of_the_family_that_their_makers_mean(family: str, names: list[str]) -> None:
-    assert [BUILT_IN.family_of(name) for name in names] == [family] * len(names)
+def test_names_are_of_the_family_that_their_makers_mean(
+    family: str, names: list[str], tmp_path: Path
+) -> None:
+    trace = GpuTrace().step(1, 0, 10 * len(names))
+    for i, name in enumerate(names):
+        trace.kernel(name, 10 * i, 10 * i + 10)
+    found = analyzed(tmp_path, trace).kernels
+    assert [(row.family, row.count) for row in found] == [(family, len(names))]
 
 
 @pytest.mark.parametrize(
@@ -116,10 +125,9 @@ def test_names_are_of_the_family_that_their_makers_mean(family: str, names: list
 )
 def test_nearly_all_compute_of_real_traces_has_a_family(folder: str) -> None:
     for file in sorted(shared_trace(folder).glob("*.json.gz")):
-        [trace] = read_recording([file]).traces
-        other = sum(row.share for row in families([trace]) if row.family == "other")
-        if not trace.on_device:  # trimmed to its ops: record_param_comms is among them
+        if file.name in TRIMMED:
             continue
+        other = sum(row.share for row in analyze(file).kernels if row.family == "other")
         assert other < 0.03, f"{file.name}: {other:.1%}"
 
 
@@ -135,16 +143,12 @@ def ran(rank: int, took: Sequence[Sequence[int]], kernel: str = "gemm") -> GpuTr
     return trace
 
 
-def slow(traces: Sequence[RankTrace]) -> tuple[SlowKernel, ...]:
-    return slow_kernels(traces, [steps_of(trace) for trace in traces])
-
-
 def test_a_rank_whose_kernels_take_longer_is_named_with_what_it_loses_a_step(
     tmp_path: Path,
 ) -> None:
     usual, slower = [[100, 200] * 6] * 2, [[120, 240] * 6] * 2
-    traces = read(tmp_path, *(ran(rank, slower if rank == 2 else usual) for rank in range(4)))
-    [row] = found = slow(traces)
+    traces = [ran(rank, slower if rank == 2 else usual) for rank in range(4)]
+    [row] = found = analyzed(tmp_path, *traces).slow_kernels
     assert (row.rank, row.kernel, row.family, row.count) == (2, "gemm", "gemm", 24)
     assert row.ratio == pytest.approx(1.2)
     assert row.lost_ns == pytest.approx(0.2 * 6 * 300_000)
@@ -153,17 +157,18 @@ def test_a_rank_whose_kernels_take_longer_is_named_with_what_it_loses_a_step(
 
 
 def test_of_two_ranks_the_faster_is_the_usual_one(tmp_path: Path) -> None:
-    traces = read(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12] * 2))
-    assert [(row.rank, round(row.ratio, 3)) for row in slow(traces)] == [(1, 1.5)]
+    found = analyzed(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12] * 2))
+    assert [(row.rank, round(row.ratio, 3)) for row in found.slow_kernels] == [(1, 1.5)]
 
 
 def test_ranks_that_ran_a_kernel_unequally_often_are_not_compared(tmp_path: Path) -> None:
-    traces = read(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12, [150] * 13]))
-    assert slow(traces) == ()
+    found = analyzed(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12, [150] * 13]))
+    assert found.slow_kernels == ()
 
 
 def test_too_few_runs_tell_nothing(tmp_path: Path) -> None:
-    assert slow(read(tmp_path, ran(0, [[100] * 5] * 2), ran(1, [[150] * 5] * 2))) == ()
+    found = analyzed(tmp_path, ran(0, [[100] * 5] * 2), ran(1, [[150] * 5] * 2))
+    assert found.slow_kernels == ()
 
 
 def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
@@ -208,14 +213,25 @@ def test_a_kernel_slower_by_a_fifth_stands_out_of_the_noise(ranks: int) -> None:
         assert slow_of_noisy(traces) == [(1, "kernel_7")]
 
 
-def moving(*spans_us: tuple[int, int], bucket: int = COLLECTIVE) -> Pieces:
-    start, end = (np.array(edge, dtype=np.int64) * 1000 for edge in zip(*spans_us, strict=True))
-    call = np.arange(len(start), dtype=np.int32)
-    return Pieces(call, np.full(len(start), bucket, dtype=np.uint8), start, end, end, call)
+def slowed(folder: Path, steps: Sequence[Sequence[int]], came: float = 0) -> list[ContentionRow]:
+    """What rank 0 loses beside communication. Its steps are gemms of so many microseconds each.
 
-
-def slowed(trace: RankTrace, pieces: Pieces) -> Contention | None:
-    return slowdown_under_communication(trace, steps_of(trace), pieces)
+    A sum that moves data for 5 us runs before the gemms, in the second step for as long as they do.
+    With came, rank 1 joins that one only so many microseconds after rank 0 began it."""
+    one, other = (GpuTrace(rank, 2, groups=PAIR) for rank in (0, 1))
+    at = 0.0
+    for number, durations in enumerate(steps):
+        begin, end = at + 10, at + 10 + sum(durations)
+        sums = (begin, end) if number == 1 else (at, at + 5)
+        joined = sums[0] + came if number == 1 else sums[0]
+        one.step(number, at, end).all_reduce(*sums, launched=at)
+        other.step(number, at, end).all_reduce(joined, sums[1], launched=at)
+        at = begin
+        for us in durations:
+            one.kernel("gemm", at, at + us)
+            at += us
+        other.kernel("gemm", at - 1, at)
+    return [row for row in analyzed(folder, one, other).contention if row.rank == 0]
 
 
 def test_a_kernel_under_moving_communication_is_held_against_itself_in_other_steps(
@@ -223,32 +239,33 @@ def test_a_kernel_under_moving_communication_is_held_against_itself_in_other_ste
 ) -> None:
     """Ten kernels; in the second step data moves beside all of them and they take 30 % longer."""
     alone, beside = [*range(100, 200, 10)], [*range(130, 260, 13)]
-    [trace] = read(tmp_path, ran(0, [alone, beside, alone]))
-    middle = (sum(alone), sum(alone) + sum(beside))
-    assert slowed(trace, moving(middle)) == Contention(
-        ratio=1.3, places=10, under=10, alone=20, lost_ns=435_000
-    )
+    assert slowed(tmp_path, [alone, beside, alone]) == [
+        ContentionRow(0, ratio=1.3, kernels=10, lost_ns=435_000)
+    ]
 
 
 def test_kernels_of_one_name_and_other_shapes_are_not_held_against_one_another(
     tmp_path: Path,
 ) -> None:
     """The large ones always run beside communication, the small ones never."""
-    [trace] = read(tmp_path, ran(0, [[100] * 10 + [300] * 10] * 2))
-    assert slowed(trace, moving((1000, 4000), (5000, 8000))) is None
+    trace, at = GpuTrace(0, 1, groups=[("0", "", [0])]), 0.0
+    for number in range(2):
+        trace.step(number, at, at + 4000).all_reduce(at + 1000, at + 4000, launched=at)
+        for us in [100] * 10 + [300] * 10:
+            trace.kernel("gemm", at, at + us)
+            at += us
+    assert analyzed(tmp_path, trace).contention == ()
 
 
 def test_steps_that_run_a_kernel_more_often_are_not_compared(tmp_path: Path) -> None:
-    [trace] = read(tmp_path, ran(0, [[100] * 10, [130] * 11, [100] * 10]))
-    assert slowed(trace, moving((1000, 2430))) is None
+    assert slowed(tmp_path, [[100] * 10, [130] * 11, [100] * 10]) == []
 
 
 def test_waiting_slows_nothing_down(tmp_path: Path) -> None:
-    [trace] = read(tmp_path, ran(0, [[100] * 10, [130] * 10]))
-    assert slowed(trace, moving((1000, 2300))) is not None
-    assert slowed(trace, moving((1000, 2300), bucket=SKEW)) is None
+    steps = [[100] * 10, [130] * 10, [100] * 10]
+    assert len(slowed(tmp_path, steps)) == 1
+    assert slowed(tmp_path, steps, came=1299) == []
 
 
 def test_too_few_kernels_that_ran_both_ways_tell_nothing(tmp_path: Path) -> None:
-    [trace] = read(tmp_path, ran(0, [[100] * 9, [130] * 9]))
-    assert slowed(trace, moving((900, 2070))) is None
+    assert slowed(tmp_path, [[100] * 9, [130] * 9, [100] * 9]) == []

@@ -41,15 +41,19 @@ def check_runs(
     baseline: Sequence[Place],
     budgets: Sequence[str] = DEFAULT,
     across_setups: bool = False,
+    rules: Rules = BUILT_IN,
 ) -> Verdict:
     """Whether the candidate's runs stay within the budgets, held against those of the baseline.
 
-    Places are as in facts_at; budgets are rules such as "exposed_comm:5%", or TOML files of them.
+    Places and rules are as in facts_at; budgets are such as "exposed_comm:5%", or TOML files.
     Runs of another device, mesh or world size are refused, unless across_setups. Raises
     errors.DataError and UsageError.
     """
-    sides = [[fact for place in side for fact in facts_at(place)] for side in (candidate, baseline)]
-    return judge(sides[0], sides[1], budgets_of(budgets), across_setups)
+    own, others = (
+        [fact for place in side for fact in facts_at(place, rules=rules)]
+        for side in (candidate, baseline)
+    )
+    return judge(own, others, budgets_of(budgets), across_setups)
 
 
 def facts_at(
@@ -57,19 +61,21 @@ def facts_at(
     workers: int = 1,
     progress: Progress = no_progress,
     run: Place | None = None,
+    rules: Rules = BUILT_IN,
 ) -> tuple[RunFacts, ...]:
     """What the gate keeps of the runs at the place: a recording as analyze takes it, a report.json
     or its folder, or a baseline file, which may hold several.
 
-    With run, a RUN.toml or "auto", a recording is held against the model too. Raises
+    With run, a RUN.toml or "auto", a recording is held against the model too. rules are as in
+    report_at; a baseline file keeps those that its runs were analyzed under. Raises
     errors.DataError, and UsageError where the model needs to know more.
     """
     path = Path(place)
     if is_baseline(path):
         return read_baseline(path)
     if run is not None:
-        return (facts_of(examine([place], workers, progress, BUILT_IN, run).report, place),)
-    return (facts_of(report_at(place, workers, progress), place),)
+        return (facts_of(examine([place], workers, progress, rules, run).report, place),)
+    return (facts_of(report_at(place, workers, progress, rules), place),)
 
 
 # Two places in, what differs between their runs out.
@@ -125,10 +131,10 @@ class Analysis:
     tables: Tables
 
 
-def analyze(*places: str | Path, run: str | Path | None = None) -> Report:
-    """The report of the recording in the files, folders, archives and URLs; run, and what is
+def analyze(*places: str | Path, run: str | Path | None = None, rules: Rules = BUILT_IN) -> Report:
+    """The report of the recording in the files, folders, archives and URLs; run, rules, and what is
     raised, as in examine."""
-    return examine(places, run=run).report
+    return examine(places, rules=rules, run=run).report
 
 
 def examine(

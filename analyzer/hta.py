@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from stepsplit.analyzer.arrays import distinct
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
     Category,
+    EventKind,
     Events,
     Int64,
     RankTrace,
@@ -40,20 +43,23 @@ _MOST_DIGITS = 18
 _WAITS = ("wait_on_stream", "wait_on_cuda_event_record_corr_id")
 
 
-def open_in_hta(*places: str | Path) -> TraceAnalysis:
+def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
     """HTA's TraceAnalysis of the recording in the files, folders, archives and URLs; see in_hta.
 
-    Raises errors.DataError for the places, errors.UsageError without HTA.
+    rules decide which kernels communicate and which compute. Raises errors.DataError for the
+    places, errors.UsageError without HTA.
     """
-    return in_hta(read_recording(places).traces)
+    return in_hta(read_recording(places, rules=rules).traces)
 
 
 def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
     """HTA's TraceAnalysis of ranks that stepsplit has read; its times are microseconds.
 
     No file is read again, so none needs a form that HTA knows; no time is rounded, and the ranks
-    stand on their wall clocks. As by HTA's own loader, of several marked steps the last is dropped
-    and with it the kernels that no earlier step launched.
+    stand on their wall clocks. HTA asks the name of a kernel whether it communicates: where the
+    trace's kinds say otherwise, the name begins with nccl: or compute: there. As by HTA's own
+    loader, of several marked steps the last is dropped and with it the kernels that no earlier step
+    launched.
 
     A RankTrace keeps no synchronization events and few arguments of events. So the critical path
     has no edges from the device back to the host; get_memory_bw_*, generate_trace_with_counters,
@@ -72,8 +78,9 @@ def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
     handed = Trace(trace_files={})
     ids, base_ns = handed.symbol_table.get_sym_id_map(), min(t.t0_unix_ns for t in traces)
     for trace, lead_ns in zip(traces, wall_lead_ns(traces).tolist(), strict=True):
-        handed.symbol_table.add_symbols(_symbols(trace.events))
-        if not (frame := _frame(trace.events, lead_ns, ids)).empty:
+        names = _names_by_kind(trace)
+        handed.symbol_table.add_symbols(_symbols(trace.events, names))
+        if not (frame := _frame(trace.events, names, lead_ns, ids)).empty:
             handed.traces[trace.rank] = frame
             meta = _metadata(trace, base_ns)
             handed.meta_data[trace.rank] = meta | {"device_type": infer_gpu_type(meta, ids)}
@@ -94,9 +101,25 @@ def _known(events: Events) -> Int64:
     return np.flatnonzero(events.category != Category.OTHER)
 
 
-def _symbols(events: Events) -> list[str]:
+def _names_by_kind(trace: RankTrace) -> list[str]:
+    """The names, each such that HTA takes a kernel of that name for what it is."""
+    from hta.utils.utils import is_comm_kernel
+
+    names, kernels = list(trace.events.names), trace.events.of(Category.KERNEL)
+    communicates = trace.kinds.of(EventKind.COMMUNICATION)
+    name_id = trace.events.name_id
+    for name in distinct(name_id[kernels & ~communicates]).tolist():
+        if is_comm_kernel(names[name]):
+            names[name] = "compute:" + names[name].replace("ncclKernel", "nccl_Kernel")
+    for name in distinct(name_id[kernels & communicates]).tolist():
+        if not is_comm_kernel(trace.events.names[name]):
+            names[name] = f"nccl:{trace.events.names[name]}"
+    return names
+
+
+def _symbols(events: Events, names: Sequence[str]) -> list[str]:
     used = np.unique(events.name_id[_known(events)]).tolist()
-    return [*_NAME_OF.values(), *(events.names[name] for name in used)]
+    return [*_NAME_OF.values(), *(names[name] for name in used)]
 
 
 def _metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
@@ -105,7 +128,7 @@ def _metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
     return {"distributedInfo": info, "baseTimeNanoseconds": base_unix_ns}
 
 
-def _frame(events: Events, lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
+def _frame(events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
     """The events as HTA's loader would leave them, one row each, in microseconds.
 
     index begins at 1, for HTA takes an index_correlation of 0 for a launch that is not there.
@@ -116,7 +139,7 @@ def _frame(events: Events, lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
     pid, tid, stream = _places(events, on_device)
     linked = _linked(events, on_device)
     category = np.array([ids.get(_NAME_OF.get(c, ""), -1) for c in Category])
-    name = np.array([ids.get(name, -1) for name in events.names], dtype=np.int64)
+    name = np.array([ids.get(name, -1) for name in names], dtype=np.int64)
     index = np.zeros(len(events) + 1, dtype=np.int64)
     index[rows] = np.arange(1, len(rows) + 1)
     partner = np.where(linked >= 0, index[linked], np.minimum(events.correlation, 0))

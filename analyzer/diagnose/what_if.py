@@ -35,6 +35,7 @@ from stepsplit.analyzer.model.schedule_time import (
     pipeline_ns,
     simulate,
 )
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.mesh import DATA_AXES
@@ -125,9 +126,10 @@ def _if_any(scene: ReplayContext, change: WhatIfChange) -> WhatIf | None:
         return None
 
 
-def what_if(*places: str | Path, changes: Sequence[str] = ()) -> WhatIfs:
-    """what_ifs of the recording in the files, folders, archives and URLs. Raises DataError too."""
-    recording = read_recording(places)
+def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUILT_IN) -> WhatIfs:
+    """what_ifs of the recording in the files, folders, archives and URLs, whose kernels are what
+    the rules say. Raises DataError too."""
+    recording = read_recording(places, rules=rules)
     return what_ifs(split_run(recording.traces, recording.spec, ideal_bubble_fraction), changes)
 
 

@@ -43,6 +43,7 @@ from stepsplit.analyzer.model.parameters import StageParameters, stage_parameter
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import stage_time, straggling
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.kernels import kernel_families
 from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
@@ -197,16 +198,18 @@ class Calibration:
         return Rates(self.transfers)
 
 
-def calibrate(*places: str | Path, run: str | Path | None = None) -> Calibration:
+def calibrate(
+    *places: str | Path, run: str | Path | None = None, rules: Rules = BUILT_IN
+) -> Calibration:
     """The constants that explain the recorded runs at the places.
 
-    run is a RUN.toml, whole or a part, for what a recording does not tell of its job. Raises
-    DataError and UsageError.
+    run is a RUN.toml, whole or a part, for what a recording does not tell of its job; rules decide
+    what each kernel is. Raises DataError and UsageError.
     """
     if not places:
         raise UsageError("no run to calibrate from; name the folder of a recording")
     stated: TomlTable | None = None if run is None else read_table(run)
-    return calibration_of([run_seen(str(place), stated) for place in places])
+    return calibration_of([run_seen(str(place), stated, rules) for place in places])
 
 
 def calibration_of(runs: Sequence[RunSeen]) -> Calibration:
@@ -667,13 +670,13 @@ class RunSeen:
     transfers: tuple[Transfer, ...]
 
 
-def run_seen(place: str, stated: TomlTable | None) -> RunSeen:
+def run_seen(place: str, stated: TomlTable | None, rules: Rules = BUILT_IN) -> RunSeen:
     """The run recorded at the place; stated is a RUN.toml for what the recording does not tell.
 
     Raises DataError, also for a recording without a full step; UsageError where the job is not
     known.
     """
-    recording = read_recording([place])
+    recording = read_recording([place], rules=rules)
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
     stages = stages_seen(recording, found)
     if not stages:

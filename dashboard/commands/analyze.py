@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import DataError, unwritable, write
-from stepsplit.dashboard.commands.common import cores, need, put_json
+from stepsplit.dashboard.commands.common import cores, load_rules, need, put_json, rules_option
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
     from stepsplit.analyzer.diagnose.hang_progress import Hang
+    from stepsplit.analyzer.readers.kernel_rules import Rules
 
 
 # stepsplit analyze: a recording -> the screen, report.json, tables/.
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 @click.option("--run", metavar="FILE",
               help="Hold it against the model of this RUN.toml, which may state only what the "
                    "recording does not tell; auto for none.")  # fmt: skip
-@click.option("--rules", "rules_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Take kernels for what the rules in this TOML file say.")  # fmt: skip
+@rules_option
 def analyze_command(
     places: tuple[str, ...],
     json_file: str | None,
@@ -54,13 +54,12 @@ def analyze_command(
     from rich.console import Console
 
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
-    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
     from stepsplit.analyzer.report.io import save, to_json
     from stepsplit.dashboard.reporters.terminal import reading_bar, report_screen
 
     if html_file is not None:
         need("dash", "dashboard")
-    rules = BUILT_IN if rules_file is None else read_rules(rules_file)
+    rules = load_rules(rules_file)
     with reading_bar() as progress:
         analysis = examine_or_find_hang(places, workers or cores(), progress, rules, run)
     if not isinstance(analysis, Analysis):
@@ -106,7 +105,10 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
               help="Write a trace for ui.perfetto.dev; gzipped if this ends in .gz.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; one a core by default.")  # fmt: skip
-def export_command(places: tuple[str, ...], file: Path, workers: int | None) -> None:
+@rules_option
+def export_command(
+    places: tuple[str, ...], file: Path, workers: int | None, rules_file: Path | None
+) -> None:
     """Write all ranks of a recording, on one clock, for the page ui.perfetto.dev.
 
     PATH is what analyze takes, or a folder that analyze --out wrote: then nothing is read again.
@@ -115,7 +117,8 @@ def export_command(places: tuple[str, ...], file: Path, workers: int | None) -> 
     """
     from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 
-    analysis = _saved(places) or _examined(places, workers)
+    saved = _saved(places) if rules_file is None else None
+    analysis = saved or _examined(places, workers, load_rules(rules_file))
     _write(file, perfetto_trace(analysis.report, analysis.tables))
     click.echo(f"{file}: open it at https://ui.perfetto.dev")
 
@@ -138,12 +141,12 @@ def _saved(places: Sequence[str]) -> Analysis | None:
         raise DataError(tables, problem, "analyze the run again") from None
 
 
-def _examined(places: Sequence[str], workers: int | None) -> Analysis:
+def _examined(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
     from stepsplit.analyzer.analysis import examine
     from stepsplit.dashboard.reporters.terminal import reading_bar
 
     with reading_bar() as progress:
-        return examine(places, workers or cores(), progress)
+        return examine(places, workers or cores(), progress, rules)
 
 
 def _write(file: Path, chunks: Iterable[bytes]) -> None:

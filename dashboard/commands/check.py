@@ -15,12 +15,15 @@ from stepsplit.analyzer.errors import UsageError, unwritable, write
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
     cores,
+    load_rules,
     open_store,
     put_json,
+    rules_option,
     store_option,
 )
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.analyzer.regression.checks import Verdict
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunFacts
@@ -53,6 +56,7 @@ def _file(flag: str, text: str) -> Callable[[Callable[..., object]], Callable[..
 @click.option("--run", "run_file", metavar="RUN.toml",
               help="Hold the candidates against the model, for budgets such as step:model+20%; "
                    "auto: by what they tell.")  # fmt: skip
+@rules_option
 @click.option("--across-setups", is_flag=True,
               help="Compare runs of another device, mesh, backend or world size too.")  # fmt: skip
 @click.option(
@@ -75,6 +79,7 @@ def check_command(
     baselines: tuple[str, ...],
     budgets: tuple[str, ...],
     run_file: str | None,
+    rules_file: Path | None,
     across_setups: bool,
     json_file: str | None,
     dashboard_url: str | None,
@@ -92,7 +97,9 @@ def check_command(
     from stepsplit.analyzer.regression.checks import to_json
 
     store = cache(lambda: open_store(url, artifacts))
-    before, own = runs_at(baselines, store), runs_at(candidates, store, run_file)
+    rules = load_rules(rules_file)
+    before = runs_at(baselines, store, None, rules)
+    own = runs_at(candidates, store, run_file, rules)
     verdict = _judged(own, before, budgets, across_setups, dashboard_url)
     write_files(verdict, files, _named(budgets, baselines))
     if any(run.id for run in own):
@@ -161,9 +168,12 @@ ADVISED = 3
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path),
               help="Where it goes, such as a JSON file beside the tests.")  # fmt: skip
+@rules_option
 @store_option
 @artifacts_option
-def baseline_command(places: tuple[str, ...], out: Path, url: str, artifacts: str) -> None:
+def baseline_command(
+    places: tuple[str, ...], out: Path, rules_file: Path | None, url: str, artifacts: str
+) -> None:
     """Keep what a gate needs of some runs in a small file, fit for git.
 
     RUN is as for check; an older baseline file may be among them. Name 3 to 5 runs: they tell the
@@ -173,7 +183,8 @@ def baseline_command(places: tuple[str, ...], out: Path, url: str, artifacts: st
     from stepsplit.analyzer.regression.judge import check_setups
     from stepsplit.analyzer.regression.metrics import to_json
 
-    runs = [run.facts for run in runs_at(places, lambda: open_store(url, artifacts))]
+    store, rules = cache(lambda: open_store(url, artifacts)), load_rules(rules_file)
+    runs = [run.facts for run in runs_at(places, store, None, rules)]
     for warning in check_setups(runs, (), across_setups=False):
         click.echo(f"warning: {warning}", err=True)
     write(out, to_json(runs))
@@ -210,26 +221,32 @@ class Query:
     id: str | None = None
 
 
-def runs_at(places: Sequence[str], open_store: OpenStore, run: str | None = None) -> list[SideRun]:
-    """The runs at the places, each a path as facts_at takes it or a query; run is as there.
+def runs_at(
+    places: Sequence[str], open_store: OpenStore, run: str | None, rules: Rules
+) -> list[SideRun]:
+    """The runs at the places, each a path as facts_at takes it or a query; run, rules as there.
 
-    Raises StepsplitError.
+    Raises StepsplitError, also for a query under rules of one's own.
     """
+    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+
     found: list[SideRun] = []
     for place in places:
         if place.startswith(PREFIX):
+            if rules != BUILT_IN:
+                raise UsageError(f"{place}: analyzed already; with rules name the recordings")
             found += _stored(open_store(), parse_query(place))
         else:
-            found += _read(place, run)
+            found += _read(place, run, rules)
     return found
 
 
-def _read(place: str, run: str | None) -> list[SideRun]:
+def _read(place: str, run: str | None, rules: Rules) -> list[SideRun]:
     from stepsplit.analyzer.analysis import facts_at
     from stepsplit.dashboard.reporters.terminal import reading_bar
 
     with reading_bar() as progress:
-        return [SideRun(facts) for facts in facts_at(place, cores(), progress, run)]
+        return [SideRun(facts) for facts in facts_at(place, cores(), progress, run, rules)]
 
 
 def parse_query(text: str) -> Query:
@@ -331,8 +348,7 @@ def _add(path: Path, verdict: Verdict) -> None:
     "--json", "json_file", metavar="FILE",
     help="Write the comparison here; - for standard output, and nothing else there.",
 )  # fmt: skip
-@click.option("--rules", "rules_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Take kernels for what the rules in this TOML file say.")  # fmt: skip
+@rules_option
 def compare_command(
     baseline: str, candidate: str, json_file: str | None, rules_file: Path | None
 ) -> None:
@@ -351,11 +367,9 @@ def compare_command(
 
 def _compared(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
     from stepsplit.analyzer.analysis import compare_runs
-    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
-    from stepsplit.dashboard.commands.common import cores
     from stepsplit.dashboard.reporters.terminal import reading_bar
 
-    rules = BUILT_IN if rules_file is None else read_rules(rules_file)
+    rules = load_rules(rules_file)
     with reading_bar() as progress:
         return compare_runs(baseline, candidate, cores(), progress, rules)
 

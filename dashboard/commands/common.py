@@ -13,6 +13,7 @@ import click
 from stepsplit.analyzer.errors import UsageError, write
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.dashboard.store.store import Store
 
 
@@ -45,6 +46,24 @@ def put_json(found: Found, to_json: Callable[[Found], str | bytes], json_file: s
         return True
     write(Path(json_file), text.encode() if isinstance(text, str) else text)
     return False
+
+
+# The rules of the user, for every command that reads a recording.
+
+rules_option = click.option(
+    "--rules",
+    "rules_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Take kernels for what the rules in this TOML file say.",
+)
+
+
+def load_rules(file: Path | None) -> Rules:
+    """The rules of the file before the built-in ones, or these alone. Raises DataError."""
+    from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
+
+    return BUILT_IN if file is None else read_rules(file)
 
 
 # The options of every command that opens the store of runs.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import UsageError, write
-from stepsplit.dashboard.commands.common import put_json
+from stepsplit.dashboard.commands.common import load_rules, put_json, rules_option
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.gap.calibrate import Calibration
@@ -136,8 +136,13 @@ def _show_plan(job: JobConfig, found: Plan) -> None:
     "--json", "json_file", metavar="FILE",
     help="Write all that was found here; - for standard output, and nothing else there.",
 )  # fmt: skip
+@rules_option
 def calibrate_command(
-    places: tuple[str, ...], out: Path | None, run_file: Path | None, json_file: str | None
+    places: tuple[str, ...],
+    out: Path | None,
+    run_file: Path | None,
+    json_file: str | None,
+    rules_file: Path | None,
 ) -> None:
     """Fit the model's constants to recorded runs of your own.
 
@@ -147,7 +152,7 @@ def calibrate_command(
     # What the fit needs is loaded here, so that the list of commands stays quick.
     from stepsplit.analyzer.gap.calibrate import calibrate, hardware_text, to_json
 
-    found = calibrate(*places, run=run_file)
+    found = calibrate(*places, run=run_file, rules=load_rules(rules_file))
     if out is not None:
         write(out, hardware_text(found).encode())
     if not put_json(found, to_json, json_file):
@@ -229,8 +234,12 @@ class _ChangeCommand(click.Command):
     "--json", "json_file", metavar="FILE",
     help="Write the result here; - for standard output, and nothing else there.",
 )  # fmt: skip
+@rules_option
 def what_if_command(
-    places: tuple[str, ...], changes: tuple[str, ...], json_file: str | None
+    places: tuple[str, ...],
+    changes: tuple[str, ...],
+    json_file: str | None,
+    rules_file: Path | None,
 ) -> None:
     """Replay a recording with something changed: how long were a step?
 
@@ -242,6 +251,6 @@ def what_if_command(
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
     from stepsplit.dashboard.reporters.compare import what_if_screen
 
-    found = what_if(*places, changes=changes)
+    found = what_if(*places, changes=changes, rules=load_rules(rules_file))
     if not put_json(found, to_json, json_file):
         Console(highlight=False).print(what_if_screen(found))

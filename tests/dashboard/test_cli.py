@@ -124,14 +124,14 @@ HELP = {
         "--json FILE", "--out DIR", "--html FILE", "--workers N", "--run FILE", "--rules FILE",
         "--help",
     ],
-    ("baseline",): ["--out FILE", "--store URL", "--artifacts URL", "--help"],
+    ("baseline",): ["--out FILE", "--rules FILE", "--store URL", "--artifacts URL", "--help"],
     ("check",): [
-        "--baseline B", "--budget FILE|RULE", "--run RUN.toml", "--across-setups", "--json FILE",
-        "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
+        "--baseline B", "--budget FILE|RULE", "--run RUN.toml", "--rules FILE", "--across-setups",
+        "--json FILE", "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
         "--openmetrics FILE", "--bencher FILE", "--benchmark-action FILE", "--dashboard URL",
         "--store URL", "--artifacts URL", "--help",
     ],
-    ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--help"],
+    ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--rules FILE", "--help"],
     ("compare",): ["--json FILE", "--rules FILE", "--help"],
     ("dashboard",): [
         "--store URL", "--artifacts URL", "--host TEXT", "--port PORT", "--workers N",
@@ -143,7 +143,7 @@ HELP = {
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
         "--stacks", "--timeout S",
     ],
-    ("export",): ["--perfetto FILE", "--workers N", "--help"],
+    ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
     ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
     ("plan",): ["--gpus N", "--top K", "--keep KEY", "--json FILE", "--help"],
@@ -161,7 +161,7 @@ HELP = {
     ("worker",): [
         "--store URL", "--artifacts URL", "--limit MINUTES", "--log-format [text|json]", "--help",
     ],
-    ("what-if",): ["--change CHANGE", "--json FILE", "--help"],
+    ("what-if",): ["--change CHANGE", "--json FILE", "--rules FILE", "--help"],
     ("validate",): ["--json FILE", "--rows", "--help"],
 }  # fmt: skip
 

@@ -30,8 +30,6 @@ from stepsplit.collectors.run_spec import SHORTHAND, GroupInfo, Mesh, named
 
 # Runs a command with the agent in all its processes: the script itself stays as it is.
 
-NOT_FOUND = 127
-
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "20000"}
 
 

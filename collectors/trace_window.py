@@ -41,15 +41,6 @@ class TraceWindow:
         self.recorded = 0
         """Steps that were recorded to their end."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the profiler is warming up or recording."""
-        return self._profiler is not None
-
-    @property
-    def is_recording(self) -> bool:
-        return self._mark is not None
-
     def before(self, step: int) -> None:
         """Call before each step: warms up, starts, and marks the step in the trace."""
         if self._profiler is None and step >= self._first - self._plan.warmup:

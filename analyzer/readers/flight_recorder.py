@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 import msgspec
@@ -26,7 +26,7 @@ from stepsplit.analyzer.ops import (
 )
 from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognizes
-from stepsplit.analyzer.readers.sources import DiskFile, Source
+from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, to_calls
 
 # A rank's Flight Recorder dump, JSON or pickle, of any torch -> its calls and their states.
@@ -82,11 +82,6 @@ class FlightDump:
     @property
     def notes(self) -> tuple[Note, ...]:
         return self.calls.notes
-
-
-def read_flight(path: Path) -> tuple[FlightEntry, ...]:
-    """The collectives of the dump, in the order of their calls; sends and receives are left out."""
-    return tuple(entry for entry in read_dump(DiskFile(path)).entries if not entry.is_p2p)
 
 
 def read_dump(source: Source) -> FlightDump:

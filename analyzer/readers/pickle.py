@@ -45,17 +45,12 @@ def read_whole(content: Bytes, where: object) -> bytes:
     return b"".join(blocks)
 
 
-def load_plain(content: Bytes, where: object, without: frozenset[str] = frozenset()) -> object:
+def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset()) -> object:
     """The value that is pickled; dicts come without the keys that the caller never looks at.
 
-    A walk over it ends soon (walkable.py). Raises DataError for anything else, for a pickle that
-    asks for code, and for one that is cut or damaged.
+    A walk over it ends soon (require_walkable). Raises DataError for anything else, for a pickle
+    that asks for code, and for one that is cut or damaged.
     """
-    return plain_value(read_whole(content, where), where, without)
-
-
-def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset()) -> object:
-    """As load_plain, of bytes at hand."""
     value = _Machine(data, where, without).value()
     require_walkable(value, where)
     return value

@@ -327,11 +327,6 @@ def _busbw(report: Report) -> Iterator[Value]:
         yield Value(name, moved / taken_s)
 
 
-def _moved_bytes(row: CollectiveRow, group: GroupRow) -> float:
-    """What all calls of the row moved, as busbw counts it."""
-    return row.count * (row.message_bytes or 0) * busbw_factor(row.op, len(group.ranks))
-
-
 def _call_values(report: Report) -> Iterator[Value]:
     """How many calls, and bytes of messages, a full step has, of all recorded ranks together."""
     if not report.step_calls:

@@ -409,11 +409,6 @@ def _mixture(row: PublishedRow) -> ModelConfig:
 # Throughput and memory that torchtitan publishes -> the jobs behind them.
 
 
-def torchtitan_cases(published: Published) -> tuple[Case, ...]:
-    """Every row."""
-    return tuple(torchtitan(row) for row in published.records(TORCHTITAN_TABLE))
-
-
 def torchtitan(row: PublishedRow) -> Case:
     """FSDP2 with the sizes that the row's config names; no constant is fitted on these rows.
 

@@ -157,8 +157,6 @@ ROUND_UP = 10
 
 _HEAD = struct.Struct("=Q32s")
 
-_CONTEXT = struct.Struct("=iiq")
-
 _REQUEST = struct.Struct("=iiq")
 
 _ASK_S = 30.0

@@ -209,12 +209,6 @@ def waits_for_files(connection: Connection, run_id: str) -> bool:
     return connection.execute(state).scalar() == "uploading"
 
 
-def rename_run(connection: Connection, run_id: str, name: str) -> bool:
-    """False where there is no such run."""
-    changed = update(RUNS).where(RUNS.c.id == run_id).values(name=plain(name, NAME_LENGTH))
-    return connection.execute(changed).rowcount == 1
-
-
 def run_done(connection: Connection, run_id: str, report: Report) -> None:
     """Records the numbers of the run's report, which is kept elsewhere."""
     numbers = headline(report)

@@ -121,11 +121,6 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def rename(self, run_id: str, name: str) -> bool:
-        """False where there is no such run."""
-        with self._database.writing() as connection:
-            return runs.rename_run(connection, run_id, name)
-
     def delete(self, run_id: str) -> bool:
         """Removes the run with all its files. False where there is no such run."""
         with self._database.writing() as connection:

@@ -125,13 +125,6 @@ def test_texts_of_strangers_fit_every_database(store: Store) -> None:
     assert run.tags == (Tag("k" * 63 + "…", "?"),)
 
 
-def test_a_run_gets_another_name(store: Store) -> None:
-    run_id = store.add("before")
-
-    assert store.rename(run_id, "after") and not store.rename("0" * 12, "x")
-    assert found(store, run_id).name == "after"
-
-
 def test_a_removed_run_leaves_nothing(store: Store, tmp_path: Path) -> None:
     made = analysis()
     kept, gone = uploaded(store), store.import_report("x", made.report, made.tables)

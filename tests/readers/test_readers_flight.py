@@ -26,7 +26,7 @@ from stepsplit.analyzer import (
     Note,
 )
 from stepsplit.analyzer.readers.compression import head_of
-from stepsplit.analyzer.readers.flight_recorder import is_flight_dump, read_dump, read_flight
+from stepsplit.analyzer.readers.flight_recorder import is_flight_dump, read_dump
 from stepsplit.analyzer.readers.sources import DiskFile
 
 T0 = 1_790_000_000_000_000_000
@@ -245,12 +245,6 @@ def test_several_tensors_add_up_each_by_its_dtype(tmp_path: Path) -> None:
     content["entries"][1] |= {"input_sizes": [[2], []], "input_dtypes": ["Half", "Long"]}
     dump = dump_of(tmp_path, as_json(content))
     assert [entry.input_bytes for entry in dump.entries] == [12, 6]
-
-
-def test_collectives_alone_are_what_the_gloo_reader_asks_for(tmp_path: Path) -> None:
-    file = tmp_path / "rank3_flight.json"
-    file.write_bytes(as_json(modern()))
-    assert read_flight(file) == (DONE,)
 
 
 def test_a_cut_json_dump_yields_its_whole_entries(tmp_path: Path) -> None:

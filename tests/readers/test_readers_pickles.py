@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import datetime
-import io
 import os
 import pickle
 import struct
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable
-from stepsplit.analyzer.readers.pickle import load_plain, plain_value, recognizes
+from stepsplit.analyzer.readers.pickle import plain_value, recognizes
 
 PLAIN: list[Any] = [
     {}, [], {"a": 1}, [1, [2, [3]]], {"t": (), "u": (1,), "v": (1, 2), "w": (1, 2, 3, 4)},
@@ -43,7 +42,7 @@ def refused(data: bytes) -> str:
 def test_plain_values_come_back(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     assert recognizes(data)
-    assert load_plain(io.BytesIO(data), "here") == value
+    assert plain_value(data, "here") == value
 
 
 @pytest.mark.parametrize("protocol", [4, 5])

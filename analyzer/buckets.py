@@ -6,6 +6,10 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
+WAITS = ("skew", "bubble")
+"""The buckets of waiting for another rank."""
+MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
+"""The fields of a Split that cost no time of their own."""
 Kind = Literal["full", "partial", "other"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from stepsplit.analyzer.arrays import distinct
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.steps import STEP
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -38,7 +38,6 @@ _NAME_OF = {
     Category.GPU_ANNOTATION: "gpu_user_annotation",
     Category.PYTHON: "python_function",
 }
-_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 _MOST_DIGITS = 18
 _WAITS = ("wait_on_stream", "wait_on_cuda_event_record_corr_id")
 
@@ -180,7 +179,7 @@ def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
     """The number of the ProfilerStep in which the host did or launched each event, else -1."""
     marks = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
     steps = [(row, int(m[1])) for row in np.flatnonzero(marks).tolist()
-             if (m := _STEP.match(events.name_of(row))) is not None]  # fmt: skip
+             if (m := STEP.match(events.name_of(row))) is not None]  # fmt: skip
     step = np.full(len(events), -1, dtype=np.int64)
     for row, number in steps:
         start = events.start_ns[row]

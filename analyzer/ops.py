@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+MESSAGES = ("send", "recv")
+
 # What turns the bandwidth of a collective's algorithm into that of its bus.
 
 

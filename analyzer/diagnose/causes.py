@@ -23,7 +23,7 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.report.build import why_idle
-from stepsplit.analyzer.report.report import EventRef, Finding
+from stepsplit.analyzer.report.report import WORTH, EventRef, Finding
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.lateness import SlowRank, slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
@@ -32,9 +32,6 @@ from stepsplit.analyzer.trace import Int64, Note
 from stepsplit.collectors.rank_record import RankRecord
 
 # What holds a run up, the cause that is worth most first.
-
-WORTH = 0.01
-"""Causes below this share of the step are not worth a line."""
 
 MOST = 5
 

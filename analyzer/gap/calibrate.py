@@ -14,7 +14,7 @@ import numpy as np
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.gap.config_from_trace import job_of_run
-from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
+from stepsplit.analyzer.model.comm_measured import SWEEP_OPS, Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import rounds
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
@@ -743,11 +743,8 @@ def transfers_seen(found: RunSplit) -> tuple[Transfer, ...]:
         per_node = len(ranks) // len(set(hosts))
         rows.append(
             Transfer(
-                _OPS.get(one.op, one.op), len(ranks), max(1, per_node),
+                SWEEP_OPS.get(one.op, one.op), len(ranks), max(1, per_node),
                 one.message_bytes, one.count, one.transfer_ns_median,
             )
         )  # fmt: skip
     return tuple(rows)
-
-
-_OPS = {"send_recv": "send"}

@@ -21,6 +21,7 @@ from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
+    WORTH,
     ComparedMemory,
     ComparedStage,
     Finding,
@@ -142,9 +143,6 @@ def _median(steps: list[StepSplit]) -> StepSplit:
 
 
 # What of a gap is worth mending and only the model tells.
-
-WORTH = 0.01
-"""Parts of the gap below this share of the step are not worth a line."""
 
 _CODES = {
     "kernels": "slower_kernels",

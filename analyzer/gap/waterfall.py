@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.predict import call_ns
 from stepsplit.analyzer.model.prediction import Communication, Prediction
+from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.report.build import why_idle
 from stepsplit.analyzer.report.report import ComparedStage, Finding, GapRow, Report
 
@@ -131,8 +132,6 @@ def _idle_words(sides: Sides) -> str:
 
 # Why communication holds a stage up longer, or shorter, than predicted: axis by axis.
 
-_MESSAGES = ("send", "recv")
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -210,7 +209,7 @@ def _exposed_by_model(prediction: Prediction, stage: ComparedStage) -> dict[Key,
 
 
 def _bucket(op: str) -> str:
-    return "p2p" if op in _MESSAGES else "collective"
+    return "p2p" if op in MESSAGES else "collective"
 
 
 # Calls of one axis and op in a step: how long they take, and how long the model says they do.

@@ -122,7 +122,7 @@ SWEEP = Formula(
     "arithmetic; leave one out on the sweeps of one node: 2 to 8 % (A100, B200, Alps GH200)",
 )
 
-_OPS = {"send_recv": "send"}
+SWEEP_OPS = {"send_recv": "send"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def sweeps_of(
             here = min(table.nranks, ranks_per_node or table.nranks)
             sizes, times = zip(*sorted(points.items()), strict=True)
             found.append(
-                TransferSweep(_OPS.get(table.op, table.op), table.nranks, here, sizes, times)
+                TransferSweep(SWEEP_OPS.get(table.op, table.op), table.nranks, here, sizes, times)
             )
     return tuple(found)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.formulas import Formula
@@ -103,8 +103,6 @@ _WORDS = ("strategy", "op", "axis", "phase")
 
 _BUCKETS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 
-_MEMOS = tuple(field.name for field in fields(Split) if field.name not in _BUCKETS)
-
 
 def prediction_to_json(prediction: Prediction) -> str:
     """The prediction as JSON text of the schema stepsplit.prediction/1; times are whole ns.
@@ -166,7 +164,7 @@ def _body(prediction: Prediction) -> dict[str, Any]:
 def _split_row(split: Split) -> dict[str, int]:
     """The buckets, their sum, and behind them the memos."""
     buckets = dict(zip(_BUCKETS, split.buckets_ns, strict=True))
-    memos = {name: getattr(split, name) for name in _MEMOS}
+    memos = {name: getattr(split, name) for name in MEMOS}
     return buckets | {"step_ns": split.step_ns} | memos
 
 
@@ -203,7 +201,7 @@ def _prediction(body: Mapping[str, Any]) -> Prediction:
 
 
 def _split(row: Mapping[str, Any]) -> Split:
-    split = Split(**{name: _whole(row, name) for name in (*_BUCKETS, *_MEMOS)})
+    split = Split(**{name: _whole(row, name) for name in (*_BUCKETS, *MEMOS)})
     _must_add_up(row, "step_ns", split.step_ns)
     return split
 

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import dtype_named, element_bytes, message_bytes, op_named
+from stepsplit.analyzer.ops import MESSAGES, dtype_named, element_bytes, message_bytes, op_named
 from stepsplit.analyzer.readers.compression import Unpacked, unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Call, Group, Int32, Int64, Note, RankCalls, to_calls
@@ -215,8 +215,6 @@ class _Reading:
 MOST_RANKS = 1 << 20
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-
-MESSAGES = ("send", "recv")
 
 _TENSOR = re.compile(r"Tensor\(([^)]*)\)")
 

@@ -10,8 +10,9 @@ from statistics import median
 
 import msgspec
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
@@ -43,8 +44,6 @@ def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
 # The collectives and messages of two runs, side by side.
 
 UNKNOWN = "unknown"
-
-_MESSAGES = ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def _callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
     A message counts at its own end; so does each call of an axis on which nothing was matched.
     """
     apart = {one.axis for one in report.coverage if one.holds == "estimated"}
-    if group is None or row.op in _MESSAGES or group.axis in apart:
+    if group is None or row.op in MESSAGES or group.axis in apart:
         return 1
     return len(set(group.ranks) & set(report.run.ranks)) or 1
 
@@ -207,8 +206,6 @@ def _facts(report: Report) -> tuple[_Fact, ...]:
 
 # A report in the few numbers that a comparison is about.
 
-_MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
-
 
 def side_of(report: Report) -> Side:
     """The run by its full steps. Raises UsageError where it has no step."""
@@ -233,7 +230,7 @@ def mean_split(rows: Sequence[StepRow]) -> Split:
     """The mean of the steps in whole ns, so rounded that its buckets add up to the mean step."""
     sums = [sum(getattr(row, f"{bucket}_ns") for row in rows) for bucket in BUCKETS]
     ends = [total // len(rows) for total in accumulate(sums, initial=0)]
-    memos = [sum(getattr(row, memo) for row in rows) // len(rows) for memo in _MEMOS]
+    memos = [sum(getattr(row, memo) for row in rows) // len(rows) for memo in MEMOS]
     mean = Split(*(end - start for start, end in pairwise(ends)), *memos)
     assert mean.step_ns == sum(row.step_ns for row in rows) // len(rows), "time is lost in a mean"
     return mean

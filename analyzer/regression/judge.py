@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, WAITS
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.checks import (
     Answer,
@@ -350,8 +350,6 @@ SAME_BYTES = 0.01
 
 KINDS = 4
 
-_WAITS = ("skew", "bubble")
-
 _BUCKETS_OF: Mapping[str, Sequence[str]] = {
     **{bucket: (bucket,) for bucket in BUCKETS},
     **dict.fromkeys(("step", "mfu", "hfu"), BUCKETS),
@@ -445,7 +443,7 @@ def _of_buckets(buckets: Sequence[str], axis: str | None, moved: _Moved) -> Iter
     best = [row for row in rows if row.axis is None][:1]
     found = next((row for row in on_axis if best and row.bucket == best[0].bucket), None)
     for row in [found] if found else best:
-        yield _wait(row, moved) if row.bucket in _WAITS else _transfer(row, moved)
+        yield _wait(row, moved) if row.bucket in WAITS else _transfer(row, moved)
 
 
 def _wait(row: TimeMoved, moved: _Moved) -> Cause:

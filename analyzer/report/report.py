@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS, Kind, Split
+from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Kind, Split
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
@@ -200,11 +200,8 @@ class StepRow(Struct, frozen=True):
 
     @property
     def split(self) -> Split:
-        names = (*(f"{bucket}_ns" for bucket in BUCKETS), *_MEMOS)
+        names = (*(f"{bucket}_ns" for bucket in BUCKETS), *MEMOS)
         return Split(**{name: getattr(self, name) for name in names})
-
-
-_MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
 
 
 class ExposedRow(Struct, frozen=True):
@@ -296,6 +293,10 @@ class MemoryRow(Struct, frozen=True):
     activations_bytes: int | None
     transient_bytes: int | None
     other_bytes: int | None
+
+
+WORTH = 0.01
+"""Findings below this share of the step are not worth a line."""
 
 
 class EventRef(Struct, frozen=True):

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from stepsplit.analyzer.arrays import labels_of, most_of
-from stepsplit.analyzer.buckets import BUCKETS, Kind, StepSplit
+from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
 from stepsplit.analyzer.split.matching import Matched
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
@@ -96,7 +96,7 @@ def _renumbered(steps: Steps, votes: Mapping[int, int]) -> Steps:
 
 # Where each step of a rank begins and ends.
 
-_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
+STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _marked(events: Events) -> list[_HostStep]:
     mask = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
     found = {}
     for row in np.flatnonzero(mask).tolist():
-        if (match := _STEP.match(events.names[events.name_id[row]])) is not None:
+        if (match := STEP.match(events.names[events.name_id[row]])) is not None:
             start = int(events.start_ns[row])
             found[int(match[1])] = _HostStep(int(match[1]), start, start + int(events.dur_ns[row]))
     return sorted(found.values(), key=lambda step: step.start_ns)
@@ -344,8 +344,6 @@ SIGMAS = 5.0
 
 _SIGMA_OF_MAD = 1.4826
 
-_WAITS = ("skew", "bubble")
-
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
@@ -456,7 +454,7 @@ def _explained(
 ) -> SlowStep:
     step_ns = int(buckets_ns.sum(axis=1).max())
     excess, beyond = step_ns - run.median_ns, buckets_ns - usual_ns
-    waits = [BUCKETS.index(bucket) for bucket in _WAITS]
+    waits = [BUCKETS.index(bucket) for bucket in WAITS]
     own = beyond.copy()
     own[:, waits] = np.iinfo(np.int64).min
     told = own if 2 * int(own.max()) >= excess else beyond

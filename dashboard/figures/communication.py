@@ -205,7 +205,7 @@ def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
 NEAR, FEWEST = 9, 6
 """How many runs around a run say what is usual there."""
 
-_MAD_TO_SD = 1.4826
+MAD_TO_SD = 1.4826
 
 _BAND_SDS = 3
 
@@ -250,7 +250,7 @@ def usual(values: Sequence[float], at: int) -> Usual | None:
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
     middle = median(near)
-    spread = _BAND_SDS * _MAD_TO_SD * median(abs(value - middle) for value in near)
+    spread = _BAND_SDS * MAD_TO_SD * median(abs(value - middle) for value in near)
     return Usual(middle, middle - spread, middle + spread)
 
 

@@ -32,7 +32,7 @@ from stepsplit.analyzer.units import (
     size,
 )
 from stepsplit.dashboard.figures.communication import FEWEST as FEWEST_USUAL
-from stepsplit.dashboard.figures.communication import HistoryPoint, Level, history, usual
+from stepsplit.dashboard.figures.communication import MAD_TO_SD, HistoryPoint, Level, history, usual
 from stepsplit.dashboard.figures.run import NamedSplit, difference_figure, splits
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
@@ -368,8 +368,6 @@ ALPHA = 0.05
 _PENALTY = 3.0
 """A level must explain so much more, in variances times the logarithm of the runs."""
 
-_MAD_TO_SD = 1.4826
-
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:
@@ -433,7 +431,7 @@ def _noise(values: Sequence[float]) -> float:
     """The sd of a run, from runs that follow one another: levels do not add to it. Never zero."""
     apart = median(abs(other - one) for one, other in pairwise(values))
     least = 0.1 * LEAST * max(map(abs, values))
-    return max(_MAD_TO_SD * apart / math.sqrt(2), least, 1e-12)
+    return max(MAD_TO_SD * apart / math.sqrt(2), least, 1e-12)
 
 
 def _chance(before: Sequence[float], after: Sequence[float], level: float) -> float:

@@ -26,7 +26,7 @@ from stepsplit.collectors.nccl import (
     log_environment,
 )
 from stepsplit.collectors.rank_record import fresh
-from stepsplit.collectors.run_spec import SHORTHAND, GroupInfo, Mesh, named
+from stepsplit.collectors.run_spec import MESH_AXES, SHORTHAND, GroupInfo, Mesh, named
 
 # Runs a command with the agent in all its processes: the script itself stays as it is.
 
@@ -329,9 +329,6 @@ def _free_port() -> int:
 
 # How the demo training is set up: Recipe, and its command line in and out.
 
-# Outermost first: neighbors in the innermost axis talk most.
-_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 @dataclass(frozen=True, slots=True)
 class DemoArgs:
@@ -396,14 +393,14 @@ def parse_parallel(text: str) -> Mesh:
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         axis = SHORTHAND.get(axis, axis)
-        if axis not in _ORDER or not size.isdecimal() or int(size) < 1:
+        if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(
                 f"{part.strip()!r} is no axis and size: write tp=2,pp=2,dp=2 or fsdp=4"
             )
         if axis in sizes:
             raise ValueError(f"{axis} is given twice in {text!r}")
         sizes[axis] = int(size)
-    return without_singles(Mesh.of({axis: sizes[axis] for axis in _ORDER if axis in sizes}))
+    return without_singles(Mesh.of({axis: sizes[axis] for axis in MESH_AXES if axis in sizes}))
 
 
 def parallel_text(mesh: Mesh) -> str:

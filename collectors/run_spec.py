@@ -11,11 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
 SCHEMA = "stepsplit.run/1"
 _T = TypeVar("_T")
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
+"""What ranks are grouped along: the axes of a mesh, and ep, along which experts lie."""
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""Outermost first: neighbors in the innermost axis communicate most."""
+MESH_AXES = tuple(axis for axis in AXES if axis != "ep")
+DATA_PARALLEL: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 _DESCRIPTOR = re.compile(r"/proc/(?P<pid>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
 _MOST_LINKS = 40
@@ -35,9 +40,11 @@ class Mesh:
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"a mesh needs one size for each distinct axis, not {self}")
-        unknown = set(self.axes) - set(AXES)
+        unknown = set(self.axes) - set(MESH_AXES)
         if unknown:
-            raise ValueError(f"unknown mesh axis {sorted(unknown)}; known are {', '.join(AXES)}")
+            raise ValueError(
+                f"unknown mesh axis {sorted(unknown)}; known are {', '.join(MESH_AXES)}"
+            )
         if any(size < 1 for size in self.sizes):
             raise ValueError(f"every mesh axis has at least one rank, not {self}")
 

@@ -12,17 +12,19 @@ from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import JobConfig, span_of
-from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Prediction, group_axis
 from stepsplit.analyzer.ops import busbw_factor
 from stepsplit.analyzer.report.io import job_of_report
 from stepsplit.analyzer.report.report import ComparedCalls, ComparedStage, Report
 from stepsplit.analyzer.split.attribute import overlaps_of
+from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.strategy_evidence import axis_named, host_steps, issued_in
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS, Bool, Group
+from stepsplit.collectors.run_spec import DATA_PARALLEL
 
 # What ranks sent, and what of it held them up, by the prediction's words for the axes.
 
@@ -179,11 +181,6 @@ def _predicted_times(prediction: Prediction) -> _Times:
 
 # The messages of a step as measured beside those that the model predicts: exact, no tolerance.
 
-_DATA = ("dp_replicate", "dp_shard")
-
-_SUMS_TOO = "dp_cp"
-"""The prediction's word for all ranks that sum gradients, where those of cp are among them."""
-
 Kind = tuple[int, str, str, bool]
 """(stage, axis, op, whether scalar)"""
 
@@ -319,7 +316,7 @@ def _words(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
     on either side is the same one, whatever the mesh calls it.
     """
     data = sorted({axis for axis, _ in measured if _is_data(axis)})
-    called = sorted(predicted & {*_DATA, _SUMS_TOO})
+    called = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
     words = {call: call[0] for call in measured}
     for axis, op in measured:
         parts = set(axis.split(" x "))
@@ -327,15 +324,15 @@ def _words(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
             words[axis, op] = "dp_shard"
         elif axis in data and len(data) == len(called) == 1:
             words[axis, op] = called[0]
-        elif parts == {"cp"} and op == "all_reduce" and _SUMS_TOO in called and not data:
-            words[axis, op] = _SUMS_TOO
+        elif parts == {"cp"} and op == "all_reduce" and GRADIENT_AXIS in called and not data:
+            words[axis, op] = GRADIENT_AXIS
     return words
 
 
 def _is_data(axis: str) -> bool:
     """Whether ranks along it see different data; cp belongs to them where it is beside another."""
     axes = set(axis.split(" x "))
-    return axes <= {*_DATA, "cp"} and axes != {"cp"}
+    return axes <= DATA_AXES and axes != {"cp"}
 
 
 # What each rank sent in each full step, counted by axis, op and size.
@@ -461,8 +458,6 @@ class Wire:
 Wires = Callable[[str], Wire | None]
 """The wire of an axis, by the prediction's words; None where an axis has none."""
 
-_SUMS = {"dp_cp": "dp"}
-
 _KNOWN = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 
 
@@ -470,7 +465,7 @@ def wires_of(job: JobConfig) -> Wires:
     """The wires of the job's hardware."""
 
     def wire(axis: str) -> Wire | None:
-        name = _SUMS.get(axis, axis)
+        name = group_axis(axis)
         if name not in _KNOWN:
             return None
         span = span_of(job, name)

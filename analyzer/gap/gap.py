@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -33,7 +34,7 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.collectors.run_spec import RunSpec
+from stepsplit.collectors.run_spec import DATA_PARALLEL, RunSpec
 
 # A report with its run's prediction, and what lies between the two.
 
@@ -203,8 +204,6 @@ def _finding(gap: Gap, row: GapRow) -> Finding:
 
 # Whether a RUN.toml is of the recording, and what of a recording the model does not mean.
 
-_DATA = ("dp_replicate", "dp_shard")
-
 
 def disagreements(
     layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str
@@ -219,7 +218,7 @@ def disagreements(
     mesh = found.layout.mesh
     if mesh is None:
         return ()
-    data = mesh.size(_DATA[0]) * mesh.size(_DATA[1])
+    data = prod(mesh.size(axis) for axis in DATA_PARALLEL)
     ran = {"tp": mesh.size("tp"), "cp": mesh.size("cp"), "dp": data}
     stated = {axis: int(getattr(layout, axis)) for axis in ran}
     odd = [axis for axis in ran if ran[axis] != stated[axis]]

@@ -12,7 +12,7 @@ from stepsplit.analyzer.gap.comm_gap import Call, Key, MeasuredComm, Sizes
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.predict import call_ns
-from stepsplit.analyzer.model.prediction import Communication, Prediction
+from stepsplit.analyzer.model.prediction import Communication, Prediction, group_axis
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.report.build import why_idle
 from stepsplit.analyzer.report.report import ComparedStage, Finding, GapRow, Report
@@ -328,9 +328,6 @@ def _amount(sizes: Sizes) -> str:
 Price = Callable[[Communication, int], float]
 """(a predicted message, bytes of one call) -> how long a call like it of that size takes, in ns."""
 
-_SUMS = "dp_cp"
-"""The prediction's word for the ranks that the model calls dp, where cp is among them."""
-
 
 def price_of(job: JobConfig, rates: Rates) -> Price:
     """The price of the job's calls; of a predicted size it is the prediction's own."""
@@ -340,7 +337,7 @@ def price_of(job: JobConfig, rates: Rates) -> Price:
         each_ns = like.time.ns / message.count
         if message_bytes == message.message_bytes:
             return each_ns
-        own = replace(message, axis="dp" if message.axis == _SUMS else message.axis)
+        own = replace(message, axis=group_axis(message.axis))
         there_ns = call_ns(job, own, rates).ns
         here_ns = call_ns(job, replace(own, message_bytes=message_bytes), rates).ns
         times = here_ns / there_ns if there_ns else message_bytes / message.message_bytes

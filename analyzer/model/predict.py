@@ -23,7 +23,7 @@ from stepsplit.analyzer.model.hardware_config import hardware_file
 from stepsplit.analyzer.model.layer_time import speed_of
 from stepsplit.analyzer.model.memory import fits, memory_of
 from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, total_parameters
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
+from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Band, Communication, Prediction
 from stepsplit.analyzer.model.step_time import (
     Pipelined,
     StageTime,
@@ -148,7 +148,7 @@ def _on_mesh(job: JobConfig, one: Communication) -> Communication:
     """dp, all ranks that sum gradients, is dp_replicate unless context parallelism joins them."""
     if one.message.axis != "dp":
         return one
-    axis = "dp_replicate" if job.parallel.cp == 1 else "dp_cp"
+    axis = "dp_replicate" if job.parallel.cp == 1 else GRADIENT_AXIS
     return replace(one, message=replace(one.message, axis=axis))
 
 

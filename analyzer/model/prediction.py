@@ -18,6 +18,14 @@ SCHEMA = "stepsplit.prediction/1"
 
 Confidence = Literal["calibrated", "high", "low"]
 
+GRADIENT_AXIS = "dp_cp"
+"""The axis of all ranks that sum gradients, where those of cp are among them."""
+
+
+def group_axis(axis: str) -> str:
+    """The axis of a predicted message as config.span_of knows it."""
+    return "dp" if axis == GRADIENT_AXIS else axis
+
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:

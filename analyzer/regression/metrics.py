@@ -348,8 +348,6 @@ def _call_values(report: Report) -> Iterator[Value]:
 
 Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-
 COMMUNICATION = ("collective", "p2p", "skew")
 """The buckets that are exposed communication."""
 

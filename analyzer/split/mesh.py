@@ -9,13 +9,13 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.split.mesh_groups import RankLine, mesh_of, named, named_lines, one_axis
 from stepsplit.analyzer.split.mesh_inference import Exchanges, exchanges, lines_of, used_axes
 from stepsplit.analyzer.trace import Group, Note, RankTrace
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh, RunSpec
 
 # Which rank sits where: the mesh, the pipeline coordinate of each rank, the axis of each group.
 
 Lines = Mapping[str, RankLine]
 
-DATA_AXES = frozenset({"dp_replicate", "dp_shard", "cp"})
+DATA_AXES: frozenset[str] = frozenset({*DATA_PARALLEL, "cp"})
 """Axes along which ranks train the same weights on different data, and sum their gradients."""
 
 STAGE_AXES = frozenset({"tp", "cp", "ep"})

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 from stepsplit.analyzer.trace import Group
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh
 
 # Which axes of which size lie in the rank numbers of groups, and the mesh that they make.
 
@@ -144,7 +144,7 @@ def _lies_in(mesh: Mesh, group: Group, told: Named) -> bool:
 
 # Which axes the description of a process group names.
 
-_DATA, _SHARDED = ("dp_replicate", "dp_shard"), ("dp_shard", "cp")
+_SHARDED = ("dp_shard", "cp")
 
 _DIMS: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
@@ -155,10 +155,10 @@ _DIMS: dict[str, tuple[str, ...]] = {
     "data": ("dp_replicate",),
     "dp_shard": ("dp_shard",),
     "shard": ("dp_shard",),
-    "dp": _DATA,
-    "batch": _DATA,
+    "dp": DATA_PARALLEL,
+    "batch": DATA_PARALLEL,
     "fsdp": _SHARDED,
-    "loss": (*_DATA, "cp"),
+    "loss": (*DATA_PARALLEL, "cp"),
     "cp": ("cp",),
     "tp": ("tp",),
     "tensor": ("tp",),

@@ -15,6 +15,7 @@ from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
+from stepsplit.collectors.run_spec import AXES
 
 # How the ranks that see different data keep one model: ddp, zero-1, zero-2, fsdp, hsdp.
 
@@ -228,8 +229,6 @@ NAMES = (
 )
 """In the order in which people read them; those that a prediction's messages have are its words."""
 
-_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -263,7 +262,7 @@ def accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
 
 def axis_named(axes: Collection[str], unknown: str) -> str:
     """The axes of a group as one word, in the usual order of a mesh; unknown for no axis."""
-    return " x ".join(sorted(axes, key=_ORDER.index)) or unknown
+    return " x ".join(sorted(axes, key=AXES.index)) or unknown
 
 
 # What one rank does in its full steps, as far as it tells how the job is parallel.

@@ -508,8 +508,7 @@ def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
     lanes = distinct(events.lane[rows]).tolist()
     if not trace.on_device or len(lanes) == 1:
         return rows
-    computes = events.of(Category.KERNEL)
-    computes[trace.calls.event] = False
+    computes = trace.kinds.computes
     work = np.bincount(
         events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
     )

@@ -231,8 +231,7 @@ def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
     """Which of these events of the device, given as rows, are kernels on the stream that computes
     most; all of them where no kernel computes."""
     events = trace.events
-    computes = events.of(Category.KERNEL)
-    computes[trace.calls.event] = False
+    computes = trace.kinds.computes
     busy = np.bincount(
         events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
     )

@@ -1,0 +1,59 @@
+"""What each event is, decided once by the rules that its recording is read with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from builders import CpuTrace, GpuTrace
+
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, FamilyRule, KernelRule, Rules
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.trace import EventKind, RankTrace
+
+OWN = Rules(
+    (KernelRule("my_sync", "communication", "barrier"), KernelRule("gemm_and", "fused")),
+    (FamilyRule("gemm_and", "mine"),),
+).before(BUILT_IN)
+
+
+def kinds(trace: RankTrace) -> dict[str, EventKind]:
+    """The kind of each name; each has one event."""
+    of = map(EventKind, trace.kinds.kind.tolist())
+    names = [trace.events.name_of(row) for row in range(len(trace.events))]
+    return {name: kind for name, kind in zip(names, of, strict=True) if not name.startswith("cuda")}
+
+
+def test_kernels_and_copies_are_what_the_rules_say(tmp_path: Path) -> None:
+    rank = GpuTrace(groups=[("0", "", [0])]).step(1, 0, 90).kernel("gemm", 0, 10)
+    rank.kernel("my_sync_kernel", 10, 20).all_reduce(20, 30).memcpy(30, 40)
+    rank.collective("gemm_and_reduce", "allreduce", 40, 50).kernel("gemm_and_send", 50, 60)
+    rank.write(tmp_path)
+    [plain] = read_recording([tmp_path]).traces
+    [ruled] = read_recording([tmp_path], rules=OWN).traces
+    common = {
+        "ProfilerStep#1": EventKind.OTHER,
+        "gemm": EventKind.COMPUTE,
+        "ncclDevKernel_AllReduce": EventKind.COMMUNICATION,
+        "Memcpy HtoD": EventKind.COPY,
+    }
+    called = "ncclDevKernel_gemm_and_reduce"
+    assert kinds(plain) == common | {
+        "my_sync_kernel": EventKind.COMPUTE,
+        called: EventKind.COMMUNICATION,
+        "gemm_and_send": EventKind.COMPUTE,
+    }
+    assert kinds(ruled) == common | {
+        "my_sync_kernel": EventKind.COMMUNICATION,
+        called: EventKind.FUSED,
+        "gemm_and_send": EventKind.FUSED,
+    }
+    family = {n: ruled.kinds.family_of(i) for i, n in enumerate(ruled.events.names)}
+    assert (family["gemm"], family["gemm_and_send"]) == ("gemm", "mine")
+
+
+def test_ops_of_training_threads_compute_on_a_cpu_run(tmp_path: Path) -> None:
+    CpuTrace().step(1, 0, 50).op("aten::mm", 0, 10).op("c10d::allreduce_", 10, 20).write(tmp_path)
+    [trace] = read_recording([tmp_path]).traces
+    found = kinds(trace)
+    assert (found["aten::mm"], found["c10d::allreduce_"]) == (EventKind.COMPUTE, EventKind.OTHER)
+    assert trace.kinds.family_of(trace.events.names.index("aten::mm")) == "gemm"

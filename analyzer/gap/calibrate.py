@@ -27,7 +27,7 @@ from stepsplit.analyzer.model.config import (
     StageConfig,
     stages_of,
 )
-from stepsplit.analyzer.model.config_table import TomlTable, read_table
+from stepsplit.analyzer.model.config_decode import TomlTable, read_table
 from stepsplit.analyzer.model.layer_time import (
     Product,
     Speed,

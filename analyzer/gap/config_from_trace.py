@@ -8,9 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import FRAMEWORKS, RANK_ORDER, SCHEDULES, TWO_STAGES, JobConfig
+from stepsplit.analyzer.model.config import (
+    FRAMEWORKS,
+    MOST,
+    RANK_ORDER,
+    SCHEDULES,
+    TWO_STAGES,
+    JobConfig,
+)
+from stepsplit.analyzer.model.config_decode import TomlTable, decode_table
 from stepsplit.analyzer.model.config_file import SAME_FRAMEWORKS, job_in
-from stepsplit.analyzer.model.config_table import MOST, TomlTable
 from stepsplit.analyzer.split.pipeline import schedule_named
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
@@ -57,7 +64,7 @@ def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = 
     )
     where = "run.json" if stated is None else stated.where
     if stated is not None:
-        stated.knows(*NAMES)
+        decode_table(stated, dict.fromkeys(NAMES, dict[str, object]))
     tables = {table.name: _merged(table, stated).values for table in seen}
     _complete(tables, found, stated)
     return TomlTable(where, "", tables)
@@ -65,9 +72,9 @@ def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = 
 
 def _merged(seen: TomlTable, stated: TomlTable | None) -> TomlTable:
     """The table of that name with what is stated, and what was seen where nothing is."""
-    own = None if stated is None else stated.table(seen.name, None)
-    if own is None:
+    if stated is None or seen.name not in stated.values:
         return seen
+    own = stated.inner(seen.name)
     if any(key in own.values for key in _WHOLE):
         return own
     replaced = {other for key in own.values for other in _INSTEAD.get(key, ())}

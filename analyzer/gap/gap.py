@@ -15,8 +15,8 @@ from stepsplit.analyzer.gap.comm_gap import MeasuredComm, Wires, compared_calls,
 from stepsplit.analyzer.gap.config_from_trace import run_table
 from stepsplit.analyzer.gap.waterfall import Price, Sides, price_of, waterfall
 from stepsplit.analyzer.model.config import ParallelConfig
+from stepsplit.analyzer.model.config_decode import TomlTable, read_table
 from stepsplit.analyzer.model.config_file import job_in, layout_in
-from stepsplit.analyzer.model.config_table import TomlTable, read_table
 from stepsplit.analyzer.model.predict import predict, rates_of
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.readers.recording import Recording

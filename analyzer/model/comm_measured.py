@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import PLATEAU, time_of
-from stepsplit.analyzer.model.config import HardwareConfig, Span
+from stepsplit.analyzer.model.config import KEY, HardwareConfig, Span
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 
@@ -139,7 +139,7 @@ class TransferSweep:
     ranks_per_node: int
     sizes_bytes: tuple[int, ...]
     times_ns: tuple[float, ...]
-    swept: bool = True
+    swept: bool = field(default=True, metadata={KEY: ""})
 
     def __post_init__(self) -> None:
         sizes, times = self.sizes_bytes, self.times_ns

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
+
+# What a file may state of a field: read by config_decode.
+
+MOST = 10**18
+
+KEY = "key"
+"""Of a field's metadata: its key in a file where that is not the field's name, "" for no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The least and the most that a file may state for a number; noun says what of the few it is.
+
+    Without limits a whole number is at least 1, any other number above 0.
+    """
+
+    least: int = 1
+    most: int = MOST
+    noun: str = ""
+
+
+Natural = Annotated[int, Limits(0)]
+"""A whole number that may be 0."""
 
 # The shape of a decoder transformer, complete.
 
@@ -24,8 +47,8 @@ class Experts:
     count: int
     top_k: int
     ffn: int
-    shared_ffn: int = 0
-    dense_layers: int = 0
+    shared_ffn: Natural = 0
+    dense_layers: Natural = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +59,7 @@ class LatentAttention:
     wide, its value is value wide.
     """
 
-    query_rank: int
+    query_rank: Natural
     kv_rank: int
     nope: int
     rope: int
@@ -59,7 +82,7 @@ class ModelConfig:
     vocab: int
     gated: bool = False
     tied: bool = True
-    positions: int = 0
+    positions: Natural = field(default=0, metadata={KEY: "learned_positions"})
     norm: Norm = "layer"
     biases: bool = True
     qkv_biases: bool = False
@@ -128,7 +151,7 @@ class Learned:
     bytes that every rank needs beside what is predicted."""
 
     activations: float = 1.0
-    constant_bytes: int = 0
+    constant_bytes: Annotated[int, Limits(-MOST)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +166,15 @@ class HardwareConfig:
 
     name: str
     family: str
-    peaks_flops_per_s: tuple[tuple[str, float], ...]
+    peaks_flops_per_s: tuple[tuple[str, float], ...] = field(metadata={KEY: "peaks"})
     memory_bytes: int
     memory_bytes_per_s: float
     gpus_per_node: int
     intra: Link
-    inter: Link
+    inter: Link = field(metadata={KEY: "nodes_link"})
     host: Link
     efficiency: Efficiency
-    nvls: float = 0.0
+    nvls: Annotated[float, Limits(0)] = 0.0
     multiprocessors: int = 0
     learned: Learned = Learned()
 
@@ -180,6 +203,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
     "zero-paper", "megatron", "deepspeed", "fsdp2", "ddp", "huggingface", "nanotron",
 )  # fmt: skip
 
+State = Literal["optimizer", "parameters", "activations"]
+
 Target = Literal["cpu", "nvme"]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -201,7 +226,7 @@ class TrainingConfig:
     dtype: Dtype = "bf16"
     optimizer: Optimizer = "adam"
     recompute: Recompute = "none"
-    recompute_every: int = 1
+    recompute_every: int = field(default=1, metadata={KEY: ""})
     framework: Framework = "megatron"
     gradient_dtype: Dtype = "fp32"
     activation_dtype: Dtype = "bf16"
@@ -246,7 +271,9 @@ Reshard = Literal["default", "always", "never"]
 
 RESHARDS: tuple[Reshard, ...] = ("default", "always", "never")
 
-RANK_ORDER = ("tp", "cp", "ep", "dp", "pp")
+Axis = Literal["tp", "cp", "ep", "dp", "pp"]
+
+RANK_ORDER: tuple[Axis, ...] = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +282,8 @@ class ParallelConfig:
 
     dp_replicate ranks hold copies, dp_shard ranks shares (FSDP); both together are HSDP. zero is
     the ZeRO stage: 1 and 2 spread optimizer (and gradients) over all data- and context-parallel
-    ranks, 3 is dp_shard. order lists the axes with the fastest varying first. overlap names the
-    axes whose communication is hidden behind compute where there is compute to hide behind.
+    ranks, 3 is dp_shard. rank_order lists the axes with the fastest varying first. overlap names
+    the axes whose communication is hidden behind compute where there is compute to hide behind.
     chunks is the number of stages on a rank (interleaved). scatter_gather: pipeline messages are
     cut over tensor parallelism and put together by the receiver's node. reshard_after_forward is
     what FSDP does with gathered weights: always frees them, never keeps them until the backward
@@ -273,14 +300,14 @@ class ParallelConfig:
     cp: int = 1
     ep: int = 1
     expert_tp: int = 1
-    order: tuple[str, ...] = RANK_ORDER
+    rank_order: tuple[Axis, ...] = RANK_ORDER
     sequence_parallel: bool = False
-    zero: int = 0
+    zero: Annotated[int, Limits(0, 3, "ZeRO stage")] = 0
     schedule: Schedule = "1f1b"
     chunks: int = 1
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[Natural, ...] | None = None
     overlap: frozenset[str] = frozenset()
-    context_kind: ContextKind = "ring"
+    context_kind: ContextKind = field(default="ring", metadata={KEY: "context"})
     reshard_after_forward: Reshard = "default"
     scatter_gather: bool = False
     split_vocab: bool = True
@@ -417,7 +444,7 @@ def _ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:
 def _stride(layout: ParallelConfig, axis: str) -> int:
     """Ranks between neighbors along the axis: the product of the faster axes."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
-    faster = layout.order[: layout.order.index(axis)]
+    faster = layout.rank_order[: layout.rank_order.index(axis)]
     return math.prod(sizes.get(each, 1) for each in faster)
 
 

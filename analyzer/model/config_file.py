@@ -1,20 +1,17 @@
-"""Job configs in TOML: tables, presets and framework defaults to a Job."""
+"""Job configs in TOML: tables, presets and framework defaults to a JobConfig."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
-    DTYPES,
-    FRAMEWORKS,
-    OPTIMIZERS,
     RANK_ORDER,
-    RESHARDS,
-    SCHEDULES,
-    ContextKind,
+    Axis,
     Dtype,
     Experts,
     Framework,
@@ -22,24 +19,36 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     LatentAttention,
     ModelConfig,
-    Norm,
+    Natural,
     ParallelConfig,
     Recompute,
-    Schedule,
+    State,
     Target,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.config_table import TomlTable, either, near, read_table, table_of
+from stepsplit.analyzer.model.config_decode import (
+    Mistakes,
+    TomlTable,
+    decode_keys,
+    decode_new_section,
+    decode_section,
+    decoded_kinds,
+    join_choices,
+    nearest_words,
+    read_table,
+    replace_aliases,
+    select_fields,
+    table_of,
+)
 from stepsplit.analyzer.model.hardware_config import (
-    HARDWARE_KEYS,
     PRESETS,
+    decode_hardware,
     hardware_file,
-    hardware_of,
     link,
 )
 
-# RUN.toml -> Job.
+# job.toml -> JobConfig.
 
 SAME_FRAMEWORKS = {
     "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
@@ -47,9 +56,26 @@ SAME_FRAMEWORKS = {
 }  # fmt: skip
 """Other words for what trains the same way here."""
 
+_SAME_SCHEDULE = {
+    "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
+    "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
+}  # fmt: skip
+"""Other names of the same schedule."""
+
+_SAME_OPTIMIZER = {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"}
+"""Other words for the same optimizer."""
+
+_ALIASES = {
+    "framework": SAME_FRAMEWORKS,
+    "schedule": _SAME_SCHEDULE,
+    "optimizer": _SAME_OPTIMIZER,
+}
+
+_SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[str, object])
+
 
 def read_job(path: str | Path) -> JobConfig:
-    """The job that the file states, checked. Raises DataError, which names the key and the mend;
+    """The job that the file states, checked. Raises DataError, which names the keys and the mend;
     UsageError where no hardware is named."""
     return job_in(read_table(path))
 
@@ -60,19 +86,13 @@ def job_of(text: str, where: str = "RUN.toml") -> JobConfig:
 
 
 def job_in(table: TomlTable) -> JobConfig:
-    """The job that the tables state, checked. Raises as read_job."""
-    table.knows("model", "parallel", "training", "hardware")
-    table.needs("model", "training")
-    if "hardware" not in table.values:
-        raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
-    nothing = TomlTable(table.where, "parallel", {})
-    parallel, training = table.table("parallel", nothing), table.table("training", nothing)
-    stated = training.same(SAME_FRAMEWORKS).one_of("framework", FRAMEWORKS, None)
-    model = _model(table.table("model", nothing), training.count("seq_len", 0))
-    layout = layout_of(parallel, stated, model.experts is not None)
-    framework = stated or framework_of(parallel)
-    hardware = _hardware(table.table("hardware", nothing))
-    recipe = recipe_of(training, layout, framework, model, hardware)
+    """The job that the tables state, checked. Raises as read_job: with all mistakes of the keys,
+    else with the first thing that cannot be."""
+    stated = _decode_sections(table)
+    model, hardware, training = stated.model, stated.hardware, stated.training
+    layout = layout_of(stated.parallel, training.values.get("framework"), model.experts is not None)
+    framework = training.values.get("framework", layout_framework(stated.parallel))
+    recipe = complete_training(training, layout, framework, model, hardware)
     job = JobConfig(model, layout, recipe, hardware)
     fault = first_fault(job)
     if fault is not None:
@@ -81,281 +101,346 @@ def job_in(table: TomlTable) -> JobConfig:
 
 
 def layout_in(table: TomlTable) -> ParallelConfig:
-    """The layout that the tables state, whatever else they do. Raises DataError."""
-    nothing = TomlTable(table.where, "parallel", {})
-    training = table.table("training", nothing).same(SAME_FRAMEWORKS)
-    return layout_of(
-        table.table("parallel", nothing), training.one_of("framework", FRAMEWORKS, None)
+    """The layout that the tables state, checked in itself alone. Raises as read_job."""
+    stated = _decode_sections(table)
+    return layout_of(stated.parallel, stated.training.values.get("framework"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sections:
+    """The tables of a file: each value of its type, nothing filled in for parallel and training."""
+
+    model: ModelConfig
+    parallel: TomlTable
+    training: TomlTable
+    hardware: HardwareConfig
+
+
+def _decode_sections(table: TomlTable) -> _Sections:
+    """Raises DataError with all mistakes of all tables, UsageError where no hardware is named."""
+    mistakes, of = Mistakes(), {name: Mistakes() for name in _SECTIONS}
+    found = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
+    if not mistakes and "hardware" not in found:
+        raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
+    training = _decode_training(table.inner("training"), of["training"])
+    seq_len = training.values.get("seq_len", 0)
+    sections = _Sections(
+        model=_decode_stated_model(table.inner("model"), seq_len, of["model"]),
+        parallel=_decode_parallel(table.inner("parallel"), of["parallel"]),
+        training=training,
+        hardware=_decode_stated_hardware(table.inner("hardware"), of["hardware"]),
+    )
+    for name in found:
+        mistakes += of[name]
+    mistakes.refuse()
+    return sections
+
+
+def _decode_stated_model(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
+    preset = table.values.get("preset")
+    base = transformer(preset) if isinstance(preset, str) and preset in model_names() else None
+    return _decode_model(table, base, seq_len, mistakes, {"preset": Literal[model_names()]})
+
+
+def _decode_stated_hardware(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:
+    """The hardware of the table, of the file that it names, or of the preset of either."""
+    file, beside = None, {"preset": Literal[hardware_names()]}
+    with mistakes.collect():
+        file = hardware_file(table)
+    if file is None:
+        return decode_hardware(table, _stated_preset(table), mistakes, beside)
+    if "file" in file.values:
+        hint = "name that one in the RUN.toml"
+        mistakes.append(file.error("file", "names another in turn", hint))
+    known = decode_hardware(file, _stated_preset(file), mistakes, beside)
+    return decode_hardware(table, known, mistakes, {})
+
+
+def _stated_preset(table: TomlTable) -> HardwareConfig | None:
+    preset = table.values.get("preset")
+    return hardware(preset) if isinstance(preset, str) and preset in hardware_names() else None
+
+
+# A [model] table -> ModelConfig.
+
+_EXPERT_KEYS = {
+    field.name: {"count": "experts", "ffn": "expert_ffn"}.get(field.name, field.name)
+    for field in fields(Experts)
+}
+"""Keys of [model] that state the experts without a table of their own, by their fields."""
+
+_MODEL_KINDS: Mapping[str, Any] = {
+    **decoded_kinds(ModelConfig),
+    **{key: decoded_kinds(Experts)[name] for name, key in _EXPERT_KEYS.items()},
+    "experts": dict[str, object] | int,
+    "learned_positions": bool | Natural,
+}
+
+MODEL_KEYS = tuple(_MODEL_KINDS)
+
+_MODEL_NEEDS = ("layers", "hidden", "heads", "vocab")
+
+
+def _decode_model(
+    table: TomlTable,
+    base: ModelConfig | None,
+    seq_len: int,
+    mistakes: Mistakes,
+    beside: Mapping[str, Any],
+) -> ModelConfig:
+    """The model that the table states; what it leaves out or mistakes is as in base.
+
+    Without a base, layers, hidden, heads and vocab are needed, and ffn where gated. kv_heads is
+    then heads, head_size hidden / heads, ffn 4 hidden; gated models have RMS norms, no biases and
+    a head of their own, others layer norms, biases and a tied head. learned_positions = true means
+    seq_len of them. beside are the types of further keys.
+    """
+    gated = table.values.get("gated") is True
+    needed = (*_MODEL_NEEDS, *(("ffn",) if gated else ())) if "preset" not in table.values else ()
+    needed = needed if base is None else ()
+    stated = decode_keys(table, {**_MODEL_KINDS, **beside}, mistakes, needed)
+    if isinstance(positions := stated.get("learned_positions"), bool):
+        stated["learned_positions"] = seq_len if positions else 0
+    known = base or _plain_model(table, stated, mistakes)
+    sizes = {k: v for k, v in stated.items() if k not in ("experts", "latent")}
+    model = replace(known, **select_fields(ModelConfig, sizes))
+    if base is None and "preset" in table.values:
+        return model
+    if known.latent is None:
+        latent = decode_new_section(table, "latent", LatentAttention, mistakes, query_rank=0)
+    else:
+        latent = decode_section(table, "latent", LatentAttention, known.latent, mistakes)
+    return replace(model, experts=_decode_experts(table, stated, model, mistakes), latent=latent)
+
+
+def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> ModelConfig:
+    """The model of a table that names no preset."""
+    hidden, heads, gated = stated.get("hidden", 1), stated.get("heads", 1), stated.get("gated")
+    if hidden % heads and "head_size" not in stated:
+        problem = f"hidden {hidden} / heads {heads} = {hidden / heads:g} is no head size"
+        mistakes.append(table.error("heads", problem, "mend one of them or give head_size"))
+    return ModelConfig(
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        vocab=1,
+        tied=not gated,
+        norm="rms" if gated else "layer",
+        biases=not gated,
     )
 
 
-def _model(table: TomlTable, seq_len: int) -> ModelConfig:
-    table.knows("preset", *MODEL_KEYS)
-    preset = table.text("preset", None)
-    try:
-        base = None if preset is None else transformer(preset)
-    except UsageError:
-        raise _unknown(table, preset, model_names()) from None
-    return transformer_of(table, base, seq_len)
+def _decode_experts(
+    table: TomlTable, stated: Mapping[str, Any], model: ModelConfig, mistakes: Mistakes
+) -> Experts | None:
+    """Of [model.experts], or of experts = 8 with top_k and the others beside it."""
+    base = model.experts
+    if isinstance(stated.get("experts"), dict):
+        if base is not None:
+            return decode_section(table, "experts", Experts, base, mistakes)
+        return decode_new_section(table, "experts", Experts, mistakes, ffn=model.ffn)
+    sizes = {name: stated[key] for name, key in _EXPERT_KEYS.items() if key in stated}
+    if base is not None:
+        return replace(base, **sizes)
+    if "experts" not in table.values:
+        for name in sizes:
+            hint = "give experts"
+            mistakes.append(table.error(_EXPERT_KEYS[name], "of a model without experts", hint))
+        return None
+    if "top_k" not in table.values:
+        mistakes.append(table.error("top_k", "missing", "give top_k"))
+    return Experts(**{"count": 1, "top_k": 1, "ffn": model.ffn, **sizes})
 
 
-def _hardware(table: TomlTable) -> HardwareConfig:
-    file = hardware_file(table)
-    if file is None:
-        return _of_preset(table)
-    table.knows(*HARDWARE_KEYS)
-    if "file" in file.values:
-        raise file.error("file", "names another in turn", "name that one in the RUN.toml")
-    return hardware_of(table, _of_preset(file))
+# A [parallel] table -> ParallelConfig.
 
+_PARALLEL_KINDS: Mapping[str, Any] = {
+    **decoded_kinds(ParallelConfig),
+    "rank_order": str,
+    "overlap": bool | Axis | frozenset[Axis],
+    **dict.fromkeys(("dp", "world_size", "gpus"), int),
+}
 
-def _of_preset(table: TomlTable) -> HardwareConfig:
-    table.knows("preset", *HARDWARE_KEYS)
-    preset = table.text("preset", None)
-    try:
-        base = None if preset is None else hardware(preset)
-    except UsageError:
-        raise _unknown(table, preset, hardware_names()) from None
-    return hardware_of(table, base)
-
-
-def _unknown(table: TomlTable, preset: str | None, names: tuple[str, ...]) -> DataError:
-    mend = f"write {either(near(str(preset), names))}"
-    return table.error("preset", f"{preset!r} is unknown", mend)
-
-
-# A [parallel] table -> Layout.
-
-CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-gather", "ulysses")
-
-_LAYOUT_KEYS = (
-    "tp", "pp", "dp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "rank_order",
-    "layers_per_stage", "overlap", "sequence_parallel", "zero", "schedule", "chunks", "context",
-    "reshard_after_forward", "scatter_gather", "split_vocab", "root_unit", "sum_once",
-    "bucket_bytes", "world_size", "gpus",
-)  # fmt: skip
-
-_SAME_SCHEDULE = {
-    "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
-    "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
-}  # fmt: skip
-"""Other names of the same schedule."""
+PARALLEL_KEYS = tuple(_PARALLEL_KINDS)
 
 _OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
 """Frameworks that sum gradients behind the backward pass unless told not to."""
 
 
+def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
+    """The table with values of their types; an order of the ranks as axes."""
+    stated = decode_keys(replace_aliases(table, _ALIASES), _PARALLEL_KINDS, mistakes)
+    axes = [key for key in ("dp", "dp_replicate", "dp_shard") if key in stated]
+    if "dp" in axes and len(axes) > 1:
+        hint = "give dp, or both of the others"
+        mistakes.append(table.error("dp", f"stated beside {axes[1]}", hint))
+    order = tuple(stated.get("rank_order", "-".join(RANK_ORDER)).split("-"))
+    if sorted({*order, "ep"}) != sorted(RANK_ORDER) or len(set(order)) < len(order):
+        hint = f'write "{"-".join(RANK_ORDER)}" in the order of the ranks, the fastest first'
+        problem = f"{'-'.join(order)!r} is no order of the axes"
+        mistakes.append(table.error("rank_order", problem, hint))
+    return replace(table, values={**stated, "rank_order": order})
+
+
 def layout_of(
     table: TomlTable, framework: Framework | None, experts: bool = False
 ) -> ParallelConfig:
-    """The layout that the table states; an axis that it leaves out has one rank.
+    """The layout of the decoded table; an axis that it leaves out has one rank.
 
     dp is short for dp_shard where zero is 3, which fsdp2 and any dp_shard imply, else for
     dp_replicate. Without either it is what world_size (or gpus) leaves. experts: the model has
     some. Raises DataError.
     """
-    table.knows(*_LAYOUT_KEYS)
-    zero = _zero(table, framework)
+    stated = table.values
+    zero = _zero(stated, framework)
     replicate, shard = _data_parallel(table, zero)
-    chunks = table.count("chunks", 1)
-    layout = ParallelConfig(
-        tp=table.count("tp", 1),
-        pp=table.count("pp", 1),
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=table.count("cp", 1),
-        ep=table.count("ep", 1),
-        expert_tp=table.count(
-            "expert_tp", _expert_tp(table, framework, replicate * shard) if experts else 1
-        ),
-        order=_order(table),
-        sequence_parallel=table.flag("sequence_parallel", False),
-        zero=zero,
-        schedule=table.same(_SAME_SCHEDULE).one_of("schedule", SCHEDULES, _schedule(chunks)),
-        chunks=chunks,
-        layers_per_stage=table.counts("layers_per_stage", None),
-        overlap=_overlap(table, framework),
-        context_kind=table.one_of("context", CONTEXTS, CONTEXTS[0]),
-        scatter_gather=table.flag("scatter_gather", False),
-        split_vocab=table.flag("split_vocab", True),
-        root_unit=table.flag("root_unit", False),
-        sum_once=table.flag("sum_once", False),
-        bucket_bytes=table.count("bucket_bytes", 0),
-        reshard_after_forward=table.one_of("reshard_after_forward", RESHARDS, RESHARDS[0]),
-    )
+    usual = {
+        "schedule": "1f1b" if stated.get("chunks", 1) == 1 else "interleaved",
+        "expert_tp": _expert_tp(stated, framework, replicate * shard) if experts else 1,
+    }
+    resolved = {
+        "zero": zero,
+        "dp_replicate": replicate,
+        "dp_shard": shard,
+        "overlap": _overlap(stated, framework or layout_framework(table)),
+    }
+    layout = ParallelConfig(**{**usual, **select_fields(ParallelConfig, stated), **resolved})
     _check_world_size(table, layout)
     return layout
 
 
-def _expert_tp(table: TomlTable, framework: Framework | None, dp: int) -> int:
+def layout_framework(table: TomlTable) -> Framework:
+    """The framework of a [parallel] table beside which none is named."""
+    return "fsdp2" if _zero(table.values, None) == 3 else "megatron"
+
+
+def _expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) -> int:
     """Megatron-LM cuts experts as it cuts the rest, where the ranks of a stage allow it."""
-    tp, ep, cp = (table.count(key, 1) for key in ("tp", "ep", "cp"))
+    tp, ep, cp = (stated.get(key, 1) for key in ("tp", "ep", "cp"))
     cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
     return tp if cuts else 1
 
 
-def framework_of(table: TomlTable) -> Framework:
-    """The framework of a [parallel] table beside which none is named."""
-    return "fsdp2" if _zero(table, None) == 3 else "megatron"
-
-
-def _zero(table: TomlTable, framework: Framework | None) -> int:
-    zero = table.count("zero", None, least=0)
-    if zero is not None:
-        if zero > 3:
-            raise table.error("zero", f"{zero} is no ZeRO stage", "write 0, 1, 2 or 3")
-        return zero
-    shards = framework == "fsdp2" and "dp_replicate" not in table.values
-    return 3 if shards or table.count("dp_shard", 1) > 1 else 0
+def _zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
+    if "zero" in stated:
+        return stated["zero"]  # type: ignore[no-any-return]
+    shards = framework == "fsdp2" and "dp_replicate" not in stated
+    return 3 if shards or stated.get("dp_shard", 1) > 1 else 0
 
 
 def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
     """dp_replicate and dp_shard."""
-    stated = [key for key in ("dp", "dp_replicate", "dp_shard") if key in table.values]
-    if "dp" in stated and len(stated) > 1:
-        raise table.error("dp", f"stated beside {stated[1]}", "give dp, or both of the others")
-    if stated and "dp" not in stated:
-        return table.count("dp_replicate", 1), table.count("dp_shard", 1)
-    dp = table.count("dp", 1) if stated else _rest(table)
+    stated = table.values
+    if "dp_replicate" in stated or "dp_shard" in stated:
+        return stated.get("dp_replicate", 1), stated.get("dp_shard", 1)
+    dp = stated["dp"] if "dp" in stated else _remaining_ranks(table)
     return (1, dp) if zero == 3 else (dp, 1)
 
 
-def _rest(table: TomlTable) -> int:
+def _remaining_ranks(table: TomlTable) -> int:
     """What world_size leaves for data parallelism; 1 where it is not stated."""
-    key = _world_key(table)
+    stated = table.values
+    key = next((key for key in ("world_size", "gpus") if key in stated), None)
     if key is None:
         return 1
-    world, tp, pp, cp = (table.count(k, 1) for k in (key, "tp", "pp", "cp"))
+    world, tp, pp, cp = (stated.get(k, 1) for k in (key, "tp", "pp", "cp"))
     if world % (tp * pp * cp):
         problem = f"{world} / (tp {tp} x pp {pp} x cp {cp}) = {world / (tp * pp * cp):g}"
         raise table.error(key, problem, f"mend the axes or {key}")
-    return world // (tp * pp * cp)
-
-
-def _world_key(table: TomlTable) -> str | None:
-    return next((key for key in ("world_size", "gpus") if key in table.values), None)
+    return int(world // (tp * pp * cp))
 
 
 def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
+    stated = table.values
     for key in ("world_size", "gpus"):
-        if table.count(key, layout.world_size) != layout.world_size:
+        if stated.get(key, layout.world_size) != layout.world_size:
             product = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} x cp {layout.cp}"
-            problem = f"{table.count(key, 0)}, but {product} = {layout.world_size}"
+            problem = f"{stated[key]}, but {product} = {layout.world_size}"
             raise table.error(key, problem, f"mend the axes or {key}")
 
 
-def _order(table: TomlTable) -> tuple[str, ...]:
-    """The axes of rank_order, the fastest first; ep may be left out."""
-    order = tuple(table.text("rank_order", "-".join(RANK_ORDER)).split("-"))
-    if sorted({*order, "ep"}) != sorted(RANK_ORDER) or len(set(order)) < len(order):
-        mend = f'write "{"-".join(RANK_ORDER)}" in the order of the ranks, the fastest first'
-        raise table.error("rank_order", f"{'-'.join(order)!r} is no order of the axes", mend)
-    return order
-
-
-def _schedule(chunks: int) -> Schedule:
-    return "1f1b" if chunks == 1 else "interleaved"
-
-
-def _overlap(table: TomlTable, framework: Framework | None) -> frozenset[str]:
+def _overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:
     """The axes whose communication hides behind compute: all, none, or those listed."""
-    if isinstance(table.values.get("overlap"), bool):
-        return frozenset(RANK_ORDER) if table.flag("overlap", False) else frozenset()
-    if isinstance(table.values.get("overlap"), str):
-        return frozenset({table.one_of("overlap", RANK_ORDER, "dp")})
-    usual = ("dp",) if (framework or framework_of(table)) in _OVERLAPPED else ()
-    return frozenset(table.some_of("overlap", RANK_ORDER, usual))
+    overlap = stated.get("overlap", frozenset({"dp"} if framework in _OVERLAPPED else ()))
+    if isinstance(overlap, bool):
+        return frozenset(RANK_ORDER if overlap else ())
+    return frozenset({overlap} if isinstance(overlap, str) else overlap)
 
 
-# A [training] table -> Recipe.
+# A [training] table -> TrainingConfig.
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "sqrt")
 
-TARGETS: tuple[Target, ...] = ("cpu", "nvme")
+TARGETS: tuple[Target, ...] = get_args(Target)
 
-STATES = ("optimizer", "parameters", "activations")
-
-_USUAL: Dtype = "bf16"
+STATES: tuple[State, ...] = get_args(State)
 
 _EVERY = "every-"
 
-_RECIPE_KEYS = (
-    "seq_len", "micro_batch", "global_batch", "microbatches", "dtype", "optimizer", "recompute",
-    "framework", "offload", "offload_to", "flash_attention", "dropout", "fused_loss",
-    "gradient_dtype", "activation_dtype",
-)  # fmt: skip
+_TRAINING_KINDS: Mapping[str, Any] = {
+    **decoded_kinds(TrainingConfig),
+    "microbatches": int,
+    "recompute": str,
+    "offload": Target | frozenset[State],
+}
 
-_SAME_OPTIMIZER = {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"}
-"""Other words for the same optimizer."""
+TRAINING_KEYS = tuple(_TRAINING_KINDS)
 
 
-def recipe_of(
+def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
+    """The table with values of their types; recompute = "every-4" and offload = "cpu" as fields."""
+    batch = () if "microbatches" in table.values else ("global_batch",)
+    needed = ("seq_len", "micro_batch", *batch)
+    stated = decode_keys(replace_aliases(table, _ALIASES), _TRAINING_KINDS, mistakes, needed)
+    number = stated.get("recompute", "").removeprefix(_EVERY)
+    if (
+        stated.get("recompute", "").startswith(_EVERY)
+        and number.isdecimal()
+        and int(number[:20]) > 0
+    ):
+        stated |= {"recompute": "every", "recompute_every": int(number[:20])}
+    elif stated.get("recompute", "none") not in RECOMPUTES:
+        hint = f"write {', '.join(RECOMPUTES)} or every-4"
+        mistakes.append(table.error("recompute", f"{stated['recompute']!r} is unknown", hint))
+    if isinstance(stated.get("offload"), str):
+        stated |= {"offload": frozenset({"optimizer"}), "offload_to": stated["offload"]}
+    return replace(table, values=stated)
+
+
+def complete_training(
     table: TomlTable,
     layout: ParallelConfig,
     framework: Framework,
     model: ModelConfig,
     hardware: HardwareConfig,
 ) -> TrainingConfig:
-    """The recipe that the table states, and the framework's habits elsewhere. Raises DataError."""
-    table.knows(*_RECIPE_KEYS)
-    table.needs("seq_len", "micro_batch")
-    dtype = table.one_of("dtype", DTYPES, _USUAL)
-    habits = habits_of(framework, dtype, layout, model, hardware)
-    recompute, every = _recompute(table)
-    offload, offload_to = _offload(table)
-    return TrainingConfig(
-        seq_len=table.count("seq_len", 0),
-        micro_batch=table.count("micro_batch", 0),
-        global_batch=_global_batch(table, layout.dp),
-        dtype=dtype,
-        optimizer=table.same(_SAME_OPTIMIZER).one_of("optimizer", OPTIMIZERS, "adam"),
-        recompute=recompute,
-        recompute_every=every,
-        framework=framework,
-        gradient_dtype=table.one_of("gradient_dtype", DTYPES, habits.gradient_dtype),
-        activation_dtype=table.one_of("activation_dtype", DTYPES, habits.activation_dtype),
-        flash_attention=table.flag("flash_attention", habits.flash_attention),
-        dropout=table.flag("dropout", habits.dropout),
-        fused_loss=table.flag("fused_loss", habits.fused_loss),
-        offload=offload,
-        offload_to=offload_to,
-    )
+    """The recipe of the decoded table, with the framework's habits elsewhere. Raises DataError."""
+    stated = table.values
+    habits = habits_of(framework, stated.get("dtype", "bf16"), layout, model, hardware)
+    usual = {field.name: getattr(habits, field.name) for field in fields(habits)}
+    resolved = {"framework": framework, "global_batch": _global_batch(table, layout.dp)}
+    every = {key: stated[key] for key in ("recompute_every",) if key in stated}
+    found = select_fields(TrainingConfig, stated)
+    return TrainingConfig(**{**usual, **found, **every, **resolved})
 
 
 def _global_batch(table: TomlTable, dp: int) -> int:
     """As stated, or microbatches x micro_batch x dp."""
-    if "microbatches" not in table.values:
-        table.needs("global_batch")
-        return table.count("global_batch", 0)
-    microbatches, micro_batch = table.count("microbatches", 0), table.count("micro_batch", 0)
-    product = microbatches * micro_batch * dp
-    if table.count("global_batch", product) != product:
+    stated = table.values
+    if "microbatches" not in stated:
+        return int(stated["global_batch"])
+    microbatches, micro_batch = stated["microbatches"], stated["micro_batch"]
+    product = int(microbatches * micro_batch * dp)
+    if stated.get("global_batch", product) != product:
         problem = (
-            f"{table.count('global_batch', 0)}, but microbatches {microbatches} x micro_batch "
+            f"{stated['global_batch']}, but microbatches {microbatches} x micro_batch "
             f"{micro_batch} x dp {dp} = {product}"
         )
         raise table.error("global_batch", problem, "leave one of them out")
     return product
-
-
-def _recompute(table: TomlTable) -> tuple[Recompute, int]:
-    """What is recomputed, and of "every-4" the 4."""
-    stated = table.text("recompute", "none")
-    number = stated.removeprefix(_EVERY)
-    if stated.startswith(_EVERY) and number.isdecimal() and int(number) > 0:
-        return "every", int(number)
-    if stated not in RECOMPUTES:
-        mend = f"write {', '.join(RECOMPUTES)} or every-4"
-        raise table.error("recompute", f"{stated!r} is unknown", mend)
-    return table.one_of("recompute", RECOMPUTES, "none"), 1
-
-
-def _offload(table: TomlTable) -> tuple[frozenset[str], Target]:
-    """The states that leave the device and where to; "cpu" alone means the optimizer's."""
-    if isinstance(table.values.get("offload"), str):
-        return frozenset({"optimizer"}), table.one_of("offload", TARGETS, "cpu")
-    states = table.some_of("offload", STATES, ())
-    return frozenset(states), table.one_of("offload_to", TARGETS, "cpu")
 
 
 # Models and hardware by name: the TOML files under presets/.
@@ -368,8 +453,11 @@ HARDWARE = PRESETS / "hardware"
 @lru_cache(maxsize=256)
 def transformer(name: str) -> ModelConfig:
     """The model of that name. Raises UsageError, which lists the near names."""
-    table = _preset(MODELS, "model", name)
-    return replace(transformer_of(table, None, seq_len=0), name=name)
+    table, mistakes = _preset(MODELS, "model", name), Mistakes()
+    beside = {"source": str, "parameters": int}
+    found = _decode_model(table, None, 0, mistakes, beside)
+    mistakes.refuse()
+    return replace(found, name=name)
 
 
 @lru_cache(maxsize=256)
@@ -380,8 +468,9 @@ def hardware(
 
     Raises UsageError, which lists the near names.
     """
-    table = _preset(HARDWARE, "hardware", name)
-    found = hardware_of(table, None)
+    table, mistakes = _preset(HARDWARE, "hardware", name), Mistakes()
+    found = decode_hardware(table, None, mistakes, {"source": str})
+    mistakes.refuse()
     return replace(
         found,
         name=name,
@@ -392,7 +481,8 @@ def hardware(
 
 def published_parameters(name: str) -> int | None:
     """The model's parameters as its publishers count them, None where they do not."""
-    return _preset(MODELS, "model", name).count("parameters", None)
+    count = _preset(MODELS, "model", name).values.get("parameters")
+    return count if isinstance(count, int) else None
 
 
 @lru_cache(maxsize=1)
@@ -413,135 +503,16 @@ def _preset(folder: Path, kind: str, name: str) -> TomlTable:
     """The table of a preset: it stands in the file whose name it begins with."""
     stems = [file.stem for file in folder.glob("*.toml") if name.startswith(file.stem)]
     if stems:
-        found = _file(folder / f"{max(stems, key=len)}.toml").table(name, None)
-        if found is not None:
-            return found
-    close = either(near(name, _names(folder)))
-    raise UsageError(f"no {kind} preset {name!r}; write {close}")
+        found = _file(folder / f"{max(stems, key=len)}.toml")
+        if name in found.values:
+            return found.inner(name)
+    near = join_choices(nearest_words(name, _names(folder)))
+    raise UsageError(f"no {kind} preset {name!r}; write {near}")
 
 
 @lru_cache(maxsize=64)
 def _file(path: Path) -> TomlTable:
     return read_table(path)
-
-
-# A [model] table -> Transformer.
-
-NORMS: tuple[Norm, ...] = ("rms", "layer")
-
-MODEL_KEYS = (
-    "name", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "gated", "tied",
-    "learned_positions", "norm", "biases", "qkv_biases", "experts", "top_k", "expert_ffn",
-    "shared_ffn", "dense_layers", "latent",
-)  # fmt: skip
-
-
-def transformer_of(table: TomlTable, base: ModelConfig | None, seq_len: int) -> ModelConfig:
-    """The transformer that the table states; what it leaves out is as in base.
-
-    Without a base, layers, hidden, heads and vocab are needed, and ffn where gated. kv_heads is
-    then heads, head_size hidden / heads, ffn 4 hidden; gated models have RMS norms, no biases and
-    a head of their own, others layer norms, biases and a tied head. learned_positions = true means
-    seq_len of them. Raises DataError.
-    """
-    known = base or _plain_model(table)
-    return replace(
-        known,
-        layers=table.count("layers", known.layers),
-        hidden=table.count("hidden", known.hidden),
-        heads=table.count("heads", known.heads),
-        kv_heads=table.count("kv_heads", known.kv_heads),
-        head_size=table.count("head_size", known.head_size),
-        ffn=table.count("ffn", known.ffn),
-        vocab=table.count("vocab", known.vocab),
-        gated=table.flag("gated", known.gated),
-        tied=table.flag("tied", known.tied),
-        positions=_positions(table, known.positions, seq_len),
-        norm=table.one_of("norm", NORMS, known.norm),
-        biases=table.flag("biases", known.biases),
-        qkv_biases=table.flag("qkv_biases", known.qkv_biases),
-        experts=_experts(table, known),
-        latent=_latent(table, known.latent),
-        name=table.text("name", known.name),
-    )
-
-
-def _plain_model(table: TomlTable) -> ModelConfig:
-    """The transformer of a table that names no preset."""
-    gated = table.flag("gated", False)
-    table.needs("layers", "hidden", "heads", "vocab", *(["ffn"] if gated else []))
-    hidden, heads = table.count("hidden", 1), table.count("heads", 1)
-    return ModelConfig(
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_size=_head_size(table, hidden, heads),
-        ffn=4 * hidden,
-        vocab=1,
-        tied=not gated,
-        norm="rms" if gated else "layer",
-        biases=not gated,
-    )
-
-
-def _head_size(table: TomlTable, hidden: int, heads: int) -> int:
-    if hidden % heads and "head_size" not in table.values:
-        problem = f"hidden {hidden} / heads {heads} = {hidden / heads:g} is no head size"
-        raise table.error("heads", problem, "mend one of them or give head_size")
-    return hidden // heads
-
-
-def _positions(table: TomlTable, default: int, seq_len: int) -> int:
-    if isinstance(table.values.get("learned_positions"), bool):
-        return seq_len if table.flag("learned_positions", False) else 0
-    return table.count("learned_positions", default, least=0)
-
-
-def _experts(table: TomlTable, known: ModelConfig) -> Experts | None:
-    """Of [model.experts], or of experts = 8 with top_k and the others beside it."""
-    stated = table.values.get("experts")
-    if isinstance(stated, dict):
-        inner = table.table("experts", table)
-        inner.knows("count", "top_k", "ffn", "shared_ffn", "dense_layers", "source")
-        return _experts_of(inner, "count", "ffn", known)
-    if stated is None and known.experts is None:
-        for key in ("top_k", "expert_ffn", "shared_ffn", "dense_layers"):
-            if key in table.values:
-                raise table.error(key, "of a model without experts", "give experts")
-        return None
-    return _experts_of(table, "experts", "expert_ffn", known)
-
-
-def _experts_of(table: TomlTable, count: str, ffn: str, known: ModelConfig) -> Experts | None:
-    base = known.experts
-    if base is None:
-        table.needs(count, "top_k")
-        base = Experts(count=1, top_k=1, ffn=table.count("ffn", known.ffn))
-    return Experts(
-        count=table.count(count, base.count),
-        top_k=table.count("top_k", base.top_k),
-        ffn=table.count(ffn, base.ffn),
-        shared_ffn=table.count("shared_ffn", base.shared_ffn, least=0),
-        dense_layers=table.count("dense_layers", base.dense_layers, least=0),
-    )
-
-
-def _latent(table: TomlTable, base: LatentAttention | None) -> LatentAttention | None:
-    inner = table.table("latent", None)
-    if inner is None:
-        return base
-    inner.knows("query_rank", "kv_rank", "nope", "rope", "value", "source")
-    if base is None:
-        inner.needs("kv_rank", "nope", "rope", "value")
-        base = LatentAttention(0, 1, 1, 1, 1)
-    return LatentAttention(
-        query_rank=inner.count("query_rank", base.query_rank, least=0),
-        kv_rank=inner.count("kv_rank", base.kv_rank),
-        nope=inner.count("nope", base.nope),
-        rope=inner.count("rope", base.rope),
-        value=inner.count("value", base.value),
-    )
 
 
 # What a framework does where a RUN.toml does not say.

@@ -2,60 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Learned, Link
-from stepsplit.analyzer.model.config_table import MOST, TomlTable, either, near, read_table
+from stepsplit.analyzer.model.config_decode import (
+    Mistakes,
+    TomlTable,
+    decode_keys,
+    decode_new_section,
+    decode_section,
+    decode_table,
+    decoded_kinds,
+    join_choices,
+    nearest_words,
+    needed_keys,
+    read_table,
+    select_fields,
+)
 
-# A [hardware] table -> Hardware.
+# A [hardware] table -> HardwareConfig.
 
 PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
-HARDWARE_KEYS = (
-    "name", "family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra",
-    "nodes_link", "host", "nvls", "multiprocessors", "efficiency",
-    "learned", "measured", "transfers", "file",
-)  # fmt: skip
+LINKS = ("intra", "nodes_link", "host")
+
+_KINDS: Mapping[str, Any] = {
+    **decoded_kinds(HardwareConfig),
+    "peaks": dict[str, object],
+    "measured": tuple[str, ...],
+    "transfers": list[dict[str, object]],
+    "file": str,
+}
+
+HARDWARE_KEYS = tuple(_KINDS)
 
 _NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
 
 
-def hardware_of(table: TomlTable, base: HardwareConfig | None) -> HardwareConfig:
-    """The hardware that the table states; what it leaves out is as in base.
+def decode_hardware(
+    table: TomlTable, base: HardwareConfig | None, mistakes: Mistakes, beside: Mapping[str, Any]
+) -> HardwareConfig:
+    """The hardware that the table states; what it leaves out or mistakes is as in base.
 
-    Without a base, nodes_link is as intra and host as host-pcie-5 where they are left out. Raises
-    DataError.
+    Without a base, nodes_link is as intra and host as host-pcie-5 where they are left out. beside
+    are the types of further keys.
     """
-    known = base or _plain_hardware(table)
-    family = table.one_of("family", families(), known.family)
-    return replace(
-        known,
-        name=table.text("name", known.name),
-        family=family,
-        peaks_flops_per_s=_peaks(table, known.peaks_flops_per_s),
-        memory_bytes=table.count("memory_bytes", known.memory_bytes),
-        memory_bytes_per_s=table.number("memory_bytes_per_s", known.memory_bytes_per_s),
-        gpus_per_node=table.count("gpus_per_node", known.gpus_per_node),
-        intra=_link(table, "intra", known.intra),
-        inter=_link(table, "nodes_link", known.inter),
-        host=_link(table, "host", known.host),
-        nvls=_nvls(table, known.nvls),
-        multiprocessors=table.count("multiprocessors", known.multiprocessors or 0),
-        efficiency=_efficiency(
-            table, known.efficiency if family == known.family else efficiency(family)
-        ),
-        learned=_learned(table, known.learned),
-    )
+    alone = base is None and not {"preset", "file"} & table.values.keys()
+    needed = _NEEDED if alone else ()
+    stated = decode_keys(table, {**_kinds(), **beside}, mistakes, needed)
+    known = base or _plain_hardware(stated)
+    intra = _decode_link(table, "intra", known.intra, mistakes)
+    inter = intra if base is None else known.inter
+    family = stated.get("family", known.family)
+    usual = known.efficiency if family == known.family else efficiency(family)
+    found = {
+        "peaks_flops_per_s": _decode_peaks(table, known, mistakes),
+        "intra": intra,
+        "inter": _decode_link(table, "nodes_link", inter, mistakes),
+        "host": _decode_link(table, "host", known.host, mistakes),
+        "efficiency": decode_section(table, "efficiency", Efficiency, usual, mistakes),
+        "learned": decode_section(table, "learned", Learned, known.learned, mistakes),
+    }
+    return replace(known, **{**select_fields(HardwareConfig, stated), **found})
 
 
-def _plain_hardware(table: TomlTable) -> HardwareConfig:
+def _kinds() -> dict[str, Any]:
+    """The types of the keys, with the families and links that the presets hold."""
+    named = dict[str, object] | Literal[link_names()]  # type: ignore[valid-type]
+    return {**_KINDS, "family": Literal[families()], **dict.fromkeys(LINKS, named)}
+
+
+def _plain_hardware(stated: Mapping[str, Any]) -> HardwareConfig:
     """The hardware of a table that names no preset."""
-    table.needs(*_NEEDED)
-    family = table.one_of("family", families(), families()[0])
-    intra = _link(table, "intra", link("pcie-5"))
+    family = stated.get("family", families()[0])
     return HardwareConfig(
         name="custom",
         family=family,
@@ -63,140 +87,83 @@ def _plain_hardware(table: TomlTable) -> HardwareConfig:
         memory_bytes=1,
         memory_bytes_per_s=1.0,
         gpus_per_node=1,
-        intra=intra,
-        inter=intra,
+        intra=link("pcie-5"),
+        inter=link("pcie-5"),
         host=link("host-pcie-5"),
         efficiency=efficiency(family),
     )
 
 
-def _peaks(
-    table: TomlTable, default: tuple[tuple[str, float], ...]
+def _decode_peaks(
+    table: TomlTable, base: HardwareConfig, mistakes: Mistakes
 ) -> tuple[tuple[str, float], ...]:
-    peaks = table.table("peaks", None)
-    if peaks is None:
-        return default
-    peaks.knows(*PEAKS, "source")
-    stated = ((dtype, peaks.number(dtype, None)) for dtype in PEAKS)
-    return tuple((dtype, peak) for dtype, peak in stated if peak is not None)
+    if not isinstance(table.values.get("peaks"), dict):
+        return base.peaks_flops_per_s
+    kinds = {**dict.fromkeys(PEAKS, float), "source": str}
+    stated = decode_keys(table.inner("peaks"), kinds, mistakes)
+    return tuple((dtype, stated[dtype]) for dtype in PEAKS if dtype in stated)
 
 
-def _link(table: TomlTable, key: str, default: Link) -> Link:
+def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> Link:
     """A link by its name, or as a table of numbers."""
-    if not isinstance(table.values.get(key), dict):
-        name = table.one_of(key, link_names(), None)
-        return default if name is None else link(name)
-    inner = table.table(key, table)
-    inner.knows("name", "bytes_per_s", "ring", "latency_ns", "source")
-    inner.needs("bytes_per_s")
-    return Link(
-        name=inner.text("name", key),
-        bytes_per_s=inner.number("bytes_per_s", 0.0),
-        ring=inner.number("ring", default.ring),
-        latency_ns=inner.number("latency_ns", default.latency_ns),
-    )
-
-
-def _nvls(table: TomlTable, default: float) -> float:
-    return 0.0 if table.values.get("nvls") == 0 else table.number("nvls", default)
-
-
-def _efficiency(table: TomlTable, default: Efficiency) -> Efficiency:
-    """The family's constants with those that the table states in their place."""
-    inner = table.table("efficiency", None)
-    if inner is None:
-        return default
-    inner.knows(*FITTED)
-    return efficiency_of(inner, default)
-
-
-def _learned(table: TomlTable, default: Learned) -> Learned:
-    inner = table.table("learned", None)
-    if inner is None:
-        return default
-    inner.knows("activations", "constant_bytes")
-    return Learned(
-        inner.number("activations", default.activations),
-        inner.count("constant_bytes", default.constant_bytes, least=-MOST),
-    )
+    stated = table.values.get(key)
+    if not isinstance(stated, dict):
+        return link(stated) if isinstance(stated, str) and stated in link_names() else base
+    if "bytes_per_s" not in stated:
+        mistakes.append(table.inner(key).error("bytes_per_s", "missing", "give bytes_per_s"))
+    return decode_section(table, key, Link, replace(base, name=key), mistakes)
 
 
 # Links by name, and what the GPU families reach: presets/links.toml and efficiency.toml.
 
 PRESETS = Path(__file__).parent / "presets"
 
-_WORDS = ("frameworks", "devices", "dtypes", "rows")
-
-_BESIDE = ("tile", "jitter", "host_ns", "error", *_WORDS)
-
-CONSTANTS = tuple(field.name for field in fields(Efficiency) if field.name not in _BESIDE)
-
-FITTED = (*CONSTANTS, *_BESIDE)
-"""What a calibration states beside them."""
-
-_NOTHING = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0)
+CONSTANTS = needed_keys(Efficiency)
+"""What every family states."""
 
 
 def link(name: str) -> Link:
     """The link of links.toml. Raises UsageError, which lists the near names."""
-    table = _links().table(name, None)
-    if table is None:
-        raise UsageError(f"no link {name!r}; write {either(near(name, link_names()))}")
-    return Link(
-        name=name,
-        bytes_per_s=table.number("bytes_per_s", 0.0),
-        ring=table.number("ring", 0.0),
-        latency_ns=table.number("latency_ns", 0.0),
-    )
+    if name not in link_names():
+        near = join_choices(nearest_words(name, link_names()))
+        raise UsageError(f"no link {name!r}; write {near}")
+    return _links()[name]
 
 
 def link_names() -> tuple[str, ...]:
     """The links that links.toml holds."""
-    return tuple(_links().values)
+    return tuple(_links())
 
 
 def efficiency(family: str) -> Efficiency:
     """What a GPU family reaches. Raises UsageError, which lists the near names."""
-    table = _families().table(family, None)
-    if table is None:
-        raise UsageError(f"no GPU family {family!r}; write {either(near(family, families()))}")
-    table.needs(*CONSTANTS)
-    return efficiency_of(table, _NOTHING)
-
-
-def efficiency_of(table: TomlTable, base: Efficiency) -> Efficiency:
-    """The constants that the table states, in place of those of base. Raises DataError."""
-    return replace(
-        base,
-        gemm=table.number("gemm", base.gemm),
-        attention=table.number("attention", base.attention),
-        unfused_attention=table.number("unfused_attention", base.unfused_attention),
-        memory=table.number("memory", base.memory),
-        launch_ns=table.number("launch_ns", base.launch_ns),
-        tile=int(table.number("tile", base.tile)),
-        jitter=table.number("jitter", base.jitter),
-        host_ns=table.number("host_ns", base.host_ns),
-        error=table.number("error", base.error),
-        frameworks=table.texts("frameworks", base.frameworks),
-        devices=table.texts("devices", base.devices),
-        dtypes=table.texts("dtypes", base.dtypes),
-        rows=table.texts("rows", base.rows),
-    )
+    if family not in families():
+        near = join_choices(nearest_words(family, families()))
+        raise UsageError(f"no GPU family {family!r}; write {near}")
+    return _families()[family]
 
 
 def families() -> tuple[str, ...]:
     """The GPU families that efficiency.toml holds."""
-    return tuple(_families().values)
+    return tuple(_families())
 
 
 @lru_cache(maxsize=1)
-def _links() -> TomlTable:
-    return read_table(PRESETS / "links.toml")
+def _links() -> dict[str, Link]:
+    whole, mistakes = read_table(PRESETS / "links.toml"), Mistakes()
+    found = {
+        name: decode_new_section(whole, name, Link, mistakes, name=name) for name in whole.values
+    }
+    mistakes.refuse()
+    return {name: each for name, each in found.items() if each is not None}
 
 
 @lru_cache(maxsize=1)
-def _families() -> TomlTable:
-    return read_table(PRESETS / "efficiency.toml")
+def _families() -> dict[str, Efficiency]:
+    whole, mistakes = read_table(PRESETS / "efficiency.toml"), Mistakes()
+    found = {name: decode_new_section(whole, name, Efficiency, mistakes) for name in whole.values}
+    mistakes.refuse()
+    return {name: each for name, each in found.items() if each is not None}
 
 
 # The file that a [hardware] table names: what `stepsplit calibrate` wrote.
@@ -207,5 +174,17 @@ def hardware_file(table: TomlTable) -> TomlTable | None:
 
     The path is relative to the table's own file. Raises DataError.
     """
-    name = table.text("file", None)
+    name = decode_table(table.select("file"), {"file": str}).get("file")
     return None if name is None else read_table(Path(table.where).parent / name)
+
+
+def measured_files(table: TomlTable) -> tuple[str, ...]:
+    """What a [hardware] table names of nccl-tests and of NCCL's logs. Raises DataError."""
+    return tuple(decode_table(table.select("measured"), _KINDS).get("measured", ()))
+
+
+def named_files(run: TomlTable) -> tuple[str, ...]:
+    """Every file that [hardware] of the job names, as it is written there. Raises DataError."""
+    table = run.inner("hardware")
+    file = decode_table(table.select("file"), _KINDS).get("file")
+    return (*measured_files(table), *(() if file is None else (file,)))

@@ -17,9 +17,15 @@ from stepsplit.analyzer.model.config import (
     stages_of,
 )
 from stepsplit.analyzer.model.config_checks import check
-from stepsplit.analyzer.model.config_table import TomlTable, read_table
+from stepsplit.analyzer.model.config_decode import (
+    TomlTable,
+    decode_table,
+    decoded_kinds,
+    needed_keys,
+    read_table,
+)
 from stepsplit.analyzer.model.flops import Convention, hardware_flops, mfu, model_flops
-from stepsplit.analyzer.model.hardware_config import hardware_file
+from stepsplit.analyzer.model.hardware_config import hardware_file, measured_files
 from stepsplit.analyzer.model.layer_time import speed_of
 from stepsplit.analyzer.model.memory import fits, memory_of
 from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, total_parameters
@@ -156,8 +162,6 @@ def _on_mesh(job: JobConfig, one: Communication) -> Communication:
 
 _MEND_RATES = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_SUBSYS=TUNING"
 
-_TRANSFER = ("op", "ranks", "ranks_per_node", "sizes_bytes", "times_ns")
-
 
 def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
     """The measurements that [hardware] of the file names, as rates_of. Raises DataError."""
@@ -171,11 +175,8 @@ def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
     full nodes. Of one op and ranks, measured counts before the file. Raises DataError for a file
     that holds no measurement.
     """
-    table = run.table("hardware", None)
-    if table is None:
-        return Rates()
-    names = table.texts("measured", ())
-    places = [Path(table.where).parent / name for name in names]
+    table = run.inner("hardware")
+    places = [Path(table.where).parent / name for name in measured_files(table)]
     found = _measured(places, hardware.gpus_per_node) if places else Rates()
     file = hardware_file(table)
     own = (*_transfers(table), *(() if file is None else _transfers(file)))
@@ -184,21 +185,18 @@ def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
 
 def _transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
     """The sweeps that a calibration took from recorded runs."""
-    return tuple(_transfer(each) for each in table.tables("transfers"))
+    stated = decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
+    path = table.path("transfers")
+    return tuple(
+        _transfer(TomlTable(table.where, f"{path}[{i}]", each))
+        for i, each in enumerate(stated.get("transfers", ()))
+    )
 
 
 def _transfer(table: TomlTable) -> TransferSweep:
-    table.knows(*_TRANSFER)
-    table.needs(*_TRANSFER)
+    stated = decode_table(table, decoded_kinds(TransferSweep), needed_keys(TransferSweep))
     try:
-        return TransferSweep(
-            op=table.text("op", ""),
-            ranks=table.count("ranks", 1),
-            ranks_per_node=table.count("ranks_per_node", 1),
-            sizes_bytes=table.counts("sizes_bytes", ()),
-            times_ns=table.counts("times_ns", ()),
-            swept=False,
-        )
+        return TransferSweep(**stated, swept=False)
     except UsageError as error:
         raise table.error("times_ns", str(error), "calibrate again") from None
 

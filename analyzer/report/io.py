@@ -9,8 +9,8 @@ import msgspec
 
 from stepsplit.analyzer.errors import DataError, unwritable, write
 from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import job_in
-from stepsplit.analyzer.model.config_table import TomlTable
 from stepsplit.analyzer.model.hardware_config import hardware_file
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report

@@ -11,8 +11,8 @@ from msgspec import structs
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
+from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import hardware_names, job_in
-from stepsplit.analyzer.model.config_table import TomlTable
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import Candidate
 from stepsplit.analyzer.model.predict import predict

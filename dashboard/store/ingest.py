@@ -23,7 +23,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.analysis import Analysis, examine, examine_as_told
 from stepsplit.analyzer.errors import DataError, StepsplitError
-from stepsplit.analyzer.model.config_table import read_table
+from stepsplit.analyzer.model.config_decode import read_table
+from stepsplit.analyzer.model.hardware_config import named_files
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
@@ -298,11 +299,8 @@ def _run_file(folder: Path) -> Path | None:
 
 def _check_places(run_file: Path, folder: Path) -> None:
     """An upload names files of its own, never the server's. Raises DataError."""
-    hardware = read_table(run_file).table("hardware", None)
-    if hardware is None:
-        return
-    file, root = hardware.text("file", None), folder.resolve()
-    for name in (*hardware.texts("measured", ()), *(() if file is None else (file,))):
+    root = folder.resolve()
+    for name in named_files(read_table(run_file)):
         if not (run_file.parent / name).resolve().is_relative_to(root):
             problem = f"names {name}, which is not in the upload"
             raise DataError(run_file, problem, "upload that file too, and name it from here")

@@ -12,7 +12,7 @@ from cases import for_each
 from stepsplit.analyzer import JobConfig, UsageError, predict
 from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
 from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
-from stepsplit.analyzer.model.config_table import TomlTable, table_of
+from stepsplit.analyzer.model.config_decode import TomlTable, table_of
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
@@ -116,7 +116,7 @@ def test_several_states_may_be_offloaded(found: RunSplit) -> None:
 
 def test_ranks_in_another_order(found: RunSplit) -> None:
     made = job(found, replace(SPEC, world_size=4, mesh=Mesh.of({"tp": 2, "dp": 2})))
-    assert made.parallel.order == ("dp", "tp", "cp", "ep", "pp")
+    assert made.parallel.rank_order == ("dp", "tp", "cp", "ep", "pp")
 
 
 def test_what_is_stated_wins(found: RunSplit) -> None:

@@ -13,13 +13,13 @@ from cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
-from stepsplit.analyzer.model.config_file import _LAYOUT_KEYS as PARALLEL_KEYS
-from stepsplit.analyzer.model.config_file import _RECIPE_KEYS as TRAINING_KEYS
 from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
+    PARALLEL_KEYS,
     RECOMPUTES,
     STATES,
     TARGETS,
+    TRAINING_KEYS,
     hardware_names,
     job_of,
     model_names,

@@ -33,7 +33,7 @@ microbatches = 32
 [hardware]
 preset = "a100-sxm-80gb"
 """
-HEAVY = ("pandas", "numpy", "pyarrow", "torch", "msgspec", "rich", "plotly", "dash")
+HEAVY = ("pandas", "numpy", "pyarrow", "torch", "rich", "plotly", "dash")
 COMMAND = "import sys; from stepsplit.dashboard.cli import main; main()"
 LOADED = f"""
 import sys

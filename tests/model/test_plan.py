@@ -112,7 +112,7 @@ def test_what_is_said_to_fit_is_all_that_fits(framework: Framework) -> None:
 
 
 def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
-    far = replace(MIDDLE, parallel=ParallelConfig(tp=4, order=("dp", "cp", "ep", "tp", "pp")))
+    far = replace(MIDDLE, parallel=ParallelConfig(tp=4, rank_order=("dp", "cp", "ep", "tp", "pp")))
     free = [each.parallel for family in families(far, 16) for each in family]
     assert {layout.tp for layout in free if layout.dp == 8} == {1}
     kept = families(far, 16, frozenset({"tp"}))

@@ -16,6 +16,7 @@ from stepsplit.analyzer.model.config import (
     Link,
     ModelConfig,
 )
+from stepsplit.analyzer.model.config_decode import read_table
 from stepsplit.analyzer.model.config_file import (
     hardware,
     hardware_names,
@@ -23,7 +24,6 @@ from stepsplit.analyzer.model.config_file import (
     published_parameters,
     transformer,
 )
-from stepsplit.analyzer.model.config_table import read_table
 from stepsplit.analyzer.model.hardware_config import PRESETS, efficiency, families, link, link_names
 from stepsplit.analyzer.model.parameters import total_parameters
 

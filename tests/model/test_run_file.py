@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,18 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import hardware, job_in, job_of, read_job, transformer
-from stepsplit.analyzer.model.config_table import TomlTable
-from stepsplit.analyzer.model.hardware_config import efficiency, link
+from stepsplit.analyzer.model.config_decode import TomlTable, decoded_kinds
+from stepsplit.analyzer.model.config_file import (
+    MODEL_KEYS,
+    PARALLEL_KEYS,
+    TRAINING_KEYS,
+    hardware,
+    job_in,
+    job_of,
+    read_job,
+    transformer,
+)
+from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, efficiency, link
 
 LLAMA = {"preset": "llama-3.1-8b"}
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}
@@ -384,6 +395,59 @@ def test_a_wrong_key_is_named_with_its_mend(tables: Any, told: str) -> None:
     assert refusal(**tables).startswith(f"RUN.toml: {told}")
 
 
+def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
+    listed = refusal(
+        model=SMALL | {"layers": 0, "hiden": 3, "latent": {"kv_rank": True}},
+        parallel={"tensor": 2, "zero": 4, "rank_order": "tp"},
+        training={"micro_batch": math.nan, "recompute": "all"},
+        device=H100 | {"peaks": {"bf16": math.inf}, "intra": {"ring": 0.5}, "learned": 3},
+    )
+    first, *others = re.findall(r"(?:model|parallel|training|hardware)\.[a-z0-9_.]+(?=:)", listed)
+    assert listed.startswith(f"RUN.toml: {first}: unknown key; write hidden, ")
+    assert f"; and {len(others)} more: {others[0]}: 0 is no count;" in listed
+    assert [first, *others] == [
+        "model.hiden",
+        "model.layers",
+        "model.latent.nope",
+        "model.latent.rope",
+        "model.latent.value",
+        "model.latent.kv_rank",
+        "parallel.tensor",
+        "parallel.zero",
+        "parallel.rank_order",
+        "training.micro_batch",
+        "training.recompute",
+        "hardware.learned",
+        "hardware.intra.bytes_per_s",
+        "hardware.peaks.bf16",
+    ]
+
+
+@for_each(
+    ("stated", "problem"),
+    [
+        (10**19, "is no count"),
+        (-1, "is no count"),
+        (1.5, "is no count"),
+        (math.inf, "is no count"),
+        ("8", "is no count"),
+        ([8], "is no count"),
+    ],
+)
+def test_a_count_is_a_whole_number_of_a_size_that_can_be(stated: Any, problem: str) -> None:
+    told = refusal(model=SMALL | {"vocab": stated})
+    assert told == f"RUN.toml: model.vocab: {stated!r} {problem}; write a whole number from 1 up"
+
+
+def test_every_key_of_a_file_is_a_field_or_another_spelling_of_one() -> None:
+    """No key is listed twice: what is no field stands for several or for another."""
+    spellings = {"dp", "world_size", "gpus", "microbatches", "measured", "transfers", "file"}
+    experts = {"top_k", "expert_ffn", "shared_ffn", "dense_layers"}
+    stated = {*MODEL_KEYS, *PARALLEL_KEYS, *TRAINING_KEYS, *HARDWARE_KEYS} - spellings - experts
+    kinds = (ModelConfig, ParallelConfig, TrainingConfig, HardwareConfig)
+    assert stated == {key for kind in kinds for key in decoded_kinds(kind)}
+
+
 def test_every_error_is_one_line() -> None:
     assert "\n" not in refusal(model={"preset": "a\nb"})
 
@@ -395,7 +459,10 @@ def test_every_error_is_one_line() -> None:
         (b"\xff", "not TOML ("),
         (b"layers = 1" + b"0" * 5000, "not TOML ("),
         (b"[modl]\n", "modl: unknown key; write model, parallel, training or hardware"),
-        (b"model = 3\ntraining = 1\nhardware = 1\n", "training: 1 is no table; write [training]"),
+        (
+            b"model = 3\ntraining = 1\nhardware = 1\n",
+            "model: 3 is no table; write [model]; and 2 more: ",
+        ),
         (b"hardware = 1\n", "model: missing; give model"),
     ],
 )

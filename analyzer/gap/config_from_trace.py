@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table
-from stepsplit.analyzer.model.config_file import SAME_FRAMEWORKS, job_in
+from stepsplit.analyzer.model.config_file import MODEL_KEYS, SAME_FRAMEWORKS, TRAINING_KEYS, job_in
 from stepsplit.analyzer.split.pipeline import schedule_named
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
@@ -166,7 +166,7 @@ _PRESETS = (
 def hardware_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """The preset of the run's device, and over several hosts how many ranks each holds."""
     values = {"preset": preset_of(_device(spec, found)), "gpus_per_node": _per_node(found)}
-    return TomlTable("run.json", "hardware", {k: v for k, v in values.items() if v is not None})
+    return seen_table("hardware", values)
 
 
 def preset_of(device: str) -> str | None:
@@ -189,15 +189,20 @@ def _per_node(found: RunSplit) -> int | None:
 
 # The [model] table of a recording.
 
-_COUNTED = "parameters"
-"""What a model's sizes make up; no RUN.toml states it."""
-
 
 def model_seen(spec: RunSpec | None) -> TomlTable:
     """What run.json says of the model's shape; empty where it says nothing."""
-    shape = (spec.model if spec else None) or ModelSpec()
-    told = {k: v for k, v in asdict(shape).items() if v is not None and k != _COUNTED}
-    return TomlTable("run.json", "model", told)
+    return seen_table("model", known_facts(spec.model if spec else None, MODEL_KEYS))
+
+
+def known_facts(facts: ModelSpec | Training | None, keys: tuple[str, ...]) -> dict[str, object]:
+    """What run.json says under names that are keys of a table too, unknown ones as None."""
+    return {} if facts is None else {k: v for k, v in asdict(facts).items() if k in keys}
+
+
+def seen_table(name: str, values: Mapping[str, object]) -> TomlTable:
+    """The table of what is known of the values."""
+    return TomlTable("run.json", name, {k: v for k, v in values.items() if v is not None})
 
 
 # The [parallel] table of a recording.
@@ -219,7 +224,7 @@ def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     zero = said.zero if said.zero is not None else _zero(mesh, seen)
     values |= {"zero": zero} | _data(mesh, zero) | _strategies(said, seen, spec, found)
     values |= _pipeline(said, mesh, found)
-    return TomlTable("run.json", "parallel", {k: v for k, v in values.items() if v is not None})
+    return seen_table("parallel", values)
 
 
 def _axes(mesh: Mesh) -> dict[str, object]:
@@ -300,7 +305,8 @@ def _strategy_detail(seen: dict[str, Strategy], name: str) -> str:
 
 # The [training] table of a recording.
 
-_AS_STATED = ("seq_len", "micro_batch", "global_batch", "microbatches", "optimizer")
+_BY_EVIDENCE = ("dtype", "recompute", "offload", "framework")
+"""Keys whose values run.json states in torch's words, or which only the steps show."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Names of traces and of torch for RUN.toml's; 8 bits are in no message."""
@@ -310,7 +316,7 @@ def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """What run.json says of a step, and where it is silent what the steps show."""
     said = (spec.training if spec else None) or Training()
     values = {
-        **{key: getattr(said, key) for key in _AS_STATED},
+        **{k: v for k, v in known_facts(said, TRAINING_KEYS).items() if k not in _BY_EVIDENCE},
         "microbatches": said.microbatches or _microbatches(found),
         "dtype": _DTYPES.get(said.dtype or "", said.dtype) or _dtype(found),
         "recompute": said.recompute or _detail_of_run(found, "recompute"),
@@ -319,7 +325,7 @@ def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     }
     if values["global_batch"] is not None:
         values["microbatches"] = None
-    return TomlTable("run.json", "training", {k: v for k, v in values.items() if v is not None})
+    return seen_table("training", values)
 
 
 def _microbatches(found: RunSplit) -> int | None:

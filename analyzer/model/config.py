@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 # What a file may state of a field: read by config_decode.
 
@@ -30,6 +30,9 @@ class Limits:
 
 Natural = Annotated[int, Limits(0)]
 """A whole number that may be 0."""
+
+AsDecimal = Annotated[int, Limits(1, MOST, "")]
+"""A whole number that a calibration writes as 128.0."""
 
 # The shape of a decoder transformer, complete.
 
@@ -135,7 +138,7 @@ class Efficiency:
     unfused_attention: float
     memory: float
     launch_ns: float
-    tile: int = 0
+    tile: AsDecimal = 0
     jitter: float = 0.02
     host_ns: float = 0.0
     error: float = 0.3
@@ -187,11 +190,11 @@ class HardwareConfig:
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
-DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 Optimizer = Literal["adam", "adam-8bit", "sgd", "sgd-momentum", "muon", "lion"]
 
-OPTIMIZERS: tuple[Optimizer, ...] = ("adam", "adam-8bit", "sgd", "sgd-momentum", "muon", "lion")
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 Recompute = Literal["none", "selective", "full", "every", "sqrt"]
 
@@ -199,9 +202,7 @@ Framework = Literal[
     "zero-paper", "megatron", "deepspeed", "fsdp2", "ddp", "huggingface", "nanotron"
 ]
 
-FRAMEWORKS: tuple[Framework, ...] = (
-    "zero-paper", "megatron", "deepspeed", "fsdp2", "ddp", "huggingface", "nanotron",
-)  # fmt: skip
+FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
 State = Literal["optimizer", "parameters", "activations"]
 
@@ -258,9 +259,7 @@ Schedule = Literal[
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"
 ]
 
-SCHEDULES: tuple[Schedule, ...] = (
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v",
-)  # fmt: skip
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 TWO_STAGES: tuple[Schedule, ...] = ("zb-v", "dualpipe", "dualpipe-v")
 """Schedules that hold two stages on each rank, whatever chunks says."""
@@ -269,11 +268,9 @@ ContextKind = Literal["ring", "all-gather", "ulysses"]
 
 Reshard = Literal["default", "always", "never"]
 
-RESHARDS: tuple[Reshard, ...] = ("default", "always", "never")
-
 Axis = Literal["tp", "cp", "ep", "dp", "pp"]
 
-RANK_ORDER: tuple[Axis, ...] = ("tp", "cp", "ep", "dp", "pp")
+RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import KEY, Limits
+from stepsplit.analyzer.model.config import KEY, MOST, AsDecimal, Limits
 
 _T = TypeVar("_T")
 
@@ -133,32 +133,23 @@ def decode_keys(
     return found
 
 
-def decode_section(table: TomlTable, key: str, kind: type[_T], base: _T, mistakes: Mistakes) -> _T:
+def decode_section(
+    table: TomlTable, key: str, kind: type[_T], base: _T | None, mistakes: Mistakes, **usual: Any
+) -> _T | None:
     """The dataclass of the table inside this one; what that leaves out is as in base.
 
-    base itself where there is no such table.
+    Without a base it is as usual says, or as by default, and else a mistake. base itself where
+    there is no such table or one of its needed keys is missing or mistaken.
     """
     if not isinstance(table.values.get(key), dict):
         return base
-    stated = decode_keys(table.inner(key), {**decoded_kinds(kind), "source": str}, mistakes)
-    return replace(base, **select_fields(kind, stated))  # type: ignore[type-var]
-
-
-def decode_new_section(
-    table: TomlTable, key: str, kind: type[_T], mistakes: Mistakes, **usual: Any
-) -> _T | None:
-    """The dataclass of the table inside this one; a field is as usual says or as by default.
-
-    None where there is no such table, or where one of the others is missing or mistaken.
-    """
-    if not isinstance(table.values.get(key), dict):
-        return None
-    needed = [name for name in needed_keys(kind) if name not in usual]
+    needed = [] if base is not None else [name for name in needed_keys(kind) if name not in usual]
     kinds = {**decoded_kinds(kind), "source": str}
     stated = decode_keys(table.inner(key), kinds, mistakes, needed)
     if not all(name in stated for name in needed):
-        return None
-    return kind(**{**usual, **select_fields(kind, stated)})
+        return base
+    found = {**usual, **select_fields(kind, stated)}
+    return kind(**found) if base is None else replace(base, **found)  # type: ignore[type-var]
 
 
 def decoded_kinds(kind: type) -> dict[str, Any]:
@@ -173,13 +164,14 @@ def decoded_kinds(kind: type) -> dict[str, Any]:
 
 def needed_keys(kind: type) -> tuple[str, ...]:
     """The keys of the fields that have no default."""
-    defaults = {field.name for field in fields(kind) if field.default is field.default_factory}
-    return tuple(name for name in decoded_kinds(kind) if name in defaults)
+    return tuple(
+        field.metadata.get(KEY, field.name) for field in fields(kind) if field.default is MISSING
+    )
 
 
 def select_fields(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a file states, the values of the dataclass's fields, by their names."""
-    keys = {field.name: field.metadata.get(KEY, field.name) for field in fields(kind)}
+    keys = {field.name: field.metadata.get(KEY) or field.name for field in fields(kind)}
     return {name: stated[key] for name, key in keys.items() if key in stated}
 
 
@@ -195,14 +187,13 @@ def replace_aliases(table: TomlTable, aliases: Mapping[str, Mapping[str, str]]) 
 
 def _stated_kind(kind: Any) -> Any:
     """The type in a file: no file states None, and a dataclass is a table of its own."""
-    present = [each for each in get_args(kind) if each is not type(None)]
     if get_origin(kind) in (Union, UnionType):
-        kind = Union[tuple(present)]  # noqa: UP007
+        kind = Union[tuple(each for each in get_args(kind) if each is not NoneType)]  # noqa: UP007
     return _TABLE if is_dataclass(kind) else kind
 
 
 def _decode_value(table: TomlTable, key: str, value: object, kind: Any) -> Any:
-    if kind is int and isinstance(value, float) and value.is_integer():
+    if kind == AsDecimal and isinstance(value, float) and value.is_integer():
         value = int(value)
     if fits(value, kind):
         return convert(value, kind)
@@ -239,43 +230,42 @@ def _limited(kind: Any) -> Any:
     """The type with its limits as msgspec states them."""
     from msgspec import Meta
 
-    limits = Limits()
-    if get_origin(kind) is Literal:
-        return kind
-    if get_origin(kind) is Annotated:
-        kind, limits = get_args(kind)
-        return Annotated[kind, Meta(ge=limits.least, le=limits.most)]
-    if kind is int:
-        return Annotated[int, Meta(ge=limits.least, le=limits.most)]
-    if kind is float:
-        return Annotated[float, Meta(gt=0, le=limits.most)]
-    if kind is str:
-        return Annotated[str, Meta(min_length=1)]
-    entries = tuple(map(_limited, get_args(kind)))
-    if get_origin(kind) in (Union, UnionType):
-        return Union[entries]  # noqa: UP007
-    return get_origin(kind)[entries] if get_origin(kind) in (tuple, frozenset) else kind
+    plain = {
+        int: Annotated[int, Meta(ge=1, le=MOST)],
+        float: Annotated[float, Meta(gt=0, le=MOST)],
+        str: Annotated[str, Meta(min_length=1)],
+    }
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return Annotated[arguments[0], Meta(ge=arguments[1].least, le=arguments[1].most)]
+    if origin in (Union, UnionType, tuple, frozenset):
+        entries = tuple(map(_limited, arguments))
+        return Union[entries] if origin is UnionType else origin[entries]  # noqa: UP007
+    return plain.get(kind, kind)
+
+
+_PROBLEMS = {
+    bool: ("is neither true nor false", "write true or false"),
+    str: ("is no text", "write it in quotes"),
+    float: ("is no amount", "write a number above 0"),
+    int: ("is no count", "write a whole number from 1 up"),
+}
 
 
 def _describe(value: object, kind: Any) -> tuple[str, str, str]:
     """Where in the value the mistake is ("" or "[2]"), the problem and the hint."""
-    if get_origin(kind) in (Union, UnionType):
-        kind = _likeliest(value, get_args(kind))
-    if get_origin(kind) is Literal:
-        words = [str(word) for word in get_args(kind)]
-        near = nearest_words(str(value), words)
-        return "", f"{value!r} is unknown", f"write {join_choices(near)}"
-    if get_origin(kind) in (tuple, frozenset):
-        return _describe_list(value, get_args(kind)[0])
-    if get_origin(kind) is Annotated:
-        return _describe_number(value, *get_args(kind))
-    describe: dict[type, tuple[str, str]] = {
-        bool: ("is neither true nor false", "write true or false"),
-        str: ("is no text", "write it in quotes"),
-    }
-    if kind not in describe:
-        return _describe_number(value, kind, Limits())
-    return "", f"{value!r} {describe[kind][0]}", describe[kind][1]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _describe(value, _likeliest(value, arguments))
+    if origin in (tuple, frozenset):
+        return _describe_list(value, arguments[0])
+    if origin is Literal:
+        hint = f"write {join_choices(nearest_words(str(value), arguments))}"
+        return "", f"{value!r} is unknown", hint
+    if origin is Annotated:
+        return "", *_describe_limits(value, *arguments)
+    problem, hint = _PROBLEMS[kind]
+    return "", f"{value!r} {problem}", hint
 
 
 def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
@@ -284,20 +274,19 @@ def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
     return words[0] if words and isinstance(value, str) else kinds[-1]
 
 
-def _describe_number(value: object, kind: type, limits: Limits) -> tuple[str, str, str]:
+def _describe_limits(value: object, kind: type, limits: Limits) -> tuple[str, str]:
     if kind is float:
-        return "", f"{value!r} is no amount", "write a number above 0"
-    whole = fits(value, Annotated[int, Limits(limits.least)])
-    if limits.noun and whole:
-        several = [str(number) for number in range(int(limits.least), int(limits.most) + 1)]
-        return "", f"{value!r} is no {limits.noun}", f"write {join_choices(several)}"
-    return "", f"{value!r} is no count", f"write a whole number from {limits.least} up"
+        return f"{value!r} is no amount", f"write a number from {limits.least} up"
+    if limits.noun and fits(value, Annotated[int, Limits(limits.least)]):
+        known = [str(number) for number in range(limits.least, limits.most + 1)]
+        return f"{value!r} is no {limits.noun}", f"write {join_choices(known)}"
+    return f"{value!r} is no count", f"write a whole number from {limits.least} up"
 
 
 def _describe_list(value: object, entry: Any) -> tuple[str, str, str]:
+    words = get_origin(entry) is Literal
     if entry is str:
         return "", f"{value!r} is no list of words", 'write ["...", "..."]'
-    words = get_origin(entry) is Literal
     if not isinstance(value, list):
         return "", f"{value!r} is no list", f"write {'words' if words else 'whole numbers'} in [ ]"
     place = next(i for i, each in enumerate(value) if not fits(each, entry))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -31,7 +32,6 @@ from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
     decode_keys,
-    decode_new_section,
     decode_section,
     decoded_kinds,
     join_choices,
@@ -56,20 +56,15 @@ SAME_FRAMEWORKS = {
 }  # fmt: skip
 """Other words for what trains the same way here."""
 
-_SAME_SCHEDULE = {
-    "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
-    "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
-}  # fmt: skip
-"""Other names of the same schedule."""
-
-_SAME_OPTIMIZER = {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"}
-"""Other words for the same optimizer."""
-
 _ALIASES = {
     "framework": SAME_FRAMEWORKS,
-    "schedule": _SAME_SCHEDULE,
-    "optimizer": _SAME_OPTIMIZER,
-}
+    "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
+    "schedule": {
+        "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
+        "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
+    },
+}  # fmt: skip
+"""Other words for the same, by key."""
 
 _SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[str, object])
 
@@ -206,11 +201,11 @@ def _decode_model(
     model = replace(known, **select_fields(ModelConfig, sizes))
     if base is None and "preset" in table.values:
         return model
-    if known.latent is None:
-        latent = decode_new_section(table, "latent", LatentAttention, mistakes, query_rank=0)
-    else:
-        latent = decode_section(table, "latent", LatentAttention, known.latent, mistakes)
-    return replace(model, experts=_decode_experts(table, stated, model, mistakes), latent=latent)
+    rank = {"query_rank": 0} if known.latent is None else {}
+    latent = decode_section(table, "latent", LatentAttention, known.latent, mistakes, **rank)
+    return replace(
+        model, experts=_decode_experts(table, stated, model, known.ffn, mistakes), latent=latent
+    )
 
 
 def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> ModelConfig:
@@ -234,14 +229,16 @@ def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes
 
 
 def _decode_experts(
-    table: TomlTable, stated: Mapping[str, Any], model: ModelConfig, mistakes: Mistakes
+    table: TomlTable, stated: Mapping[str, Any], model: ModelConfig, ffn: int, mistakes: Mistakes
 ) -> Experts | None:
-    """Of [model.experts], or of experts = 8 with top_k and the others beside it."""
+    """Of [model.experts], or of experts = 8 with top_k and the others beside it.
+
+    Experts are as wide as the model's MLP unless stated, those of a table of their own as ffn.
+    """
     base = model.experts
     if isinstance(stated.get("experts"), dict):
-        if base is not None:
-            return decode_section(table, "experts", Experts, base, mistakes)
-        return decode_new_section(table, "experts", Experts, mistakes, ffn=model.ffn)
+        width = {"ffn": ffn} if base is None else {}
+        return decode_section(table, "experts", Experts, base, mistakes, **width)
     sizes = {name: stated[key] for name, key in _EXPERT_KEYS.items() if key in stated}
     if base is not None:
         return replace(base, **sizes)
@@ -325,10 +322,9 @@ def _expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) 
 
 
 def _zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
-    if "zero" in stated:
-        return stated["zero"]  # type: ignore[no-any-return]
     shards = framework == "fsdp2" and "dp_replicate" not in stated
-    return 3 if shards or stated.get("dp_shard", 1) > 1 else 0
+    implied = 3 if shards or stated.get("dp_shard", 1) > 1 else 0
+    return int(stated.get("zero", implied))
 
 
 def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
@@ -378,8 +374,6 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 STATES: tuple[State, ...] = get_args(State)
 
-_EVERY = "every-"
-
 _TRAINING_KINDS: Mapping[str, Any] = {
     **decoded_kinds(TrainingConfig),
     "microbatches": int,
@@ -395,16 +389,12 @@ def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     batch = () if "microbatches" in table.values else ("global_batch",)
     needed = ("seq_len", "micro_batch", *batch)
     stated = decode_keys(replace_aliases(table, _ALIASES), _TRAINING_KINDS, mistakes, needed)
-    number = stated.get("recompute", "").removeprefix(_EVERY)
-    if (
-        stated.get("recompute", "").startswith(_EVERY)
-        and number.isdecimal()
-        and int(number[:20]) > 0
-    ):
-        stated |= {"recompute": "every", "recompute_every": int(number[:20])}
-    elif stated.get("recompute", "none") not in RECOMPUTES:
+    recompute = stated.get("recompute", "none")
+    if match := re.fullmatch(r"every-0*([1-9]\d{0,17})", recompute, re.ASCII):
+        stated |= {"recompute": "every", "recompute_every": int(match[1])}
+    elif recompute not in RECOMPUTES:
         hint = f"write {', '.join(RECOMPUTES)} or every-4"
-        mistakes.append(table.error("recompute", f"{stated['recompute']!r} is unknown", hint))
+        mistakes.append(table.error("recompute", f"{recompute!r} is unknown", hint))
     if isinstance(stated.get("offload"), str):
         stated |= {"offload": frozenset({"optimizer"}), "offload_to": stated["offload"]}
     return replace(table, values=stated)
@@ -417,14 +407,11 @@ def complete_training(
     model: ModelConfig,
     hardware: HardwareConfig,
 ) -> TrainingConfig:
-    """The recipe of the decoded table, with the framework's habits elsewhere. Raises DataError."""
+    """The recipe of the decoded table, by the framework's defaults elsewhere. Raises DataError."""
     stated = table.values
-    habits = habits_of(framework, stated.get("dtype", "bf16"), layout, model, hardware)
-    usual = {field.name: getattr(habits, field.name) for field in fields(habits)}
+    usual = framework_defaults(framework, stated.get("dtype", "bf16"), layout, model, hardware)
     resolved = {"framework": framework, "global_batch": _global_batch(table, layout.dp)}
-    every = {key: stated[key] for key in ("recompute_every",) if key in stated}
-    found = select_fields(TrainingConfig, stated)
-    return TrainingConfig(**{**usual, **found, **every, **resolved})
+    return TrainingConfig(**{**usual, **select_fields(TrainingConfig, stated), **resolved})
 
 
 def _global_batch(table: TomlTable, dp: int) -> int:
@@ -526,37 +513,26 @@ SUMS_IN_FP32: tuple[Framework, ...] = ("megatron", "fsdp2", "ddp", "nanotron", "
 bf16 alone (accumulate_allreduce_grads_in_fp32)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """Defaults of Recipe's fields."""
-
-    flash_attention: bool
-    dropout: bool
-    fused_loss: bool
-    gradient_dtype: Dtype
-    activation_dtype: Dtype
-
-
-def habits_of(
+def framework_defaults(
     framework: Framework,
     dtype: Dtype,
     layout: ParallelConfig,
     model: ModelConfig,
     hardware: HardwareConfig,
-) -> Habits:
-    """The framework's defaults for such a job.
+) -> dict[str, Any]:
+    """The framework's defaults for such a job, by the fields of TrainingConfig.
 
     GPT on V100 or A100 with Megatron-LM or DeepSpeed means what those papers ran: attention that
     stores its matrix of scores, dropout, a loss that is not fused.
     """
     stored = framework in GPT_TRAINERS and hardware.family in BEFORE_HOPPER and _is_gpt(model)
-    return Habits(
-        flash_attention=not stored,
-        dropout=stored,
-        fused_loss=framework == "megatron" and not stored,
-        gradient_dtype=_gradients(framework, dtype),
-        activation_dtype=_activations(framework, dtype, layout),
-    )
+    return {
+        "flash_attention": not stored,
+        "dropout": stored,
+        "fused_loss": framework == "megatron" and not stored,
+        "gradient_dtype": _gradients(framework, dtype),
+        "activation_dtype": default_activation_dtype(framework, dtype, layout),
+    }
 
 
 def _is_gpt(model: ModelConfig) -> bool:
@@ -568,7 +544,7 @@ def _gradients(framework: Framework, dtype: Dtype) -> Dtype:
     return "fp32" if framework in SUMS_IN_FP32 and not plain else _weights(dtype)
 
 
-def _activations(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
+def default_activation_dtype(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
     """torchtitan's mixed precision is FSDP's: without it activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"

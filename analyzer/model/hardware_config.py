@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Learned, Link
@@ -14,7 +14,6 @@ from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
     decode_keys,
-    decode_new_section,
     decode_section,
     decode_table,
     decoded_kinds,
@@ -24,6 +23,8 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
+
+_T = TypeVar("_T")
 
 # A [hardware] table -> HardwareConfig.
 
@@ -111,7 +112,7 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
         return link(stated) if isinstance(stated, str) and stated in link_names() else base
     if "bytes_per_s" not in stated:
         mistakes.append(table.inner(key).error("bytes_per_s", "missing", "give bytes_per_s"))
-    return decode_section(table, key, Link, replace(base, name=key), mistakes)
+    return decode_section(table, key, Link, replace(base, name=key), mistakes) or base
 
 
 # Links by name, and what the GPU families reach: presets/links.toml and efficiency.toml.
@@ -150,20 +151,23 @@ def families() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _links() -> dict[str, Link]:
-    whole, mistakes = read_table(PRESETS / "links.toml"), Mistakes()
-    found = {
-        name: decode_new_section(whole, name, Link, mistakes, name=name) for name in whole.values
-    }
-    mistakes.refuse()
-    return {name: each for name, each in found.items() if each is not None}
+    return _read_presets("links.toml", Link)
 
 
 @lru_cache(maxsize=1)
 def _families() -> dict[str, Efficiency]:
-    whole, mistakes = read_table(PRESETS / "efficiency.toml"), Mistakes()
-    found = {name: decode_new_section(whole, name, Efficiency, mistakes) for name in whole.values}
+    return _read_presets("efficiency.toml", Efficiency)
+
+
+def _read_presets(file: str, kind: type[_T]) -> dict[str, _T]:
+    """The file's tables by name. Raises DataError."""
+    whole, mistakes = read_table(PRESETS / file), Mistakes()
+    found = {}
+    for name in whole.values:
+        named = {"name": name} if kind is Link else {}
+        found[name] = decode_section(whole, name, kind, None, mistakes, **named)
     mistakes.refuse()
-    return {name: each for name, each in found.items() if each is not None}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 # The file that a [hardware] table names: what `stepsplit calibrate` wrote.

@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.config import (
     span_of,
 )
 from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.config_file import habits_of
+from stepsplit.analyzer.model.config_file import default_activation_dtype
 from stepsplit.analyzer.model.memory import fits, memory_of
 
 # Plan: the layouts that fit a number of GPUs, the fastest first, and why the others lost.
@@ -430,8 +430,7 @@ def recipe_on(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
 
 def _activations(job: JobConfig, layout: ParallelConfig) -> Dtype:
     recipe = job.training
-    habits = habits_of(recipe.framework, recipe.dtype, layout, job.model, job.hardware)
-    return habits.activation_dtype
+    return default_activation_dtype(recipe.framework, recipe.dtype, layout)
 
 
 # Why a runner-up lost: what its step has more of than the best's.

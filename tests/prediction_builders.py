@@ -16,6 +16,9 @@ from stepsplit.analyzer import (
     StageMemory,
     TrainingConfig,
 )
+from stepsplit.analyzer.model.comm_ops import PIPELINE, TENSOR
+from stepsplit.analyzer.model.comm_time import CHOICE
+from stepsplit.analyzer.model.comm_volume import DDP
 from stepsplit.analyzer.model.config import Link
 from stepsplit.analyzer.model.formulas import Formula
 
@@ -101,8 +104,10 @@ def _communication(
     strategy: str, op: str, axis: str, stage: int, phase: str, count: int, message_bytes: int,
     time_ms: int, hidden_ms: int,
 ) -> Communication:  # fmt: skip
+    formula = {"tp": TENSOR, "ddp": DDP, "pp": PIPELINE}[strategy]
     message = CommOp(
-        strategy, op, axis, stage, phase, count, message_bytes, message_bytes, message_bytes
-    )
-    time = Band(time_ms * MS, (time_ms - 1) * MS, (time_ms + 2) * MS)
+        strategy, op, axis, stage, phase, count, message_bytes, message_bytes, message_bytes,
+        (formula,),
+    )  # fmt: skip
+    time = Band(time_ms * MS, (time_ms - 1) * MS, (time_ms + 2) * MS, (CHOICE,))
     return Communication(message, time, (time_ms - hidden_ms) * MS)

@@ -393,7 +393,7 @@ def _jitter(runs: Sequence[RunSeen]) -> float:
     for run in runs:
         unit = replace(run.job.hardware.efficiency, jitter=1.0)
         job = replace(run.job, hardware=replace(run.job.hardware, efficiency=unit))
-        times = straggling(job)
+        times = straggling(job).share
         skews = [one.split.skew_ns / (one.step_ns - one.split.skew_ns) for one in run.stages]
         each += [skew / times for skew in skews] if times else []
     return fmean(each) if each else 0.0

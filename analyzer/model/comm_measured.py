@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,23 @@ class Rates:
         name = "send" if op == "recv" else op
         sweep = self._nearest(name, span)
         if sweep is not None:
-            return _of_sweep(sweep, op, message_bytes, closed, span, hardware)
+            band = _of_sweep(sweep, op, message_bytes, closed, span, hardware)
+            return self._chosen(band, SWEEP, closed)
         ns = self._tuned_ns(name, message_bytes, span)
-        return closed if ns is None else _band(ns, TUNED)
+        if ns is not None:
+            return self._chosen(_band(ns, TUNED), TUNER, closed)
+        return self._chosen(closed, closed.formulas[0], closed) if self.formulas else closed
+
+    def _chosen(self, band: Band, formula: Formula, closed: Band) -> Band:
+        """The band by this formula, chosen from those of the closed form and of measured times."""
+        among = (*closed.formulas, *self.formulas)
+        others = tuple(each for each in among if each is not formula)
+        return replace(band, formulas=(formula, *others))
+
+    @property
+    def formulas(self) -> tuple[Formula, ...]:
+        """By which measured times there are, whether or not one is near enough to a call."""
+        return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
 
     def _nearest(self, op: str, span: Span) -> TransferSweep | None:
         """The sweep of the op on the same side of the node's edge with the nearest ranks."""

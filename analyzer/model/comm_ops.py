@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stepsplit.analyzer.model.config import JobConfig, StageConfig, chunk_count, chunks_of_rank
 from stepsplit.analyzer.model.formulas import Formula
@@ -56,8 +56,8 @@ def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
         "recompute": _again(job, pairs),
     }
     return tuple(
-        all_reduce(CommSite("tp", "tp", stage.index, phase), rounds(job) * count, size, tp)
-        for phase, count in counts.items()
+        all_reduce(place, rounds(job) * counts[place.phase], size, tp)
+        for place in (CommSite("tp", "tp", stage.index, phase, (TENSOR,)) for phase in counts)
     )
 
 
@@ -81,7 +81,8 @@ def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 def _gathers_and_scatters(
     job: JobConfig, stage: StageConfig, phase: str, gathers: int, scatters: int
 ) -> tuple[CommOp, ...]:
-    place, tp, size = CommSite("sp", "tp", stage.index, phase), job.parallel.tp, hidden_bytes(job)
+    place = CommSite("sp", "tp", stage.index, phase, (TENSOR, SEQUENCE))
+    tp, size = job.parallel.tp, hidden_bytes(job)
     return (
         all_gather(place, rounds(job) * gathers, size // tp, tp),
         reduce_scatter(place, rounds(job) * scatters, size, tp),
@@ -106,7 +107,7 @@ def _again(job: JobConfig, pairs: int) -> int:
 def _loss(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     if not (stage.head and job.parallel.split_vocab):
         return ()
-    place = CommSite("loss", "tp", stage.index, "forward")
+    place = CommSite("loss", "tp", stage.index, "forward", (LOSS,))
     return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.parallel.tp),)
 
 
@@ -115,7 +116,8 @@ def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> Co
     size = (held.replicated + _positions_in_parts(job, stage)) * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    return all_reduce(CommSite("sp", "tp", stage.index, "grad_sync"), 1, size, job.parallel.tp)
+    place = CommSite("sp", "tp", stage.index, "grad_sync", (TENSOR, SEQUENCE))
+    return all_reduce(place, 1, size, job.parallel.tp)
 
 
 def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
@@ -162,12 +164,15 @@ def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     stored = job.training.recompute == "selective" and not job.training.flash_attention
     if stored or job.training.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
-    calls = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.parallel.context_kind]
+    formula, calls = {
+        "ring": (CONTEXT_RING, _ring), "all-gather": (GATHER, _gather),
+        "ulysses": (ULYSSES, _ulysses),
+    }[job.parallel.context_kind]  # fmt: skip
     return tuple(
         message
         for phase in phases
         for message in calls(
-            job, CommSite("cp", "cp", stage.index, phase), rounds(job) * stage.layers
+            job, CommSite("cp", "cp", stage.index, phase, (formula,)), rounds(job) * stage.layers
         )
     )
 
@@ -235,9 +240,10 @@ def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommO
     """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
     layout, size, found = job.parallel, _routed_bytes(job), []
     if layout.ep > 1:
-        found.append(all_to_all(CommSite("ep", "ep", stage, phase), 2 * count, size, layout.ep))
+        place = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING,))
+        found.append(all_to_all(place, 2 * count, size, layout.ep))
     if layout.expert_tp > 1:
-        place = CommSite("expert-tp", "tp", stage, phase)
+        place = CommSite("expert-tp", "tp", stage, phase, (EXPERT_ROUTING,))
         found.append(all_gather(place, count, size, layout.expert_tp))
         found.append(reduce_scatter(place, count, size * layout.expert_tp, layout.expert_tp))
     return tuple(found)
@@ -280,8 +286,8 @@ def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     found = neighbors(job, stage.index)
     parts = job.parallel.tp if job.parallel.scatter_gather else job.parallel.sequence_split
     size, count = hidden_bytes(job) // parts, rounds(job)
-    forward = CommSite("pp", "pp", stage.index, "forward")
-    backward = CommSite("pp", "pp", stage.index, "backward")
+    forward = CommSite("pp", "pp", stage.index, "forward", (PIPELINE,))
+    backward = CommSite("pp", "pp", stage.index, "backward", (PIPELINE,))
     return (
         receive(forward, count * found.fed, size),
         send(forward, count * found.feeding, size),
@@ -306,7 +312,8 @@ def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> 
     size = held.total * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    return (all_reduce(CommSite("dualpipe", "pp", stage.index, "grad_sync"), 1, size, 2),)
+    place = CommSite("dualpipe", "pp", stage.index, "grad_sync", (COPIES,))
+    return (all_reduce(place, 1, size, 2),)
 
 
 # What tied embeddings on two pipeline ranks send.
@@ -325,7 +332,7 @@ def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]
     size = vocabulary_share(job) * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync"), 1, size, 2),)
+    return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync", (TIED,)), 1, size, 2),)
 
 
 # What clipping gradients sends: their norm over all parameters.
@@ -348,7 +355,7 @@ def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
     elif layout.zero:
         sizes["dp"] = layout.shard_size
     return tuple(
-        all_reduce(CommSite("norm", axis, stage, "optimizer"), 1, NORM_BYTES, ranks)
+        all_reduce(CommSite("norm", axis, stage, "optimizer", (NORM,)), 1, NORM_BYTES, ranks)
         for axis, ranks in sizes.items()
         if ranks > 1
     )
@@ -361,7 +368,8 @@ class CommOp:
     message_bytes follow nccl-tests (the gathered buffer of all_gather and reduce_scatter),
     input_bytes are what the call is given (a trace's In msg nelems), wire_bytes what the rank
     sends; each of one call. phase is where it happens: forward, backward, recompute, grad_sync,
-    optimizer or other.
+    optimizer or other. formulas say why it is sent, the last one as the job does it; they are empty
+    in a prediction that was read from a file.
     """
 
     strategy: str
@@ -373,6 +381,16 @@ class CommOp:
     message_bytes: int
     input_bytes: int
     wire_bytes: int
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
+
+    def on(self, stage: int) -> CommOp:
+        """The message on another stage. Middle stages differ in nothing else, and are many."""
+        if self.stage == stage:
+            return self
+        return CommOp(
+            self.strategy, self.op, self.axis, stage, self.phase,
+            self.count, self.message_bytes, self.input_bytes, self.wire_bytes, self.formulas,
+        )  # fmt: skip
 
 
 WIRE = Formula(
@@ -388,12 +406,13 @@ FULL_RECOMPUTE = ("full", "every", "sqrt")
 
 @dataclass(frozen=True, slots=True)
 class CommSite:
-    """Where in a step a call happens and who asks for it; see prediction.Message."""
+    """Where in a step a call happens, who asks for it and by which formulas; see CommOp."""
 
     strategy: str
     axis: str
     stage: int
     phase: str
+    formulas: tuple[Formula, ...]
 
 
 def all_reduce(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
@@ -440,7 +459,7 @@ def _message(
 ) -> CommOp:
     return CommOp(
         place.strategy, op, place.axis, place.stage, place.phase,
-        count, message_bytes, input_bytes, wire_bytes,
+        count, message_bytes, input_bytes, wire_bytes, place.formulas,
     )  # fmt: skip
 
 

@@ -35,15 +35,15 @@ def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig)
     _check(op, message_bytes, span)
     if span.ranks == 1 or message_bytes == 0:
         return Band(0.0, 0.0, 0.0)
-    ns = _closed_form_ns(op, message_bytes, span, hardware)
+    ns, formulas = _closed_form(op, message_bytes, span, hardware)
     low, high = spread_of(message_bytes, span)
     if op != "all_reduce" or span.nodes <= 2:
-        return Band(ns, ns * low, ns * high)
+        return Band(ns, ns * low, ns * high, formulas)
     until = tree_until_bytes(span, hardware)
     if not until / SWITCH < message_bytes < until * SWITCH:
-        return Band(ns, ns * low, ns * high)
+        return Band(ns, ns * low, ns * high, formulas)
     either = ring_ns(op, message_bytes, span, hardware), tree_ns(message_bytes, span, hardware)
-    return Band(ns, min(ns * low, *either), max(ns * high, *either))
+    return Band(ns, min(ns * low, *either), max(ns * high, *either), formulas)
 
 
 def _check(op: str, message_bytes: float, span: Span) -> None:
@@ -58,24 +58,48 @@ def _check(op: str, message_bytes: float, span: Span) -> None:
         )
 
 
-def _closed_form_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+_ClosedForm = tuple[float, tuple[Formula, ...]]
+"""A time in ns, and the formulas of a Band."""
+
+
+def _closed_form(
+    op: str, message_bytes: float, span: Span, hardware: HardwareConfig
+) -> _ClosedForm:
     if op in ("send", "recv"):
-        return send_ns(message_bytes, span, hardware)
+        return send_ns(message_bytes, span, hardware), (SEND,)
     if op == "all_to_all":
-        return all_to_all_ns(message_bytes, span, hardware)
+        return all_to_all_ns(message_bytes, span, hardware), (ALL_TO_ALL,)
     if op == "all_reduce":
-        return _all_reduce_ns(message_bytes, span, hardware)
-    return ring_ns(op, message_bytes, span, hardware)
+        return _all_reduce(message_bytes, span, hardware)
+    return ring_ns(op, message_bytes, span, hardware), (RING_ALGORITHM, CHOICE)
 
 
-def _all_reduce_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def _all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _ClosedForm:
     """A message just past the tree takes at least what the last one by tree took."""
     ring = ring_ns("all_reduce", message_bytes, span, hardware)
     tree = tree_ns(message_bytes, span, hardware)
     if span.nodes <= 2:
-        return min(ring, tree, nvls_ns(message_bytes, span, hardware))
+        return _least_of(ring, tree, nvls_ns(message_bytes, span, hardware))
     until = tree_until_bytes(span, hardware)
-    return tree if message_bytes <= until else max(ring, tree_ns(until, span, hardware))
+    if message_bytes <= until:
+        return tree, (TREE, RING_ALGORITHM, CHOICE)
+    last_ns = tree_ns(until, span, hardware)
+    if last_ns > ring:
+        return last_ns, (CHOICE, TREE, RING_ALGORITHM)
+    return ring, (RING_ALGORITHM, TREE, CHOICE)
+
+
+def _least_of(ring: float, tree: float, nvls: float) -> _ClosedForm:
+    """The algorithm that takes least; NVLS is none of them where its time is infinite."""
+    times = [(ring, RING_ALGORITHM), (tree, TREE)]
+    if nvls < math.inf:
+        times.append((nvls, NVLS))
+    times.sort(key=_time_ns)
+    return times[0][0], (*(formula for _, formula in times), CHOICE)
+
+
+def _time_ns(timed: tuple[float, Formula]) -> float:
+    return timed[0]
 
 
 # What messages between pairs of ranks take: send and all_to_all.

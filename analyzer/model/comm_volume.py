@@ -45,18 +45,8 @@ def messages_of(job: JobConfig) -> tuple[CommOp, ...]:
         shape = (stage.chunks, neighbors(job, stage.index))
         if shape not in alike:
             alike[shape] = _of_stage(job, stage, held)
-        found += (_at(message, stage.index) for message in alike[shape])
+        found += (message.on(stage.index) for message in alike[shape])
     return tuple(found)
-
-
-def _at(message: CommOp, stage: int) -> CommOp:
-    """The message on another stage. Middle stages differ in nothing else, and there are many."""
-    if message.stage == stage:
-        return message
-    return CommOp(
-        message.strategy, message.op, message.axis, stage, message.phase,
-        message.count, message.message_bytes, message.input_bytes, message.wire_bytes,
-    )  # fmt: skip
 
 
 def _of_stage(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
@@ -184,7 +174,8 @@ def _in_buckets(
     """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
     if ranks == 1:
         return []
-    place, size = CommSite("fsdp", axis, stage, "grad_sync"), job.training.gradient_bytes
+    place = CommSite("fsdp", axis, stage, "grad_sync", (FSDP_MESSAGES,))
+    size = job.training.gradient_bytes
     padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
     return [
         reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
@@ -198,15 +189,14 @@ def _of_unit(job: JobConfig, stage: int, unit: Unit, axis: str, ranks: int) -> t
     if ranks > 1:
         size = own * job.training.weight_bytes
         for phase, each in (("forward", times.forward), ("backward", times.backward)):
-            found.append(
-                all_gather(CommSite(name, axis, stage, phase), unit.count * each, size, ranks)
-            )
+            place = CommSite(name, axis, stage, phase, (FSDP_MESSAGES,))
+            found.append(all_gather(place, unit.count * each, size, ranks))
     count, size = unit.count * times.gradients, own * job.training.gradient_bytes
     if ranks > 1:
-        place = CommSite(name, axis, stage, "grad_sync")
+        place = CommSite(name, axis, stage, "grad_sync", (FSDP_MESSAGES,))
         found.append(reduce_scatter(place, count, size * ranks, ranks))
     if job.parallel.dp_replicate > 1:
-        place = CommSite(name, "dp_replicate", stage, "grad_sync")
+        place = CommSite(name, "dp_replicate", stage, "grad_sync", (HSDP,))
         found.append(all_reduce(place, count, size, job.parallel.dp_replicate))
     return tuple(found)
 
@@ -311,7 +301,8 @@ def _replica_messages(
         found += _summed(job, stage, bucket, axis, ranks)
     if hands_out(job):
         share = -(-parameters * job.training.weight_bytes // ranks)
-        found.append(broadcast(CommSite("zero-1", axis, stage, "optimizer"), ranks, share))
+        place = CommSite("zero-1", axis, stage, "optimizer", (DDP, REDUNDANCY))
+        found.append(broadcast(place, ranks, share))
     return tuple(found)
 
 
@@ -322,16 +313,18 @@ def hands_out(job: JobConfig) -> bool:
 
 def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[CommOp]:
     zero, size = job.parallel.zero, bucket.parameters * job.training.gradient_bytes
-    place = CommSite(f"zero-{zero}" if zero else "ddp", axis, stage, "grad_sync")
+    name = f"zero-{zero}" if zero else "ddp"
     if zero == 0 or hands_out(job):
+        place = CommSite(name, axis, stage, "grad_sync", (DDP,))
         return [all_reduce(place, bucket.count, size, ranks)]
     times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
-    summed = all_reduce if sums_whole(job) else reduce_scatter
-    after = CommSite(place.strategy, axis, stage, "optimizer")
+    summed, formula = (all_reduce, ALL_REDUCED) if sums_whole(job) else (reduce_scatter, ZERO)
     weights = -(-bucket.parameters * job.training.weight_bytes // ranks)
     return [
-        summed(place, times, size, ranks),
-        all_gather(after, bucket.count, weights, ranks),
+        summed(CommSite(name, axis, stage, "grad_sync", (formula,)), times, size, ranks),
+        all_gather(
+            CommSite(name, axis, stage, "optimizer", (formula,)), bucket.count, weights, ranks
+        ),
     ]
 
 

@@ -15,6 +15,7 @@ from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     layers_of,
     parameter_bytes,
+    sharding_stage,
     share,
     stage_activations,
 )
@@ -28,7 +29,6 @@ from stepsplit.analyzer.model.parameters import (
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.model.schedule import IN_FLIGHT, in_flight
 from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
-from stepsplit.analyzer.model.used_formulas import kept_formula, states_formula
 
 # explain: a prediction in, the formulas that it rests on out, each with the job's numbers.
 
@@ -77,14 +77,12 @@ def _states(job: JobConfig, memory: StageMemory) -> Explained:
         rules.append(_doubling(job, memory))
     what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
     folk = differing(value, rules)
-    return Explained(
-        states_formula(job), what, symbols, value, "memory_bytes", folk, _applied(job, held)
-    )
+    return Explained(each.formula, what, symbols, value, "memory_bytes", folk, _applied(job, held))
 
 
 def _applied(job: JobConfig, held: StageParameters) -> str:
     """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
-    parts = share(_MANY, 2, parameter_bytes(job.training), job.training, _stage(job))
+    parts = share(_MANY, 2, parameter_bytes(job.training), job.training, sharding_stage(job))
     each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
     own = parameter_bytes(job.training)
     unsharded = own.weights, own.gradients, own.optimizer
@@ -94,12 +92,6 @@ def _applied(job: JobConfig, held: StageParameters) -> str:
     terms = [f"{whole} P" * (whole > 0), f"{spread} P/N" * (spread > 0)]
     experts = ", for experts with P_e and N_e" if held.experts else ""
     return f"here {' + '.join(filter(None, terms))}{experts}"
-
-
-def _stage(job: JobConfig) -> int:
-    """The ZeRO stage; FSDP2's second one shards at rest like the third."""
-    zero = job.parallel.zero
-    return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
 
 
 def _sixteen(job: JobConfig, held: StageParameters) -> RuleOfThumb:
@@ -162,15 +154,15 @@ _PARTS = {
 def kept_of_layer(job: JobConfig, stage: StageConfig) -> Explained:
     """Bytes that a layer of the stage keeps of one microbatch, and what they are for."""
     layers = layers_of(job)
-    held = stage_activations(job, stage, layers).held_bytes
-    value = held * len(stage.chunks) / stage.layers
+    kept = stage_activations(job, stage, layers)
+    value = kept.held_bytes * len(stage.chunks) / stage.layers
     what = f"activations that a layer of stage {stage.index} keeps of one microbatch on a rank"
     symbols, rule, note = _tokens(job), _constant_rule(), ""
-    if job.training.recompute not in FULL_RECOMPUTE:
+    if kept.formula is layers.dense.formula:
         symbols, rule = (*symbols, *_widths(job), *_parts(stage, layers)), _gpt_rule(job)
         note = f"as {job.training.framework} saves it, item by item (presets/frameworks.toml)"
     found = differing(value, [rule])
-    return Explained(kept_formula(job), what, symbols, value, "bytes", found, note)
+    return Explained(kept.formula, what, symbols, value, "bytes", found, note)
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:

@@ -7,36 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.model.comm_measured import SWEEP, TUNER
-from stepsplit.analyzer.model.comm_ops import (
-    EXPERT_ROUTING,
-    FULL_RECOMPUTE,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    CommOp,
-)
-from stepsplit.analyzer.model.comm_time import (
-    ALL_TO_ALL,
-    CHOICE,
-    NVLS,
-    RING_ALGORITHM,
-    TREE,
-    intra_bytes_per_s,
-    nvls_ns,
-    ring_bytes_per_s,
-    ring_ns,
-    tree_ns,
-)
-from stepsplit.analyzer.model.comm_volume import (
-    ALL_REDUCED,
-    DDP,
-    FSDP_MESSAGES,
-    REDUNDANCY,
-    ZERO,
-    hands_out,
-    sums_whole,
-)
+from stepsplit.analyzer.model.comm_ops import SEQUENCE, CommOp
+from stepsplit.analyzer.model.comm_time import TREE, intra_bytes_per_s, ring_bytes_per_s
+from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, HSDP, ZERO
 from stepsplit.analyzer.model.config import JobConfig, Link, Span, StageConfig, span_of, stages_of
 from stepsplit.analyzer.model.formulas import (
     Explained,
@@ -48,15 +21,11 @@ from stepsplit.analyzer.model.formulas import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction
-from stepsplit.analyzer.model.used_formulas import CONTEXTS
 from stepsplit.analyzer.ops import busbw_factor
 
 # Why the costliest calls take so long, with the job's links.
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
-
-_CLOSE = 1e-4
-"""A closed form that comes this close to the predicted time is where it came from."""
 
 _LARGE_BYTES = 2**20
 """Below, it is latency that decides between ring and tree."""
@@ -72,7 +41,7 @@ def of_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         if row.message.op in _RINGS and row.message.axis in _AXES and row.message.count
     ]
     if rows:
-        yield _costliest(job, prediction, max(rows, key=lambda row: row.time.ns))
+        yield _costliest(job, max(rows, key=lambda row: row.time.ns))
     exchanged = [row for row in prediction.communication if row.message.op == "all_to_all"]
     if exchanged:
         yield _all_to_all(job, max(exchanged, key=lambda row: row.time.ns))
@@ -92,7 +61,7 @@ def _span(job: JobConfig, message: CommOp) -> Span:
     return span_of(job, "dp" if message.axis == "dp_cp" else message.axis)
 
 
-def _costliest(job: JobConfig, prediction: Prediction, row: Communication) -> Explained:
+def _costliest(job: JobConfig, row: Communication) -> Explained:
     message, span = row.message, _span(job, row.message)
     value, both = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
     rule = RuleOfThumb(
@@ -109,8 +78,8 @@ def _costliest(job: JobConfig, prediction: Prediction, row: Communication) -> Ex
         Symbol("f", "of it, what each rank sends", busbw_factor(message.op, span.ranks)),
         *_links(job, span),
     )
-    formula = _closed_form(job, row, span) or _measured(prediction) or CHOICE
-    return Explained(formula, what, symbols, value, "ns", differing(value, [rule]))
+    found = differing(value, [rule])
+    return Explained(row.time.formulas[0], what, symbols, value, "ns", found)
 
 
 def _links(job: JobConfig, span: Span) -> tuple[Symbol, ...]:
@@ -150,7 +119,7 @@ def _all_to_all(job: JobConfig, row: Communication) -> Explained:
         *(Symbol(*_reached(link, link is hardware.intra)) for link in links),
     )
     what = f"time of one all_to_all on {message.axis} ({message.phase})"
-    return Explained(ALL_TO_ALL, what, symbols, row.time.ns / message.count, "ns")
+    return Explained(row.time.formulas[0], what, symbols, row.time.ns / message.count, "ns")
 
 
 def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
@@ -161,22 +130,6 @@ def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
         rate,
         "bytes_per_s",
     )
-
-
-def _closed_form(job: JobConfig, row: Communication, span: Span) -> Formula | None:
-    """The algorithm whose closed form gives the time; None where none does."""
-    message, hardware = row.message, job.hardware
-    size, value = message.message_bytes, row.time.ns / message.count
-    times = [(ring_ns(message.op, size, span, hardware), RING_ALGORITHM)]
-    if message.op == "all_reduce":
-        times += [(tree_ns(size, span, hardware), TREE), (nvls_ns(size, span, hardware), NVLS)]
-    near, formula = min(times, key=lambda time: abs(time[0] - value))
-    return formula if abs(near - value) <= _CLOSE * value else None
-
-
-def _measured(prediction: Prediction) -> Formula | None:
-    """What the prediction has of the links instead of closed forms."""
-    return next((each for each in (SWEEP, TUNER) if each in prediction.formulas), None)
 
 
 def _tree(job: JobConfig, row: Communication) -> Explained:
@@ -204,22 +157,19 @@ def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
     stage = stages_of(job)[prediction.splits.index(prediction.split)]
     experts = [one for one in messages if one.strategy in _EXPERTS]
     if experts:
-        yield _sent(EXPERT_ROUTING, "to and from experts", experts, _of_experts(job, stage))
+        yield _sent("to and from experts", experts, _of_experts(job, stage))
     around = [one for one in messages if one.strategy == "cp"]
     if around:
-        formula = CONTEXTS[job.parallel.context_kind]
-        yield _sent(formula, "around the context", around, _of_context(job, stage))
+        yield _sent("around the context", around, _of_context(job, stage))
     between = [one for one in messages if one.strategy == "pp"]
     if between:
-        yield _sent(PIPELINE, "to the stages beside it", between, _of_pipeline(job))
+        yield _sent("to the stages beside it", between, _of_pipeline(job))
 
 
-def _sent(
-    formula: Formula, where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]
-) -> Explained:
+def _sent(where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]) -> Explained:
     what = f"bytes that a rank of stage {messages[0].stage} sends {where} in a step"
-    value = sent_bytes(messages)
-    return Explained(formula, what, symbols, value, "bytes", note=calls_of(messages))
+    value, note = sent_bytes(messages), calls_of(messages)
+    return Explained(_formula_of(messages), what, symbols, value, "bytes", note=note)
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
@@ -280,7 +230,8 @@ def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         yield _tensor(job, stage, tensor)
     data = [one for one in messages if one.strategy in DATA_STRATEGIES]
     if data:
-        yield (_sharded if job.parallel.zero == 3 else _data)(job, stage, data)
+        sharded = _formula_of(data) in (FSDP_MESSAGES, HSDP)
+        yield (_sharded if sharded else _data)(job, stage, data)
 
 
 def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
@@ -291,27 +242,28 @@ def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
 
 def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
+    formula = _formula_of(messages)
     symbols = (
         Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
         Symbol("L", f"layers of stage {stage}", layers),
         Symbol("m", "microbatches of a step", job.microbatches),
     )
     rule = RuleOfThumb(
-        "two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(job),
+        "two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(messages),
         ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
     )  # fmt: skip
     what = f"calls on tp of a rank of stage {stage} in a step"
-    formula = SEQUENCE if job.parallel.sequence_parallel else TENSOR
     found = differing(value, [rule])
     return Explained(formula, what, symbols, value, "", found, calls_of(messages))
 
 
-def _more_calls(job: JobConfig) -> str:
-    repeats = job.training.recompute in FULL_RECOMPUTE
+def _more_calls(messages: list[CommOp]) -> str:
+    repeats = any(one.phase == "recompute" for one in messages)
+    halves = _formula_of(messages) is SEQUENCE
     return (
         "that is the forward pass alone; the backward has two more"
         + (", recomputation repeats the forward's" if repeats else "")
-        + (", and sequence parallelism makes two calls of each" * job.parallel.sequence_parallel)
+        + (", and sequence parallelism makes two calls of each" * halves)
     )
 
 
@@ -323,33 +275,26 @@ def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
         f" {recipe.gradient_bytes} bytes",
     )  # fmt: skip
-    rules = [two, *_three(job, held)]
-    what = f"bytes that a rank of stage {stage} sends for gradients and weights in a step"
-    formula, symbols = DDP, _sums(job, held)
-    if hands_out(job):
-        formula, symbols = REDUNDANCY, (*symbols, _gathered(job))
-    elif job.parallel.zero:
-        formula = ALL_REDUCED if sums_whole(job) else ZERO
+    formula, symbols = _formula_of(messages), _sums(job, held)
+    rules = [two, _three(job, held)] if formula is ZERO else [two]
+    if formula is not DDP:
         symbols = (*symbols, _gathered(job))
+    what = f"bytes that a rank of stage {stage} sends for gradients and weights in a step"
     return Explained(
         formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
     )
 
 
-def _three(job: JobConfig, held: StageParameters) -> tuple[RuleOfThumb, ...]:
+def _three(job: JobConfig, held: StageParameters) -> RuleOfThumb:
     """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
     layout, recipe = job.parallel, job.training
-    if not layout.zero or hands_out(job) or sums_whole(job):
-        return ()
     groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)
-    return (
-        RuleOfThumb(
-            "ZeRO-1 is an all_reduce and an all_gather: 3 P",
-            elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
-            "a reduce_scatter is half of an all_reduce, and all that ZeRO-1 and 2 need",
-            ("zero1-volume",),
-        ),
+    return RuleOfThumb(
+        "ZeRO-1 is an all_reduce and an all_gather: 3 P",
+        elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
+        "a reduce_scatter is half of an all_reduce, and all that ZeRO-1 and 2 need",
+        ("zero1-volume",),
     )
 
 
@@ -368,7 +313,8 @@ def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         Symbol("m", "microbatches of a step", job.microbatches),
     )
     found = differing(value, [rule])
-    return Explained(FSDP_MESSAGES, what, symbols, value, "bytes", found, calls_of(messages))
+    formula, note = _formula_of(messages[:1]), calls_of(messages)
+    return Explained(formula, what, symbols, value, "bytes", found, note)
 
 
 def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
@@ -390,6 +336,11 @@ def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
 
 def _gathered(job: JobConfig) -> Symbol:
     return Symbol("w", "bytes of a weight that is gathered", job.training.weight_bytes, "bytes")
+
+
+def _formula_of(messages: list[CommOp]) -> Formula:
+    """By which formula a rank sends them: that of the last, which follows from those before."""
+    return messages[-1].formulas[-1]
 
 
 def calls_of(messages: list[CommOp]) -> str:

@@ -37,12 +37,29 @@ Its term grows from s/(6h) to s/(3h); to compute the core once more would be s/(
 
 
 @dataclass(frozen=True, slots=True)
+class StepFlops:
+    """FLOPs of a step of all ranks: the model's, what the hardware executes, and by what they are
+    counted."""
+
+    model: int
+    hardware: int
+    formulas: tuple[Formula, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkFlops:
     """One forward pass: products with weights, the attention core (whole, not causal), the head."""
 
     linear: int
     attention: int
     head: int
+
+
+def step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
+    """model_flops and hardware_flops of the job with their formulas."""
+    again = (RECOMPUTE,) if job.training.recompute != "none" else ()
+    formulas = (CONVENTIONS[convention], *again)
+    return StepFlops(model_flops(job, convention), hardware_flops(job, convention), formulas)
 
 
 def model_flops(job: JobConfig, convention: Convention = "C1") -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, LatentAttention
@@ -127,24 +127,29 @@ ELEMENTWISE_KERNELS = 6
 class LayerPass:
     """Compute of one microbatch in ns: forward, gradient of the input, gradient of the weights.
 
-    core_ns is attention's core, a part of the forward.
+    core_ns is attention's core, a part of the forward. formulas gave the times, beside KERNEL,
+    which gives all of them.
     """
 
     forward_ns: float
     input_ns: float
     weight_ns: float
     core_ns: float = 0.0
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def __add__(self, other: LayerPass) -> LayerPass:
+        formulas = self.formulas
+        if other.formulas and other.formulas != formulas:
+            formulas = (*formulas, *(each for each in other.formulas if each not in formulas))
         return LayerPass(
             self.forward_ns + other.forward_ns, self.input_ns + other.input_ns,
-            self.weight_ns + other.weight_ns, self.core_ns + other.core_ns,
+            self.weight_ns + other.weight_ns, self.core_ns + other.core_ns, formulas,
         )  # fmt: skip
 
     def __mul__(self, times: float) -> LayerPass:
         return LayerPass(
             self.forward_ns * times, self.input_ns * times,
-            self.weight_ns * times, self.core_ns * times,
+            self.weight_ns * times, self.core_ns * times, self.formulas,
         )  # fmt: skip
 
 
@@ -183,6 +188,7 @@ def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> La
         sum(product.input_ns(speed) for product in products),
         sum(product.weight_ns(speed) for product in products)
         + speed.moved_ns(weights * traffic.accumulate_bytes),
+        formulas=(ACCUMULATE,),
     )
 
 
@@ -194,8 +200,8 @@ def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
     if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
-        merged, merged_back = pieces_ns(job, speed)
-        return LayerPass(forward + merged, backward + merged_back, 0.0, forward)
+        whole = LayerPass(forward, backward, 0.0, forward)
+        return whole + pieces(job, speed) if comes_in_pieces(job) else whole
     size = job.training.activation_bytes
     softmax = traffic.elementwise * (
         (5 if job.training.dropout else 4) * size + job.training.dropout
@@ -453,14 +459,12 @@ def comes_in_pieces(job: JobConfig) -> bool:
     return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
 
 
-def pieces_ns(job: JobConfig, speed: Speed) -> tuple[float, float]:
-    """What the further pieces of one layer's attention take, forward and backward.
+def pieces(job: JobConfig, speed: Speed) -> LayerPass:
+    """What the further pieces of one layer's attention take in a ring (PIECES).
 
-    Nothing but in a ring. The last rank, for which the others wait, attends to all earlier tokens
-    and so adds whole pieces.
+    The last rank, for which the others wait, attends to all earlier tokens and so adds whole
+    pieces.
     """
-    if not comes_in_pieces(job):
-        return 0.0, 0.0
     layout, model = job.parallel, job.model
     latent, heads = model.latent, share(model.heads, layout.tp)
     query = model.head_size if latent is None else latent.nope + latent.rope
@@ -469,7 +473,8 @@ def pieces_ns(job: JobConfig, speed: Speed) -> tuple[float, float]:
     each = MERGED_BYTES * job.tokens
     forward = speed.moved_ns(each * heads * value, FORWARD_KERNELS)
     backward = speed.moved_ns(each * (heads * query + pairs * (query + value)), BACKWARD_KERNELS)
-    return (layout.cp - 1) * forward, (layout.cp - 1) * backward
+    turns = layout.cp - 1
+    return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
 
 # How fast one device runs a kernel: a roofline whose two sides add up.

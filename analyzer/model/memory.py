@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.memory_states import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, vocabulary_share
 from stepsplit.analyzer.model.prediction import StageMemory
+from stepsplit.analyzer.model.schedule import IN_FLIGHT
 
 # The peak memory of every stage of a job, by what it is for.
 
@@ -45,8 +46,7 @@ def memory_of(
     own = MemoryCalibration("", learned.activations, learned.constant_bytes)
     used, needs = calibration or own, _needs(job)
     return tuple(
-        _stage_memory(states, each.peak(chunks_in_flight(job, rank)), rank, job, used)
-        for rank, (states, each) in enumerate(needs)
+        _stage_memory(states, each, rank, job, used) for rank, (states, each) in enumerate(needs)
     )
 
 
@@ -72,9 +72,11 @@ def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
 
 
 def _stage_memory(
-    states: States, moment: Moment, rank: int, job: JobConfig, used: MemoryCalibration
+    states: States, needs: Needs, rank: int, job: JobConfig, used: MemoryCalibration
 ) -> StageMemory:
     workspace = coefficients(job.training.framework).workspace_bytes
+    moment = needs.peak(chunks_in_flight(job, rank))
+    in_flight = (IN_FLIGHT,) if job.parallel.pp > 1 else ()
     return StageMemory(
         stage=rank,
         weights_bytes=states.weights_bytes,
@@ -83,6 +85,7 @@ def _stage_memory(
         activations_bytes=round(moment.activations_bytes * used.activations),
         transient_bytes=moment.transient_bytes,
         other_bytes=workspace + used.constant_bytes,
+        formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )
 
 
@@ -123,6 +126,7 @@ class Needs:
     most_bytes: int | None
     moments: tuple[Moment, ...]
     idle: Moment
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def at(self, in_flight: int) -> tuple[Moment, ...]:
         """Every moment that can be the peak, in the order of the step."""
@@ -148,14 +152,17 @@ def needs_of(
 ) -> Needs:
     """The same for all ranks that hold the same, but for the first, which hands nothing back."""
     chunk = stage_activations(job, stage, layers)
-    each, standing = _held_each(job, stage, chunk), standing_bytes(job, parameters)
-    found = [_backward(job, stage, chunk, standing)]
+    each, kept = _held_each(job, stage, chunk), standing(job, parameters)
+    found, formulas = [_backward(job, stage, chunk, kept.bytes)], [chunk.formula, *kept.formulas]
     if stage.head:
-        found.insert(0, _loss(job, stage, standing))
+        found.insert(0, _loss(job, stage, kept.bytes))
+        formulas.append(LOGITS)
     if stage.embedding:
-        found.append(Moment("embedding", -each, standing + embedding_bytes(job)))
-    idle = Moment("optimizer", 0, optimizer_bytes(job, parameters))
-    return Needs(each, _most(job, stage, chunk), tuple(found), idle)
+        found.append(Moment("embedding", -each, kept.bytes + embedding_bytes(job)))
+    idle, most = Moment("optimizer", 0, optimizer_bytes(job, parameters)), _most(job, stage, chunk)
+    if most is not None:
+        formulas.append(OFFLOAD)
+    return Needs(each, most, tuple(found), idle, tuple(formulas))
 
 
 def moments_of(
@@ -263,22 +270,33 @@ DUMMY = Formula(
 )
 
 
-def standing_bytes(job: JobConfig, parameters: StageParameters) -> int:
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Bytes that stay allocated throughout the passes, and what they are counted by."""
+
+    bytes: int
+    formulas: tuple[Formula, ...] = ()
+
+
+def standing(job: JobConfig, parameters: StageParameters) -> Standing:
     """What stays allocated throughout the passes: see GATHERED and DUMMY.
 
     Under autocast (ddp, huggingface) every weight's 16-bit copy lives as long as the graph, and
     DistributedDataParallel has buckets beside the gradients.
     """
     if _stays_gathered(job):
-        return _kept_gathered(job, parameters.total)
+        return Standing(_kept_gathered(job, parameters.total), (GATHERED,))
     if job.parallel.zero >= 3:
-        return _gathered(job, parameters.largest_layer)
+        return Standing(_gathered(job, parameters.largest_layer), (GATHERED,))
     if job.training.framework == "fsdp2" and job.parallel.zero == 2:
-        return 2 * parameters.total + _unit_gradients(job, parameters.largest_layer)
+        unit = _unit_gradients(job, parameters.largest_layer)
+        return Standing(2 * parameters.total + unit, (GATHERED,))
     if job.training.framework in KEEPS_FP32:
-        return parameters.total * _autocast(job)
+        return Standing(parameters.total * _autocast(job))
     kept = coefficients(job.training.framework).layer_gradient
-    return round(kept * _one_of_each_shape(job, parameters)) if _fp32_gradients(job) else 0
+    if not kept or not _fp32_gradients(job):
+        return Standing(0)
+    return Standing(round(kept * _one_of_each_shape(job, parameters)), (DUMMY,))
 
 
 def _autocast(job: JobConfig) -> int:
@@ -419,6 +437,8 @@ def offload(states: States, recipe: TrainingConfig) -> Offloaded:
         stays = replace(stays, optimizer_bytes=0, gradients_bytes=gradients)
     if "parameters" in recipe.offload:
         stays = replace(stays, weights_bytes=0)
+    if stays != states:
+        stays = replace(stays, formulas=(*states.formulas, OFFLOAD))
     return Offloaded(stays, states.total_bytes - stays.total_bytes)
 
 

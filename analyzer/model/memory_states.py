@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ KEEPS_FP32 = ("fsdp2", "ddp", "huggingface")
 """Frameworks whose weights stay fp32; each layer is cast as it runs."""
 
 
+FORMULA_OF_FRAMEWORK = {
+    "megatron": MEGATRON, "deepspeed": DEEPSPEED, **dict.fromkeys(KEEPS_FP32, FSDP_STATES),
+}  # fmt: skip
+"""Frameworks that keep weights, gradients and optimizer otherwise than STATES says."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
     """Bytes of one parameter before sharding.
@@ -71,6 +77,7 @@ class ParameterBytes:
     gradients: int
     optimizer: int
     adam_beside: int = 0
+    formula: Formula = field(default=STATES, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,7 @@ class States:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -90,6 +98,7 @@ class States:
             self.weights_bytes + other.weights_bytes,
             self.gradients_bytes + other.gradients_bytes,
             self.optimizer_bytes + other.optimizer_bytes,
+            self.formulas,
         )
 
 
@@ -101,10 +110,12 @@ def parameter_bytes(recipe: TrainingConfig) -> ParameterBytes:
     """
     moments = MOMENTS_BYTES[recipe.optimizer]
     beside = MOMENTS_BYTES["adam"] - moments if recipe.optimizer == "muon" else 0
+    formula = FORMULA_OF_FRAMEWORK.get(recipe.framework, STATES)
     if recipe.dtype == "fp32" or recipe.framework in KEEPS_FP32:
-        return ParameterBytes(4, 4, moments, beside)
+        return ParameterBytes(4, 4, moments, beside, formula)
     gradients, own = _mixed(recipe)
-    return ParameterBytes(recipe.weight_bytes, gradients, own + MASTER_BYTES + moments, beside)
+    optimizer = own + MASTER_BYTES + moments
+    return ParameterBytes(recipe.weight_bytes, gradients, optimizer, beside, formula)
 
 
 def _mixed(recipe: TrainingConfig) -> tuple[int, int]:
@@ -131,6 +142,7 @@ def share(
         _part(parameters * each.weights, weights),
         0 if deepspeed and zero >= 3 else _part(parameters * each.gradients, gradients),
         _part(parameters * each.optimizer, optimizer),
+        (each.formula,),
     )
 
 
@@ -141,13 +153,17 @@ def states_of(job: JobConfig, stage: StageParameters) -> States:
     N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP: it only keeps the
     gathered weights until the backward pass ends). Adds what Muon keeps for embedding, head, norms.
     """
-    each, zero = parameter_bytes(job.training), job.parallel.zero
-    if zero == 2 and job.training.framework == "fsdp2":
-        zero = 3
+    each, zero = parameter_bytes(job.training), sharding_stage(job)
     dense = share(stage.dense, job.parallel.shard_size, each, job.training, zero)
     experts = share(stage.experts, job.parallel.expert_shards, each, job.training, zero)
     beside = stage.embedding + stage.head + stage.final_norm
     return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.parallel.shard_size))
+
+
+def sharding_stage(job: JobConfig) -> int:
+    """The ZeRO stage by which states are spread; FSDP2's second shards at rest like the third."""
+    zero = job.parallel.zero
+    return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
 
 
 def _part(whole: int, shards: int) -> int:
@@ -176,6 +192,7 @@ class StageActivations:
 
     held_bytes: int
     rerun_bytes: int
+    formula: Formula
 
 
 def stage_activations(
@@ -189,10 +206,11 @@ def stage_activations(
     count, chunks = max(1, stage.layers), len(stage.chunks)
     whole = _all_layers(stage, layers)
     if job.training.recompute in ("none", "selective"):
-        return StageActivations(whole // chunks, 0)
+        return StageActivations(whole // chunks, 0, layers.dense.formula)
     kept = inputs_kept(job, count / chunks, whole / count)
     rerun = _largest_layer(stage, layers) * math.ceil(count / chunks / kept)
-    return StageActivations(round(kept * input_bytes(job)), rerun)
+    formula = FULL if job.training.recompute == "full" else EVERY
+    return StageActivations(round(kept * input_bytes(job)), rerun, formula)
 
 
 def inputs_kept(job: JobConfig, layers: float, layer_bytes: float) -> float:
@@ -251,6 +269,7 @@ class LayerActivations:
     masks: int
     mlp: int
     routed: int
+    formula: Formula = field(default=LAYER_ACTIVATIONS, compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -290,7 +309,13 @@ def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
         masks=2 * MASK_BYTES * _hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
+        formula=KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
     )
+
+
+def _is_gpt(job: JobConfig) -> bool:
+    """Whether a layer saves what Korthikanti et al. list, the attention scores among it."""
+    return not (job.training.flash_attention or job.model.gated or job.model.experts)
 
 
 def saved_of(job: JobConfig) -> Saved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.model.config import (
     Experts,
@@ -52,6 +52,7 @@ class StageParameters:
     expert_layer: LayerParameters | None
     dense_layers: int
     expert_layers: int
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -115,6 +116,7 @@ def _stage(
         expert_layer=experts if stage.expert_layers else None,
         dense_layers=stage.dense_layers,
         expert_layers=stage.expert_layers,
+        formulas=(STAGE, *(dense if experts is None else experts).formulas),
     )
 
 
@@ -192,6 +194,7 @@ class LayerParameters:
     router: int
     experts: int
     replicated: int
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def dense(self) -> int:
@@ -207,7 +210,8 @@ def dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
     """A layer with the model's own MLP, as one of tp ranks holds it."""
     attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
     mlp = mlp_parameters(model, model.ffn, tp)
-    return LayerParameters(attention, mlp, norms, 0, 0, norms + _replicated(model))
+    replicated, formulas = norms + _replicated(model), _layer_formulas(model)
+    return LayerParameters(attention, mlp, norms, 0, 0, replicated, formulas)
 
 
 def expert_layer(
@@ -220,7 +224,13 @@ def expert_layer(
     router = model.hidden * experts.count
     own = share(experts.count, ep) * mlp_parameters(model, experts.ffn, expert_tp)
     replicated = norms + router + _replicated(model)
-    return LayerParameters(attention, shared, norms, router, own, replicated)
+    formulas = (*_layer_formulas(model), EXPERT_PARAMETERS)
+    return LayerParameters(attention, shared, norms, router, own, replicated, formulas)
+
+
+def _layer_formulas(model: ModelConfig) -> tuple[Formula, ...]:
+    """What attention, MLP and norms are counted by."""
+    return (LAYER_PARAMETERS,) if model.latent is None else (LAYER_PARAMETERS, LATENT)
 
 
 def attention_parameters(model: ModelConfig, tp: int = 1) -> int:

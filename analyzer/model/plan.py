@@ -258,7 +258,7 @@ class Floor:
             most = max(m * sum(chunks) + ns for chunks, ns in zip(held, before, strict=False))
         else:
             most = m * max(map(sum, held))
-        return most * (1 + straggling(job)) * (1 - SLACK)
+        return most * (1 + straggling(job).share) * (1 - SLACK)
 
     def _layers(self, job: JobConfig) -> LayerFloors:
         experts, layout, recipe = job.model.experts, job.parallel, job.training

@@ -6,6 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model import (
+    comm_measured,
+    comm_ops,
+    comm_time,
+    comm_volume,
+    flops,
+    layer_time,
+    memory,
+    memory_states,
+    parameters,
+    schedule,
+    schedule_time,
+    step_time,
+)
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import messages_of
@@ -24,14 +38,22 @@ from stepsplit.analyzer.model.config_decode import (
     needed_keys,
     read_table,
 )
-from stepsplit.analyzer.model.flops import Convention, hardware_flops, mfu, model_flops
+from stepsplit.analyzer.model.flops import Convention, StepFlops, mfu, step_flops
+from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import hardware_file, measured_files
 from stepsplit.analyzer.model.layer_time import speed_of
 from stepsplit.analyzer.model.memory import fits, memory_of
 from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, total_parameters
-from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Band, Communication, Prediction
+from stepsplit.analyzer.model.prediction import (
+    GRADIENT_AXIS,
+    Band,
+    Communication,
+    Prediction,
+    StageMemory,
+)
 from stepsplit.analyzer.model.step_time import (
     Pipelined,
+    Skew,
     StageTime,
     Timed,
     band_of,
@@ -41,8 +63,8 @@ from stepsplit.analyzer.model.step_time import (
     pipelined,
     splits_of,
     stage_time,
+    straggling,
 )
-from stepsplit.analyzer.model.used_formulas import formulas_of
 
 # predict: a job in, its Prediction out; the whole model on one page.
 
@@ -58,25 +80,24 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     Raises UsageError for a job that cannot be.
     """
     check(job)
-    rates = rates or Rates()
-    timed = timed_messages(job, rates)
+    timed = timed_messages(job, rates or Rates())
     held = stage_parameters(job)
     stages = stage_times(job, held, timed)
     pipeline = pipelined(job, stages, timed)
-    splits = splits_of(job, stages, pipeline)
-    memory = memory_of(job)
+    skew, counted, kept = straggling(job), step_flops(job, CONVENTION), memory_of(job)
+    splits = splits_of(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
-    flops, executed = model_flops(job, CONVENTION), hardware_flops(job, CONVENTION)
     reasons = doubts(job, stages, slowest)
     low_ns, high_ns = band_of(job, slowest, reasons)
     peak = job.hardware.peak_flops_per_s(job.training.dtype)
     world, step_ns = job.parallel.world_size, slowest.step_ns
+    tokens = job.training.global_batch * job.training.seq_len
     return Prediction(
         parameters=total_parameters(job.model),
         parameters_per_stage=tuple(each.total for each in held),
-        memory=memory,
-        model_flops=flops,
-        hardware_flops=executed,
+        memory=kept,
+        model_flops=counted.model,
+        hardware_flops=counted.hardware,
         communication=_communication(job, stages, timed, pipeline),
         bubble_fraction=pipeline.time.bubble_fraction,
         bubble_overhead=pipeline.time.bubble_overhead,
@@ -85,17 +106,13 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         low_ns=low_ns,
         high_ns=high_ns,
         convention=CONVENTION,
-        mfu=mfu(flops, step_ns, world, peak),
-        hfu=mfu(executed, step_ns, world, peak),
-        tokens_per_s_per_gpu=job.training.global_batch
-        * job.training.seq_len
-        / step_ns
-        * 1e9
-        / world,
-        fits=fits(job, memory),
+        mfu=mfu(counted.model, step_ns, world, peak),
+        hfu=mfu(counted.hardware, step_ns, world, peak),
+        tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
+        fits=fits(job, kept),
         confidence=confidence_of(job, reasons),
         notes=reasons,
-        formulas=formulas_of(job, rates),
+        formulas=collect_formulas(held, counted, kept, timed, stages, pipeline, skew),
     )
 
 
@@ -156,6 +173,61 @@ def _on_mesh(job: JobConfig, one: Communication) -> Communication:
         return one
     axis = "dp_replicate" if job.parallel.cp == 1 else GRADIENT_AXIS
     return replace(one, message=replace(one.message, axis=axis))
+
+
+# The formulas that these computations chose, in the order in which a prediction lists them.
+
+ALWAYS = (parameters.TOTAL, flops.MFU, memory.RESERVED)
+"""What every prediction rests on, whatever the job."""
+
+ORDER = (
+    parameters.TOTAL, parameters.STAGE, parameters.LAYER_PARAMETERS, parameters.LATENT,
+    parameters.EXPERT_PARAMETERS,
+    *flops.CONVENTIONS.values(), flops.RECOMPUTE, flops.MFU,
+    memory_states.STATES, memory_states.MEGATRON, memory_states.DEEPSPEED,
+    memory_states.FSDP_STATES, memory_states.FULL, memory_states.EVERY, memory_states.KORTHIKANTI,
+    memory_states.LAYER_ACTIVATIONS, schedule.IN_FLIGHT,
+    memory.LOGITS, memory.GATHERED, memory.DUMMY, memory.OFFLOAD, memory.PEAK, memory.RESERVED,
+    comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.LOSS, comm_ops.CONTEXT_RING,
+    comm_ops.GATHER, comm_ops.ULYSSES, comm_ops.EXPERT_ROUTING, comm_ops.PIPELINE,
+    comm_ops.COPIES, comm_ops.TIED,
+    comm_volume.FSDP_MESSAGES, comm_volume.HSDP, comm_volume.DDP, comm_volume.REDUNDANCY,
+    comm_volume.ALL_REDUCED, comm_volume.ZERO, comm_ops.NORM,
+    comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
+    comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
+    layer_time.KERNEL, layer_time.ACCUMULATE, layer_time.UNIT_COPIES, step_time.EXPOSED,
+    layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
+    layer_time.UPDATE, layer_time.HOST, step_time.STRAGGLERS,
+)  # fmt: skip
+
+
+def collect_formulas(
+    held: tuple[StageParameters, ...],
+    counted: StepFlops,
+    kept: tuple[StageMemory, ...],
+    timed: dict[int, tuple[Timed, ...]],
+    stages: tuple[StageTime, ...],
+    pipeline: Pipelined,
+    skew: Skew,
+) -> tuple[Formula, ...]:
+    """The formulas that a prediction's parts carry, each once, in ORDER."""
+    sent = [each for stage in timed.values() for each in stage]
+    groups = [
+        ALWAYS, counted.formulas, pipeline.formulas, skew.formulas,
+        *(each.formulas for each in held), *(each.formulas for each in kept),
+        *(each.formulas for each in stages),
+        *(each.message.formulas for each in sent), *(each.each.formulas for each in sent),
+    ]  # fmt: skip
+    if sent:
+        groups.append((comm_ops.WIRE,))
+    # Most messages share their formulas: each tuple is looked into once.
+    once = {id(group): group for group in groups}.values()
+    found = {formula.id for group in once for formula in group}
+    if comm_ops.TENSOR.id in found:
+        # Listed with tensor parallelism, also where the vocabulary is whole and the loss sends
+        # nothing.
+        found.add(comm_ops.LOSS.id)
+    return tuple(formula for formula in ORDER if formula.id in found)
 
 
 # What was measured on a RUN.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates.

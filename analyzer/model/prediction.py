@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
@@ -29,7 +29,10 @@ def group_axis(axis: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Peak bytes allocated on one rank of a pipeline stage, by what they are for."""
+    """Peak bytes allocated on one rank of a pipeline stage, by what they are for.
+
+    formulas gave them; a prediction read from a file has them in Prediction.formulas alone.
+    """
 
     stage: int
     weights_bytes: int
@@ -38,6 +41,7 @@ class StageMemory:
     activations_bytes: int
     transient_bytes: int
     other_bytes: int
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -49,14 +53,19 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A time in ns with what it may well be instead: low_ns <= ns <= high_ns."""
+    """A time in ns with what it may well be instead: low_ns <= ns <= high_ns.
+
+    The first of formulas gave the time, the others are those that it was chosen from. They are
+    empty for what takes no time, and in a prediction that was read from a file.
+    """
 
     ns: float
     low_ns: float
     high_ns: float
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def __mul__(self, times: float) -> Band:
-        return Band(self.ns * times, self.low_ns * times, self.high_ns * times)
+        return Band(self.ns * times, self.low_ns * times, self.high_ns * times, self.formulas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,13 @@ _WORDS = ("strategy", "op", "axis", "phase")
 
 _BUCKETS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 
+_FORMULAS = "formulas"
+"""What a row carries beside its numbers; the JSON has the formulas once, for all rows."""
+
+_MEMORY = tuple(each.name for each in fields(StageMemory) if each.name != _FORMULAS)
+
+_MESSAGE = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
+
 
 def prediction_to_json(prediction: Prediction) -> str:
     """The prediction as JSON text of the schema stepsplit.prediction/1; times are whole ns.
@@ -147,7 +163,7 @@ def _body(prediction: Prediction) -> dict[str, Any]:
         "schema": SCHEMA,
         "parameters": one.parameters,
         "parameters_per_stage": one.parameters_per_stage,
-        "memory": [asdict(row) | {"total_bytes": row.total_bytes} for row in one.memory],
+        "memory": [_memory_row(row) for row in one.memory],
         "model_flops": one.model_flops,
         "hardware_flops": one.hardware_flops,
         "communication": [_communication_row(row) for row in one.communication],
@@ -176,11 +192,14 @@ def _split_row(split: Split) -> dict[str, int]:
     return buckets | {"step_ns": split.step_ns} | memos
 
 
+def _memory_row(row: StageMemory) -> dict[str, int]:
+    return {name: getattr(row, name) for name in _MEMORY} | {"total_bytes": row.total_bytes}
+
+
 def _communication_row(row: Communication) -> dict[str, Any]:
-    time = [round(ns) for ns in astuple(row.time)]
-    return asdict(row.message) | {
-        "time_ns": time[0], "time_ns_low": time[1], "time_ns_high": time[2],
-        "exposed_ns": row.exposed_ns,
+    return {name: getattr(row.message, name) for name in _MESSAGE} | {
+        "time_ns": round(row.time.ns), "time_ns_low": round(row.time.low_ns),
+        "time_ns_high": round(row.time.high_ns), "exposed_ns": row.exposed_ns,
     }  # fmt: skip
 
 
@@ -215,18 +234,19 @@ def _split(row: Mapping[str, Any]) -> Split:
 
 
 def _memory(row: Mapping[str, Any]) -> StageMemory:
-    memory = StageMemory(**{field.name: _whole(row, field.name) for field in fields(StageMemory)})
+    told: dict[str, Any] = {name: _whole(row, name) for name in _MEMORY}
+    memory = StageMemory(**told)
     _must_add_up(row, "total_bytes", memory.total_bytes)
     return memory
 
 
 def _communication(row: Mapping[str, Any]) -> Communication:
     told: dict[str, Any] = {
-        field.name: str(row[field.name]) if field.name in _WORDS else _whole(row, field.name)
-        for field in fields(CommOp)
+        name: str(row[name]) if name in _WORDS else _whole(row, name) for name in _MESSAGE
     }
-    band = Band(*(float(_whole(row, name)) for name in ("time_ns", "time_ns_low", "time_ns_high")))
-    return Communication(CommOp(**told), band, _whole(row, "exposed_ns"))
+    names = ("time_ns", "time_ns_low", "time_ns_high")
+    ns, low_ns, high_ns = (float(_whole(row, name)) for name in names)
+    return Communication(CommOp(**told), Band(ns, low_ns, high_ns), _whole(row, "exposed_ns"))
 
 
 def _confidence(word: object) -> Confidence:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, rounds
@@ -22,6 +22,10 @@ from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
     BACKWARD_ATTENTION,
     FUSED_BACKWARD,
+    HOST,
+    KERNEL,
+    UNIT_COPIES,
+    UPDATE,
     LayerPass,
     Speed,
     chunk_passes,
@@ -34,7 +38,13 @@ from stepsplit.analyzer.model.layer_time import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.prediction import Band, Communication, Confidence
-from stepsplit.analyzer.model.schedule_time import Costs, PipelineTime, pipeline_ns
+from stepsplit.analyzer.model.schedule_time import (
+    FRACTION,
+    OVERHEAD,
+    Costs,
+    PipelineTime,
+    pipeline_ns,
+)
 
 # The pipeline's window, holes and transfers, from the times of its stages.
 
@@ -54,7 +64,8 @@ def pipelined(
     free = pipeline_ns(*shape, costs)
     real = pipeline_ns(*shape, costs, transfer_ns(timed))
     moving = tuple(sum(e.time.ns for e in timed[s] if _own(e)) for s in range(layout.pp))
-    return Pipelined(real, real.makespan_ns - free.makespan_ns, moving)
+    transfers_ns = real.makespan_ns - free.makespan_ns
+    return Pipelined(real, transfers_ns, moving, (FRACTION, OVERHEAD))
 
 
 def costs_of(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
@@ -110,6 +121,7 @@ class Pipelined:
     time: PipelineTime
     transfers_ns: float
     moving_ns: tuple[float, ...]
+    formulas: tuple[Formula, ...] = ()
 
     def exposed_ns(self, rank: int) -> int:
         """What a rank's own messages add to its holes: the rest of those is waiting."""
@@ -117,7 +129,7 @@ class Pipelined:
 
 
 def splits_of(
-    job: JobConfig, stages: tuple[StageTime, ...], pipeline: Pipelined
+    job: JobConfig, stages: tuple[StageTime, ...], pipeline: Pipelined, skew: Skew
 ) -> tuple[Split, ...]:
     """One Split a stage; all stages end the step together, so that the early ones wait."""
     whole = tuple(
@@ -125,19 +137,28 @@ def splits_of(
         for stage, holes in zip(stages, pipeline.time.holes_ns, strict=True)
     )
     step_ns = max(split.step_ns for split in whole)
-    skew_ns = round(straggling(job) * step_ns)
+    skew_ns = round(skew.share * step_ns)
     return tuple(_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in whole)
 
 
-def straggling(job: JobConfig) -> float:
-    """What waiting for the slowest node adds to a step, a ratio of it.
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """What waiting for the slowest node adds to a step, a share of it, and by which formula."""
+
+    share: float
+    formulas: tuple[Formula, ...]
+
+
+def straggling(job: JobConfig) -> Skew:
+    """What waiting for the slowest node adds to a step.
 
     CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
     """
     nodes = max(1.0, job.parallel.world_size / job.hardware.gpus_per_node)
+    formulas = (STRAGGLERS,) if nodes > 1 else ()
     if job.hardware.family == "cpu":
         nodes = job.parallel.world_size / job.parallel.pp
-    return job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes))
+    return Skew(job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes)), formulas)
 
 
 def _split(job: JobConfig, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
@@ -243,13 +264,14 @@ class StageTime:
     communication: tuple[Communication, ...]
     optimizer_ns: float
     offload_ns: float
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def on(self, stage: StageConfig) -> StageTime:
         """The same on a stage that holds and sends the same."""
         if stage == self.stage:
             return self
         moved = tuple(
-            replace(each, message=replace(each.message, stage=stage.index))
+            Communication(each.message.on(stage.index), each.time, each.exposed_ns)
             for each in self.communication
         )
         return replace(self, stage=stage, communication=moved)
@@ -294,7 +316,12 @@ def stage_time(
         communication=found,
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),
+        formulas=(KERNEL, *_formulas(passes), *(EXPOSED,) * bool(found), UPDATE, HOST),
     )
+
+
+def _formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:
+    return (formula for one in passes for formula in one.formulas)
 
 
 def _sum_ns(passes: tuple[LayerPass, ...]) -> float:
@@ -338,8 +365,10 @@ def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -
     times = 1 / rounds(job) if stays_gathered(job) else 1.0
     layers = held.dense_layers + held.expert_layers
     share = chunk.layers / layers if layers else 0.0
-    whole = speed.moved_ns(traffic_of(job).unit_bytes * held.total * share * times)
-    return LayerPass(whole / 4, 0.0, whole * 3 / 4)
+    each_bytes = traffic_of(job).unit_bytes
+    whole = speed.moved_ns(each_bytes * held.total * share * times)
+    formulas = (UNIT_COPIES,) if each_bytes else ()
+    return LayerPass(whole / 4, 0.0, whole * 3 / 4, formulas=formulas)
 
 
 # How much of a stage's communication its compute cannot hide.

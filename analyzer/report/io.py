@@ -96,10 +96,9 @@ def prediction_of(report: Report) -> Prediction | None:
 def build_job_tables(run: TomlTable) -> JobTables:
     """The tables of a RUN.toml as report.json holds them: what they take from a file of the
     hardware stands in them, and no file is named."""
-    hardware = TomlTable(run.where, "hardware", {})
-    stated = run.table("hardware", hardware)
-    file = hardware_file(stated) or hardware
-    values = {**file.values, **stated.values}
+    stated = run.inner("hardware")
+    file = hardware_file(stated)
+    values = {**(file.values if file is not None else {}), **stated.values}
     kept = {key: value for key, value in values.items() if key not in ("file", "measured")}
     return msgspec.json.decode(
         msgspec.json.encode({**run.values, "hardware": kept}), type=JobTables

@@ -95,7 +95,7 @@ def test_a_sweep_of_other_ranks_is_scaled_by_the_closed_form() -> None:
     )
     assert 0.4 < ratio < 0.9
     found = Rates((SWEEP,)).time_of("all_gather", 4_000, four, A100)
-    assert astuple(found) == pytest.approx((20_000 * ratio, 12_000 * ratio, 34_000 * ratio))
+    assert astuple(found)[:3] == pytest.approx((20_000 * ratio, 12_000 * ratio, 34_000 * ratio))
 
 
 def test_of_several_sweeps_the_nearest_in_ranks_counts() -> None:

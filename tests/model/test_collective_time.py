@@ -45,13 +45,13 @@ def ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig = PLA
 def test_a_large_all_gather_pays_three_steps_and_three_quarters_of_the_buffer() -> None:
     total = 8_400 + 3 * 1_000 + 3 * MS
     band = time_of("all_gather", 800_000_000, ONE, PLAIN)
-    assert astuple(band) == pytest.approx((total, 0.87 * total, 1.15 * total))
+    assert astuple(band)[:3] == pytest.approx((total, 0.87 * total, 1.15 * total))
 
 
 def test_a_small_all_gather_takes_the_protocol_of_low_latency_at_half_the_rate() -> None:
     total = 6_600 + 3 * 180 + 2 * 15
     band = time_of("all_gather", 4_000, ONE, PLAIN)
-    assert astuple(band) == pytest.approx((total, 0.7 * total, 1.4 * total))
+    assert astuple(band)[:3] == pytest.approx((total, 0.7 * total, 1.4 * total))
 
 
 def test_rings_over_nodes_are_as_fast_as_all_nics_of_a_node() -> None:

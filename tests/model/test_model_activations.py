@@ -10,7 +10,11 @@ from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig, stages_of
+from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
+    EVERY,
+    FULL,
+    LAYER_ACTIVATIONS,
     LayerActivations,
     StageActivations,
     chunks_in_flight,
@@ -93,29 +97,29 @@ def test_an_expert_layer_keeps_what_its_routed_tokens_and_latents_need() -> None
 
 
 @for_each(
-    ("recompute", "every", "held", "rerun"),
+    ("recompute", "every", "held", "rerun", "formula"),
     [
-        ("none", 1, 4 * 4352, 0),
-        ("full", 1, 4 * 256, 4352),
-        ("every", 2, 2 * 256, 2 * 4352),
-        ("every", 3, 2 * 256, 2 * 4352),
-        ("sqrt", 1, 4 * 256, 4352),
+        ("none", 1, 4 * 4352, 0, LAYER_ACTIVATIONS),
+        ("full", 1, 4 * 256, 4352, FULL),
+        ("every", 2, 2 * 256, 2 * 4352, EVERY),
+        ("every", 3, 2 * 256, 2 * 4352, EVERY),
+        ("sqrt", 1, 4 * 256, 4352, EVERY),
     ],
 )
 def test_recomputation_trades_layers_for_inputs(
-    recompute: Any, every: int, held: int, rerun: int
+    recompute: Any, every: int, held: int, rerun: int, formula: Formula
 ) -> None:
     """Four layers of 4352 bytes, inputs of 256. sqrt(4 x 4352 / 256) is 8: all four inputs."""
     small = job(recompute=recompute, recompute_every=every)
     (stage,) = stages_of(small)
-    assert stage_activations(small, stage) == StageActivations(held, rerun)
+    assert stage_activations(small, stage) == StageActivations(held, rerun, formula)
 
 
 def test_the_best_number_of_inputs_is_the_root_of_the_ratio() -> None:
     """100 layers of 17 inputs each: sqrt(100 x 17) = 41, groups of 3."""
     deep = job(replace(TINY, layers=100), recompute="sqrt")
     (stage,) = stages_of(deep)
-    assert stage_activations(deep, stage) == StageActivations(41 * 256, 3 * 4352)
+    assert stage_activations(deep, stage) == StageActivations(41 * 256, 3 * 4352, EVERY)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -424,7 +424,8 @@ def rounded(found: Prediction) -> Prediction:
 
 
 def _rounded(each: Communication) -> Communication:
-    return replace(each, time=Band(*(float(round(ns)) for ns in astuple(each.time))))
+    one = each.time
+    return replace(each, time=Band(*(float(round(ns)) for ns in (one.ns, one.low_ns, one.high_ns))))
 
 
 ROUNDING_NS = 10

@@ -31,6 +31,7 @@ from stepsplit.analyzer.model.layer_time import (
     Traffic,
     attention_products,
     chunk_passes,
+    comes_in_pieces,
     dense_layer,
     expert_layer,
     expert_products,
@@ -40,7 +41,7 @@ from stepsplit.analyzer.model.layer_time import (
     mlp_products,
     offload_ns,
     optimizer_ns,
-    pieces_ns,
+    pieces,
     speed_of,
     traffic_of,
     updated_parameters,
@@ -283,10 +284,11 @@ def test_a_ring_adds_attention_up_piece_by_piece() -> None:
     two, four = (job(layout=ParallelConfig(cp=cp), seq_len=8 * cp) for cp in (2, 4))
     output = 10 * 8 * 4 * 2
     pairs = 10 * 8 * TINY.kv_heads * (2 + 2)
-    assert pieces_ns(two, slow) == (output + 2, output + pairs + 3)
-    assert pieces_ns(four, slow) == (3 * (output + 2), 3 * (output + pairs + 3))
+    once = LayerPass(output + 2, output + pairs + 3, 0.0)
+    assert pieces(two, slow) == once
+    assert pieces(four, slow) == once * 3
     gathered = ParallelConfig(cp=2, context_kind="all-gather")
-    assert pieces_ns(job(layout=gathered), slow) == (0.0, 0.0)
+    assert comes_in_pieces(two) and not comes_in_pieces(job(layout=gathered))
 
 
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])

@@ -35,7 +35,7 @@ def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig)
     _check(op, message_bytes, span)
     if span.ranks == 1 or message_bytes == 0:
         return Band(0.0, 0.0, 0.0)
-    ns, formulas = _closed_form(op, message_bytes, span, hardware)
+    ns, formulas = _time_by_closed_form(op, message_bytes, span, hardware)
     low, high = spread_of(message_bytes, span)
     if op != "all_reduce" or span.nodes <= 2:
         return Band(ns, ns * low, ns * high, formulas)
@@ -62,7 +62,7 @@ _ClosedForm = tuple[float, tuple[Formula, ...]]
 """A time in ns, and the formulas of a Band."""
 
 
-def _closed_form(
+def _time_by_closed_form(
     op: str, message_bytes: float, span: Span, hardware: HardwareConfig
 ) -> _ClosedForm:
     if op in ("send", "recv"):
@@ -70,16 +70,16 @@ def _closed_form(
     if op == "all_to_all":
         return all_to_all_ns(message_bytes, span, hardware), (ALL_TO_ALL,)
     if op == "all_reduce":
-        return _all_reduce(message_bytes, span, hardware)
+        return _time_all_reduce(message_bytes, span, hardware)
     return ring_ns(op, message_bytes, span, hardware), (RING_ALGORITHM, CHOICE)
 
 
-def _all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _ClosedForm:
+def _time_all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _ClosedForm:
     """A message just past the tree takes at least what the last one by tree took."""
     ring = ring_ns("all_reduce", message_bytes, span, hardware)
     tree = tree_ns(message_bytes, span, hardware)
     if span.nodes <= 2:
-        return _least_of(ring, tree, nvls_ns(message_bytes, span, hardware))
+        return _pick_fastest(ring, tree, nvls_ns(message_bytes, span, hardware))
     until = tree_until_bytes(span, hardware)
     if message_bytes <= until:
         return tree, (TREE, RING_ALGORITHM, CHOICE)
@@ -89,7 +89,7 @@ def _all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _
     return ring, (RING_ALGORITHM, TREE, CHOICE)
 
 
-def _least_of(ring: float, tree: float, nvls: float) -> _ClosedForm:
+def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
     """The algorithm that takes least; NVLS is none of them where its time is infinite."""
     times = [(ring, RING_ALGORITHM), (tree, TREE)]
     if nvls < math.inf:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
 from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, stages_of
 from stepsplit.analyzer.model.explain_comm import of_calls, of_messages, of_routes
@@ -13,6 +14,7 @@ from stepsplit.analyzer.model.flops import CONVENTIONS, MFU, RECOMPUTE, Conventi
 from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, differing
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
+    chunks_in_flight,
     layers_of,
     parameter_bytes,
     sharding_stage,
@@ -27,14 +29,19 @@ from stepsplit.analyzer.model.parameters import (
     stage_parameters,
 )
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
-from stepsplit.analyzer.model.schedule import IN_FLIGHT, in_flight
+from stepsplit.analyzer.model.schedule import IN_FLIGHT
 from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
 
 # explain: a prediction in, the formulas that it rests on out, each with the job's numbers.
 
 
 def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
-    """The formulas of this job, from its size to its messages, and the folk rules that differ."""
+    """The formulas of this job, from its size to its messages, and the folk rules that differ.
+
+    Raises UsageError for a prediction that was read from a file: its messages carry no formulas.
+    """
+    if not all(row.message.formulas for row in prediction.communication):
+        raise UsageError("a prediction read from a file cannot be explained; predict the job again")
     return (
         *of_work(job, prediction),
         *of_memory(job, prediction),
@@ -397,7 +404,7 @@ def _simulated(job: JobConfig) -> str:
 
 def _in_flight(job: JobConfig, rank: int) -> Explained:
     p, schedule, one = job.parallel.pp, job.parallel.schedule, job.parallel.stages_per_rank
-    value = in_flight(schedule, p, job.microbatches, job.parallel.chunks, rank)
+    value = chunks_in_flight(job, rank)
     why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
     rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
     symbols = (*_symbols(job), Symbol("r", "rank of the pipeline", rank))

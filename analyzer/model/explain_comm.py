@@ -169,7 +169,7 @@ def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
 def _sent(where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]) -> Explained:
     what = f"bytes that a rank of stage {messages[0].stage} sends {where} in a step"
     value, note = sent_bytes(messages), calls_of(messages)
-    return Explained(_formula_of(messages), what, symbols, value, "bytes", note=note)
+    return Explained(_find_formula(messages), what, symbols, value, "bytes", note=note)
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
@@ -230,7 +230,7 @@ def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         yield _tensor(job, stage, tensor)
     data = [one for one in messages if one.strategy in DATA_STRATEGIES]
     if data:
-        sharded = _formula_of(data) in (FSDP_MESSAGES, HSDP)
+        sharded = _find_formula(data) in (FSDP_MESSAGES, HSDP)
         yield (_sharded if sharded else _data)(job, stage, data)
 
 
@@ -242,7 +242,7 @@ def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
 
 def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
-    formula = _formula_of(messages)
+    formula = _find_formula(messages)
     symbols = (
         Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
         Symbol("L", f"layers of stage {stage}", layers),
@@ -259,7 +259,7 @@ def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
 
 def _more_calls(messages: list[CommOp]) -> str:
     repeats = any(one.phase == "recompute" for one in messages)
-    halves = _formula_of(messages) is SEQUENCE
+    halves = _find_formula(messages) is SEQUENCE
     return (
         "that is the forward pass alone; the backward has two more"
         + (", recomputation repeats the forward's" if repeats else "")
@@ -275,7 +275,7 @@ def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
         f" {recipe.gradient_bytes} bytes",
     )  # fmt: skip
-    formula, symbols = _formula_of(messages), _sums(job, held)
+    formula, symbols = _find_formula(messages), _sums(job, held)
     rules = [two, _three(job, held)] if formula is ZERO else [two]
     if formula is not DDP:
         symbols = (*symbols, _gathered(job))
@@ -313,7 +313,7 @@ def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         Symbol("m", "microbatches of a step", job.microbatches),
     )
     found = differing(value, [rule])
-    formula, note = _formula_of(messages[:1]), calls_of(messages)
+    formula, note = _find_formula(messages[:1]), calls_of(messages)
     return Explained(formula, what, symbols, value, "bytes", found, note)
 
 
@@ -338,7 +338,7 @@ def _gathered(job: JobConfig) -> Symbol:
     return Symbol("w", "bytes of a weight that is gathered", job.training.weight_bytes, "bytes")
 
 
-def _formula_of(messages: list[CommOp]) -> Formula:
+def _find_formula(messages: list[CommOp]) -> Formula:
     """By which formula a rank sends them: that of the last, which follows from those before."""
     return messages[-1].formulas[-1]
 

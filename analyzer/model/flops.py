@@ -55,7 +55,7 @@ class ChunkFlops:
     head: int
 
 
-def step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
+def count_step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
     """model_flops and hardware_flops of the job with their formulas."""
     again = (RECOMPUTE,) if job.training.recompute != "none" else ()
     formulas = (CONVENTIONS[convention], *again)

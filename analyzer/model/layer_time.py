@@ -201,7 +201,7 @@ def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
         whole = LayerPass(forward, backward, 0.0, forward)
-        return whole + pieces(job, speed) if comes_in_pieces(job) else whole
+        return whole + time_pieces(job, speed) if comes_in_pieces(job) else whole
     size = job.training.activation_bytes
     softmax = traffic.elementwise * (
         (5 if job.training.dropout else 4) * size + job.training.dropout
@@ -459,7 +459,7 @@ def comes_in_pieces(job: JobConfig) -> bool:
     return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
 
 
-def pieces(job: JobConfig, speed: Speed) -> LayerPass:
+def time_pieces(job: JobConfig, speed: Speed) -> LayerPass:
     """What the further pieces of one layer's attention take in a ring (PIECES).
 
     The last rank, for which the others wait, attends to all earlier tokens and so adds whole

@@ -152,7 +152,7 @@ def needs_of(
 ) -> Needs:
     """The same for all ranks that hold the same, but for the first, which hands nothing back."""
     chunk = stage_activations(job, stage, layers)
-    each, kept = _held_each(job, stage, chunk), standing(job, parameters)
+    each, kept = _held_each(job, stage, chunk), count_standing_bytes(job, parameters)
     found, formulas = [_backward(job, stage, chunk, kept.bytes)], [chunk.formula, *kept.formulas]
     if stage.head:
         found.insert(0, _loss(job, stage, kept.bytes))
@@ -278,7 +278,7 @@ class Standing:
     formulas: tuple[Formula, ...] = ()
 
 
-def standing(job: JobConfig, parameters: StageParameters) -> Standing:
+def count_standing_bytes(job: JobConfig, parameters: StageParameters) -> Standing:
     """What stays allocated throughout the passes: see GATHERED and DUMMY.
 
     Under autocast (ddp, huggingface) every weight's 16-bit copy lives as long as the graph, and

@@ -38,7 +38,7 @@ from stepsplit.analyzer.model.config_decode import (
     needed_keys,
     read_table,
 )
-from stepsplit.analyzer.model.flops import Convention, StepFlops, mfu, step_flops
+from stepsplit.analyzer.model.flops import Convention, StepFlops, count_step_flops, mfu
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import hardware_file, measured_files
 from stepsplit.analyzer.model.layer_time import speed_of
@@ -84,7 +84,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     held = stage_parameters(job)
     stages = stage_times(job, held, timed)
     pipeline = pipelined(job, stages, timed)
-    skew, counted, kept = straggling(job), step_flops(job, CONVENTION), memory_of(job)
+    skew, counted, kept = straggling(job), count_step_flops(job, CONVENTION), memory_of(job)
     splits = splits_of(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
     reasons = doubts(job, stages, slowest)

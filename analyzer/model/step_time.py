@@ -316,11 +316,11 @@ def stage_time(
         communication=found,
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),
-        formulas=(KERNEL, *_formulas(passes), *(EXPOSED,) * bool(found), UPDATE, HOST),
+        formulas=(KERNEL, *_collect_formulas(passes), *(EXPOSED,) * bool(found), UPDATE, HOST),
     )
 
 
-def _formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:
+def _collect_formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:
     return (formula for one in passes for formula in one.formulas)
 
 

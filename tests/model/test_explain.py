@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_measured import SWEEP
 from stepsplit.analyzer.model.comm_ops import EXPERT_ROUTING, SEQUENCE, CommOp
 from stepsplit.analyzer.model.comm_time import (
@@ -32,7 +33,13 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, heard
 from stepsplit.analyzer.model.parameters import TOTAL
-from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
+from stepsplit.analyzer.model.prediction import (
+    Band,
+    Communication,
+    Prediction,
+    prediction_from_json,
+    prediction_to_json,
+)
 
 SLOW_HOPS = replace(H100, gpus_per_node=2, inter=Link("ib-ndr-400", 50e9, 0.9, 50_000))
 """Four nodes of two GPUs, far from each other: a tree has fewer hops than a ring."""
@@ -392,3 +399,9 @@ def test_gradients_summed_over_context_parallelism_are_on_all_of_its_ranks() -> 
     one = of("comm.choice", around, replace(one_stage(), communication=rows))
     assert one.what == "time of one all_reduce on dp_cp (grad_sync)"
     assert one.symbols[2] == Symbol("n", "ranks", 8)
+
+
+def test_a_prediction_from_a_file_cannot_be_explained() -> None:
+    again = prediction_from_json(prediction_to_json(prediction()))
+    with pytest.raises(UsageError, match="predict the job again"):
+        explain(job(), again)

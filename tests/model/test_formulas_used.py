@@ -24,7 +24,7 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.flops import CONVENTIONS, step_flops
+from stepsplit.analyzer.model.flops import CONVENTIONS, count_step_flops
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory import memory_of
 from stepsplit.analyzer.model.parameters import stage_parameters
@@ -188,7 +188,7 @@ def test_naming_them_is_cheap() -> None:
     held, timed = stage_parameters(a_job), timed_messages(a_job, Rates())
     stages = stage_times(a_job, held, timed)
     pipeline = pipelined(a_job, stages, timed)
-    parts = step_flops(a_job), memory_of(a_job), timed, stages, pipeline, straggling(a_job)
+    parts = count_step_flops(a_job), memory_of(a_job), timed, stages, pipeline, straggling(a_job)
     started = time.perf_counter()
     for _ in range(1000):
         collect_formulas(held, *parts)

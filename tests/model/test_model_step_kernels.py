@@ -41,8 +41,8 @@ from stepsplit.analyzer.model.layer_time import (
     mlp_products,
     offload_ns,
     optimizer_ns,
-    pieces,
     speed_of,
+    time_pieces,
     traffic_of,
     updated_parameters,
     waits,
@@ -285,8 +285,8 @@ def test_a_ring_adds_attention_up_piece_by_piece() -> None:
     output = 10 * 8 * 4 * 2
     pairs = 10 * 8 * TINY.kv_heads * (2 + 2)
     once = LayerPass(output + 2, output + pairs + 3, 0.0)
-    assert pieces(two, slow) == once
-    assert pieces(four, slow) == once * 3
+    assert time_pieces(two, slow) == once
+    assert time_pieces(four, slow) == once * 3
     gathered = ParallelConfig(cp=2, context_kind="all-gather")
     assert comes_in_pieces(two) and not comes_in_pieces(job(layout=gathered))
 

@@ -60,16 +60,16 @@ class Rates:
         ns = self._tuned_ns(name, message_bytes, span)
         if ns is not None:
             return self._chosen(_band(ns, TUNED), TUNER, closed)
-        return self._chosen(closed, closed.formulas[0], closed) if self.formulas else closed
+        return self._chosen(closed, closed.formulas[0], closed) if self._sources else closed
 
     def _chosen(self, band: Band, formula: Formula, closed: Band) -> Band:
         """The band by this formula, chosen from those of the closed form and of measured times."""
-        among = (*closed.formulas, *self.formulas)
+        among = (*closed.formulas, *self._sources)
         others = tuple(each for each in among if each is not formula)
         return replace(band, formulas=(formula, *others))
 
     @property
-    def formulas(self) -> tuple[Formula, ...]:
+    def _sources(self) -> tuple[Formula, ...]:
         """By which measured times there are, whether or not one is near enough to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
+from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.compression import unpacked
@@ -27,7 +28,6 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_kineto,
     read_range,
 )
-from stepsplit.analyzer.readers.sources import DiskFile
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 A, B, C = (json.dumps({"ph": "X", "name": name, "ts": 1, "dur": 2}) for name in "abc")
@@ -36,7 +36,7 @@ A, B, C = (json.dumps({"ph": "X", "name": name, "ts": 1, "dur": 2}) for name in 
 def read(folder: Path, content: str | bytes, name: str = "trace.json") -> KinetoFile:
     file = folder / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = read_kineto(DiskFile(file))
+    found = read_kineto(on_disk(file))
     assert found is not None
     return found
 
@@ -154,7 +154,7 @@ def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, siz
     packed[at] ^= 0x10
     file = tmp_path / "t.gz"
     file.write_bytes(packed)
-    with unpacked(DiskFile(file)) as stream:
+    with unpacked(on_disk(file)) as stream:
         found = b"".join(iter(lambda: stream.read(size), b""))
     assert found == _by_bytes(packed)
     assert stream.torn
@@ -174,7 +174,7 @@ def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
     content = np.random.default_rng(1).bytes(1_000_000)
     file = tmp_path / "t.zst"
     file.write_bytes(pa.compress(content, codec="zstd", asbytes=True)[:900_000])
-    with unpacked(DiskFile(file)) as stream:
+    with unpacked(on_disk(file)) as stream:
         found = stream.read(2 << 20)
     assert content.startswith(found)
     assert len(found) > 700_000
@@ -187,7 +187,7 @@ def test_ranges_of_a_sample_are_the_trace(
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
     file = tmp_path / "trace.json"
     file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
-    opening, whole = opening_of_file(DiskFile(file)), read_kineto(DiskFile(file))
+    opening, whole = opening_of_file(on_disk(file)), read_kineto(on_disk(file))
     assert opening is not None
     assert whole is not None
     for most in (2, 7):

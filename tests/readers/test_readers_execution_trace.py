@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from cases import for_each
+from reading import on_disk
 from required import shared_trace
 
 from stepsplit.analyzer import OPS, DataError, ExecutionTrace, Group
 from stepsplit.analyzer.readers.execution_trace import is_execution_trace, read_execution_trace
-from stepsplit.analyzer.readers.sources import DiskFile
 
 MEGATRON = "kineto_megatron_tp2_v100"
 Json = dict[str, Any]
@@ -71,7 +71,7 @@ def trace(*nodes: Json, schema: str = "1.1.1-chakra.0.0.4", indent: int | None =
 def read(folder: Path, content: bytes, name: str = "host.json") -> ExecutionTrace:
     file = folder / name
     file.write_bytes(content)
-    return read_execution_trace(DiskFile(file))
+    return read_execution_trace(on_disk(file))
 
 
 def rows(found: ExecutionTrace) -> list[tuple[object, ...]]:
@@ -300,7 +300,7 @@ def test_no_other_real_file_is_taken_for_a_trace() -> None:
 def test_a_real_trace_agrees_with_the_kineto_trace_beside_it(rank: int) -> None:
     """Megatron, TP 2: 13 all-reduces of floats, that Kineto names by the same rf_id."""
     folder = shared_trace(MEGATRON)
-    found = read_execution_trace(DiskFile(folder / f"pytorch_et_{rank}.json"))
+    found = read_execution_trace(on_disk(folder / f"pytorch_et_{rank}.json"))
     assert (found.schema, found.rank, found.calls.world_size) == ("1.1.0-chakra.0.0.4", rank, 2)
     assert (len(found.nodes), len(found.calls.groups), found.notes) == (1884, 19, ())
     assert [row[1:4] for row in rows(found)] == [("all_reduce", "13", n) for n in range(79, 92)]

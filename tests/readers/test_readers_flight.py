@@ -13,6 +13,7 @@ import pytest
 from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import head_of_file, on_disk
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import (
@@ -25,9 +26,7 @@ from stepsplit.analyzer import (
     GroupStatus,
     Note,
 )
-from stepsplit.analyzer.readers.compression import head_of
 from stepsplit.analyzer.readers.flight_recorder import is_flight_dump, read_dump
-from stepsplit.analyzer.readers.sources import DiskFile
 
 T0 = 1_790_000_000_000_000_000
 FRAME = {"name": "forward", "filename": "train.py", "line": 12}
@@ -46,8 +45,8 @@ def as_pickle(content: Content) -> bytes:
 def dump_of(folder: Path, content: bytes, name: str = "dump_3") -> FlightDump:
     file = folder / name
     file.write_bytes(content)
-    assert is_flight_dump(head_of(DiskFile(file)))
-    return read_dump(DiskFile(file))
+    assert is_flight_dump(head_of_file(file))
+    return read_dump(on_disk(file))
 
 
 def modern() -> dict[str, Any]:
@@ -264,7 +263,7 @@ def test_a_dump_cut_anywhere_is_read_or_told_in_one_line(tmp_path: Path, write: 
         for content in (whole[:cut], gzip.compress(whole)[:cut]):
             file.write_bytes(content)
             try:
-                read_dump(DiskFile(file))
+                read_dump(on_disk(file))
             except DataError as error:
                 assert "\n" not in str(error)
 
@@ -281,7 +280,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
     file.write_bytes(content)
     is_flight_dump(bytes(content))
     try:
-        read_dump(DiskFile(file))
+        read_dump(on_disk(file))
     except DataError as error:
         assert "\n" not in str(error)
 
@@ -306,11 +305,11 @@ def test_what_is_no_dump_is_told(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "rank0.json"
     file.write_bytes(content)
     with pytest.raises(DataError, match="not a Flight Recorder dump"):
-        read_dump(DiskFile(file))
+        read_dump(on_disk(file))
 
 
 def real(incident: str, rank: int) -> FlightDump:
-    return read_dump(DiskFile(shared_trace("flight_recorder_nvrx") / incident / f"_dump_{rank}"))
+    return read_dump(on_disk(shared_trace("flight_recorder_nvrx") / incident / f"_dump_{rank}"))
 
 
 FAULTY = (9, 14)
@@ -376,4 +375,4 @@ def test_a_peer_is_a_global_rank_in_every_group() -> None:
 @for_each("file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40])
 def test_nothing_else_is_taken_for_a_dump(file: Path) -> None:
     if file.is_file():
-        assert not is_flight_dump(head_of(DiskFile(file)))
+        assert not is_flight_dump(head_of_file(file))

@@ -23,6 +23,7 @@ from damage import badly_packed, damaged
 from ground_truth import SEED
 from machine import slowness
 from nsys_builders import Export
+from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.kineto import json_stream
@@ -35,7 +36,6 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
 )
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.readers.registry import kinds_of
-from stepsplit.analyzer.readers.sources import DiskFile
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 HOSTILE = (
@@ -106,7 +106,7 @@ def times_in(file: KinetoFile) -> list[tuple[int, int, str]]:
 
 
 def assert_whole_before(content: bytes, file: Path, whole: list[dict[str, Any]]) -> None:
-    found = read_kineto(DiskFile(file))
+    found = read_kineto(on_disk(file))
     assert found is not None, content[-60:]
     assert times_in(found) == times_of(whole), content[-60:]
     counts = found.rows.counts
@@ -129,7 +129,7 @@ def test_a_trace_cut_anywhere_gives_every_event_that_is_whole_before(
     for cut in range(0, len(content) + 1, stride):
         file.write_bytes(content[:cut])
         if cut < begin:
-            assert read_kineto(DiskFile(file)) is None
+            assert read_kineto(on_disk(file)) is None
         else:
             assert_whole_before(content[:cut], file, [entry for end, entry in ends if end <= cut])
 
@@ -145,7 +145,7 @@ def test_a_gzip_cut_anywhere_gives_what_it_can_still_say(sample: str, tmp_path: 
         there = len(zlib.decompressobj(wbits=31).decompress(packed[:cut]))
         whole = [entry for end, entry in ends if end <= there]
         if there >= begin:
-            found = read_kineto(DiskFile(file))
+            found = read_kineto(on_disk(file))
             assert found is not None
             assert found.rows.counts.entries == len(whole)
             assert len(found.rows.events) == sum(entry["ph"] == "X" for entry in whole)
@@ -247,7 +247,7 @@ def traces_read(file: Path) -> bool:
 
 
 def anything_read(file: Path) -> bool:
-    return bool([kind.read(DiskFile(file)) for kind in kinds_of(DiskFile(file))])
+    return bool([kind.read(on_disk(file)) for kind in kinds_of(on_disk(file))])
 
 
 FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]
@@ -312,7 +312,7 @@ def test_ranges_of_a_hostile_trace_are_the_trace(
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 100)
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(SHAPES[shape]))
-    opening, whole = opening_of_file(DiskFile(file)), read_kineto(DiskFile(file))
+    opening, whole = opening_of_file(on_disk(file)), read_kineto(on_disk(file))
     assert opening is not None
     assert whole is not None
     for most in range(2, 8):

@@ -12,12 +12,11 @@ import pytest
 from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import head_of_file, on_disk
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord
-from stepsplit.analyzer.readers.compression import head_of
 from stepsplit.analyzer.readers.memory_snapshot import is_memory_snapshot, read_memory
-from stepsplit.analyzer.readers.sources import DiskFile
 
 MIB = 1 << 20
 BASE = 0x7F00_0000_0000
@@ -32,8 +31,8 @@ def record_of(folder: Path, content: object, protocol: int = 4) -> MemoryRecord:
 def read_bytes(folder: Path, content: bytes) -> MemoryRecord:
     file = folder / "snapshot.pickle"
     file.write_bytes(content)
-    assert is_memory_snapshot(head_of(DiskFile(file)))
-    return read_memory(DiskFile(file))
+    assert is_memory_snapshot(head_of_file(file))
+    return read_memory(on_disk(file))
 
 
 def block(at: int, size: int, state: str, requested: int | None = None) -> Json:
@@ -211,7 +210,7 @@ def test_a_cut_snapshot_lacks_its_end_and_is_refused(tmp_path: Path) -> None:
     for content in (whole[: len(whole) // 2], gzip.compress(whole)[:-20]):
         file.write_bytes(content)
         with pytest.raises(DataError, match="cut off or damaged"):
-            read_memory(DiskFile(file))
+            read_memory(on_disk(file))
 
 
 ROWS = [
@@ -285,7 +284,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
     file.write_bytes(content)
     is_memory_snapshot(bytes(content))
     try:
-        read_memory(DiskFile(file))
+        read_memory(on_disk(file))
     except DataError as error:
         assert "\n" not in str(error)
 
@@ -301,7 +300,7 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
     for _, _, change, _ in rows:
         held += change
         most = max(most, held)
-    record = read_memory(DiskFile(file))
+    record = read_memory(on_disk(file))
     (device,) = record.devices
     assert record.notes == ()
     assert len(device.curve) == len(rows) == 16845
@@ -315,4 +314,4 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
     "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
 )
 def test_nothing_else_is_taken_for_memory(file: Path) -> None:
-    assert is_memory_snapshot(head_of(DiskFile(file))) == (file.name == REAL)
+    assert is_memory_snapshot(head_of_file(file)) == (file.name == REAL)

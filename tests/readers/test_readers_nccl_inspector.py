@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import for_each
+from reading import on_disk
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import OPS, DataError, Group, InspectorLog
 from stepsplit.analyzer.readers.nccl.inspector import is_inspector_log, read_inspector
-from stepsplit.analyzer.readers.sources import DiskFile
 
 US = 1_749_490_229_087_081
 Json = dict[str, Any]
@@ -61,7 +61,7 @@ def lines(*records: Json) -> bytes:
 def read(folder: Path, content: bytes) -> InspectorLog:
     file = folder / "node7-pid42.log"
     file.write_bytes(content)
-    return read_inspector(DiskFile(file))
+    return read_inspector(on_disk(file))
 
 
 def rows(log: InspectorLog) -> list[tuple[object, ...]]:

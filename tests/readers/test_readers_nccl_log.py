@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cases import for_each
+from reading import on_disk
 from required import shared_trace
 
 from stepsplit.analyzer import (
@@ -30,7 +31,6 @@ from stepsplit.analyzer import (
     Warned,
 )
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
-from stepsplit.analyzer.readers.sources import DiskFile
 
 AT = "node0:10:20 [0] NCCL INFO "
 STREAM = "stream 0x9"
@@ -39,7 +39,7 @@ STREAM = "stream 0x9"
 def read(tmp_path: Path, *lines: str) -> NcclLog:
     file = tmp_path / "nccl.log"
     file.write_text("\n".join(lines) + "\n")
-    return read_nccl_log(DiskFile(file))
+    return read_nccl_log(on_disk(file))
 
 
 def init(pid: int, rank: int, pointer: str, nranks: int = 2, comm_id: str = "0xc0") -> str:
@@ -438,12 +438,12 @@ def test_no_damage_raises_anything_but_a_data_error(tmp_path: Path) -> None:
         b"a" * 3_000_000 + b" NCCL INFO x: opCount ",
     ]:  # fmt: skip
         file.write_bytes(content)
-        read_nccl_log(DiskFile(file))
+        read_nccl_log(on_disk(file))
         is_nccl_log(content[:65536])
     file.write_bytes(gzip.compress(text)[:-9])
-    assert read_nccl_log(DiskFile(file)).notes[0].code == "nccl_torn_file"
+    assert read_nccl_log(on_disk(file)).notes[0].code == "nccl_torn_file"
     with pytest.raises(DataError, match="No such file"):
-        read_nccl_log(DiskFile(tmp_path / "none.log"))
+        read_nccl_log(on_disk(tmp_path / "none.log"))
 
 
 LOGS = "nccl_logs"
@@ -451,7 +451,7 @@ LOGS = "nccl_logs"
 
 def real(name: str) -> NcclLog:
     (file,) = shared_trace(LOGS).glob(f"*{name}*")
-    return read_nccl_log(DiskFile(file))
+    return read_nccl_log(on_disk(file))
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_every_real_log_is_known_and_read() -> None:
         expected = file.name != "SOURCE.txt" and deep not in file.name
         assert is_nccl_log(file.read_bytes()[:65536]) == expected, file.name
         content = file.read_bytes()
-        log = read_nccl_log(DiskFile(file))
+        log = read_nccl_log(on_disk(file))
         assert log.nccl_lines == sum(
             b"NCCL INFO" in line or b"NCCL WARN" in line for line in content.split(b"\n")
         )

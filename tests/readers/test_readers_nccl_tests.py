@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from cases import for_each
+from reading import on_disk
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, Sweep, SweepRow, Sweeps, Timing
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log as is_nccl_log
 from stepsplit.analyzer.readers.nccl.nccl_tests import is_sweep, read_sweeps
-from stepsplit.analyzer.readers.sources import DiskFile
 
 NEW = """\
 # nccl-tests version 2.18.2 nccl-headers=23007 nccl-library=23007
@@ -48,7 +48,7 @@ SUM = "     1048576        262144     float     sum      -1    50.00   20.97   2
 def read(tmp_path: Path, text: str | bytes) -> Sweeps:
     file = tmp_path / "sweep.txt"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_sweeps(DiskFile(file))
+    return read_sweeps(on_disk(file))
 
 
 @for_each("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
@@ -258,7 +258,7 @@ TABLES = "nccl_tests"
 )
 def test_one_node_of_eight_a100(name: str, op: str, largest_busbw: int, average: int) -> None:
     (sweep,) = read_sweeps(
-        DiskFile(shared_trace(TABLES) / f"superbench_a100x8_nccl_{name}.txt")
+        on_disk(shared_trace(TABLES) / f"superbench_a100x8_nccl_{name}.txt")
     ).sweeps
     assert (sweep.op, sweep.nranks, len(sweep.rows)) == (op, 8, 34)
     assert sweep.devices == ("A100-SXM4-40GB",) * 8
@@ -271,7 +271,7 @@ def test_one_node_of_eight_a100(name: str, op: str, largest_busbw: int, average:
 
 def test_a_table_between_nccl_lines_is_both() -> None:
     file = shared_trace(TABLES) / "aws_p4d_16xA100_ofi_root0_scatter_or_gather_with_ncclinfo.txt"
-    found = read_sweeps(DiskFile(file))
+    found = read_sweeps(on_disk(file))
     (sweep,) = found.sweeps
     assert (sweep.op, sweep.nranks, len(sweep.rows)) == ("", 16, 29)
     assert sweep.rows[-1].out_of_place == Timing(24_982_000, 85_960_000_000, 80_590_000_000, 0)
@@ -287,7 +287,7 @@ def test_times_sizes_and_bandwidths_of_real_rows_agree() -> None:
     for file in shared_trace(TABLES).glob("*.txt"):
         if "2080ti" in file.name:  # its all_gather printed busbw twice
             continue
-        for sweep in read_sweeps(DiskFile(file)).sweeps:
+        for sweep in read_sweeps(on_disk(file)).sweeps:
             for row in sweep.rows:
                 half = row.out_of_place
                 if half is not None and half.algbw_bytes_per_s > 10**9:

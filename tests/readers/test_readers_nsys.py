@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from cases import for_each
 from nsys_builders import EPOCH_NS, NEW, OLD, Export
+from reading import on_disk
 from required import shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
-from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.split.run import split_run
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -26,7 +26,7 @@ COMM = 0xF00D_0000_0000_0ABC
 
 
 def read(export: Export, folder: Path, name: str = "rank0.sqlite") -> RankTrace:
-    (trace,) = read_nsys(DiskFile(export.write(folder / name)))
+    (trace,) = read_nsys(on_disk(export.write(folder / name)))
     return trace
 
 
@@ -128,7 +128,7 @@ def test_processes_of_one_node_are_ranks_and_know_their_communicators(tmp_path: 
         export.kernel(ALL_GATHER, 20, 30, launched=12, device=rank, **who)
         export.range("ncclSend", 40, 49, **who, comm=COMM, size=5, peer=1 - rank)
         export.kernel(SEND_RECV, 50, 60, launched=42, device=rank, **who)
-    first, second = read_nsys(DiskFile(export.write(tmp_path / "node1.sqlite")))
+    first, second = read_nsys(on_disk(export.write(tmp_path / "node1.sqlite")))
     assert [(t.rank, t.world_size, t.notes) for t in (first, second)] == [(2, 4, ()), (3, 4, ())]
     assert first.groups == second.groups == (Group("0xf00d000000000abc", (2, 3), ""),)
     assert calls(first) == [("all_gather", 0, -1, 100, 200), ("send", 0, 3, 5, 5)]
@@ -162,7 +162,7 @@ def test_a_rank_is_of_the_environment_or_of_the_name(
 def test_unnamed_processes_are_ranks_in_the_order_of_their_devices(tmp_path: Path) -> None:
     export = Export().kernel("b", 0, 5, pid=7, device=1).kernel("a", 0, 5, pid=9, device=0)
     export.range("launcher", 0, 9, pid=3)
-    traces = read_nsys(DiskFile(export.write(tmp_path / "node.sqlite")))
+    traces = read_nsys(on_disk(export.write(tmp_path / "node.sqlite")))
     assert [(t.rank, t.events.names[t.events.name_id[0]]) for t in traces] == [(0, "a"), (1, "b")]
     assert [note.code for t in traces for note in t.notes] == ["rank_guessed", "rank_guessed"]
 
@@ -181,7 +181,7 @@ def test_a_column_that_an_age_lacks_is_no_error(tmp_path: Path) -> None:
         connection.execute("ALTER TABLE NVTX_EVENTS DROP COLUMN textId")
         connection.execute("DROP TABLE TARGET_INFO_GPU")
     connection.close()
-    (trace,) = read_nsys(DiskFile(path))
+    (trace,) = read_nsys(on_disk(path))
     assert ("KERNEL", 0, 5, "gemm") in rows(trace)
     assert trace.events.launch_ns().tolist() == [0, 0]
 
@@ -231,11 +231,11 @@ def test_a_packed_export_is_the_same(tmp_path: Path) -> None:
     path = small(tmp_path)
     packed = tmp_path / "rank0.sqlite.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    (plain,), (unpacked,) = read_nsys(DiskFile(path)), read_nsys(DiskFile(packed))
+    (plain,), (unpacked,) = read_nsys(on_disk(path)), read_nsys(on_disk(packed))
     assert (rows(plain), calls(plain)) == (rows(unpacked), calls(unpacked))
     packed.write_bytes(packed.read_bytes()[:-30])
     with pytest.raises(DataError, match="torn"):
-        read_nsys(DiskFile(packed))
+        read_nsys(on_disk(packed))
 
 
 def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
         torn.write_bytes(content)
         assert isinstance(is_nsys_export(content[: 1 << 16]), bool)
         try:
-            read_nsys(DiskFile(torn))
+            read_nsys(on_disk(torn))
         except DataError as error:
             assert str(error).startswith(f"{torn}: ")
             assert "\n" not in str(error)
@@ -279,7 +279,7 @@ def test_an_export_without_kernels_says_how_to_record_them(
     connection.executescript(change)
     connection.close()
     with pytest.raises(DataError, match=problem) as caught:
-        read_nsys(DiskFile(path))
+        read_nsys(on_disk(path))
     assert "nsys" in caught.value.mend
 
 
@@ -294,7 +294,7 @@ def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:
             )
         connection.execute("UPDATE NVTX_EVENTS SET binaryData = x'00ff', text = x'fffe00'")
     connection.close()
-    (trace,) = read_nsys(DiskFile(path))
+    (trace,) = read_nsys(on_disk(path))
     assert calls(trace)[0][0] == "all_reduce"
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 from collector_jobs.starting import heed_interrupts
+from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile
 from stepsplit.analyzer.readers import workers as processes
 from stepsplit.analyzer.readers.kineto import json_stream, reader
-from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.readers.workers import Task, no_progress, run_all
 
 
@@ -71,7 +71,7 @@ def test_a_large_file_read_in_ranges_is_the_file(
     plain = tmp_path / "rank0.json"
     plain.write_bytes(gzip.decompress(file.read_bytes()))
     alone, shared = (
-        reader.read_traces([DiskFile(plain)], workers, no_progress)[0] for workers in (1, 2)
+        reader.read_traces([on_disk(plain)], workers, no_progress)[0] for workers in (1, 2)
     )
     assert isinstance(alone, KinetoFile)
     assert isinstance(shared, KinetoFile)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from cases import for_each
+from reading import head_of_file, on_disk
 from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, TrainLog
 from stepsplit.analyzer.readers import training_log as golden_values
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, head_of
-from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.analyzer.readers.training_log import (
     is_training_log,
     read_golden_values,
@@ -33,7 +33,7 @@ NAN = math.nan
 def read(folder: Path, text: str | bytes) -> TrainLog:
     file = folder / "train.log"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_train_log(DiskFile(file))
+    return read_train_log(on_disk(file))
 
 
 def megatron(step: int, ms: float = 100.0, of: int = 100) -> str:
@@ -535,7 +535,7 @@ def test_odd_numbers_are_unknown(tmp_path: Path, line: str) -> None:
 def test_three_runs_have_the_medians_that_are_known(
     name: str, world_size: int, pp: int, rows: int, median_ms: int, first_ms: int
 ) -> None:
-    file = DiskFile(shared_trace(BIGSCIENCE) / f"gpt2-meg__meg_gpt2_{name}.out")
+    file = on_disk(shared_trace(BIGSCIENCE) / f"gpt2-meg__meg_gpt2_{name}.out")
     log = read_train_log(file)
     assert (log.framework, log.world_size) == ("megatron", world_size)
     assert log.mesh == (("pp", pp), ("dp", 1), ("tp", 4))
@@ -561,7 +561,7 @@ def test_three_runs_have_the_medians_that_are_known(
     ],
 )
 def test_the_other_runs_have_as_many_rows_as_lines(file: str, framework: str, rows: int) -> None:
-    log = read_train_log(DiskFile(shared_trace(BIGSCIENCE) / file))
+    log = read_train_log(on_disk(shared_trace(BIGSCIENCE) / file))
     assert (log.framework, log.world_size, len(log.steps)) == (framework, 64, rows)
     assert log.steps.step.tolist() == list(range(1, rows + 1))
     assert [note.code for note in log.notes] == ([] if rows else ["no_steps"])
@@ -571,7 +571,7 @@ def test_the_other_runs_have_as_many_rows_as_lines(file: str, framework: str, ro
 @for_each("file", sorted(SHARED_TRACES.glob(f"{BIGSCIENCE}/*.out")), ids=str)
 def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
     stated = re.findall(r"per iteration \(ms\): ([\d.]+)", file.read_text(errors="replace"))
-    log = read_train_log(DiskFile(file))
+    log = read_train_log(on_disk(file))
     assert log.steps.step_ns.tolist() == [round(float(ms) * 10) * 100_000 for ms in stated]
     usual = [float(ms) * MS for ms in stated[1:]]
     assert log.steps.median_step_ns == (int(statistics.median(usual)) if usual else None)
@@ -580,7 +580,7 @@ def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
 def test_no_other_real_file_is_taken_for_a_training_log() -> None:
     folder = shared_trace(BIGSCIENCE).parent
     files = [file for file in folder.rglob("*") if file.is_file()]
-    taken = {file.name for file in files if is_training_log(head_of(DiskFile(file)))}
+    taken = {file.name for file in files if is_training_log(head_of_file(file))}
     logs = {file.name for file in files if file.suffix == ".out"}
     assert taken == logs | {"full_bigscience_2.7.8_64xV100_megatron_tp4_pp16.log"}
 
@@ -610,7 +610,7 @@ def test_golden_values_of_both_ages_are_steps(tmp_path: Path, values: object) ->
     file = tmp_path / "golden_values_dev_dgx_a100.json"
     memory = golden({"0": 1024.0, "5": 2048.0})
     file.write_text(json.dumps({"iteration-time": golden(values), "mem-allocated-bytes": memory}))
-    log = read_golden_values(DiskFile(file))
+    log = read_golden_values(on_disk(file))
     assert golden_values.is_golden_values(file.read_bytes())
     assert not is_training_log(file.read_bytes())
     assert log.steps.step.tolist() == [0, 5, 10]
@@ -628,7 +628,7 @@ def test_odd_golden_values_are_one_line(tmp_path: Path) -> None:
     for text in odd:
         file.write_text(text)
         with pytest.raises(DataError):
-            read_golden_values(DiskFile(file))
+            read_golden_values(on_disk(file))
 
 
 def test_real_golden_values_state_a_time_a_step(tmp_path: Path) -> None:
@@ -639,8 +639,8 @@ def test_real_golden_values_state_a_time_a_step(tmp_path: Path) -> None:
     assert len(files) == 474
     for file in files[::20]:
         told = json.loads(file.read_bytes())["iteration-time"]["values"]
-        log = read_golden_values(DiskFile(file))
-        assert golden_values.is_golden_values(head_of(DiskFile(file)))
+        log = read_golden_values(on_disk(file))
+        assert golden_values.is_golden_values(head_of_file(file))
         known = [ns for ns in log.steps.step_ns.tolist() if ns >= 0]
         seconds = [s for s in told.values() if s != "nan"] if isinstance(told, dict) else told
         assert known == [round(s * S) for s in seconds]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 from cases import for_each
+from reading import on_disk
 
 from stepsplit.analyzer import (
     DataError,
@@ -22,7 +23,6 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, BUILT_IN_FILE, rules_in
 from stepsplit.analyzer.readers.kineto import cache
 from stepsplit.analyzer.readers.kineto.reader import read_or_recall
-from stepsplit.analyzer.readers.sources import DiskFile
 from stepsplit.dashboard import cli
 
 NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*)"
@@ -229,9 +229,9 @@ def test_what_was_cached_under_other_rules_is_read_again(
     file = GpuTrace().step(1, 0, 20).kernel("my_exchange", 8, 12).write(tmp_path)
     text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\n'
     rules = read_rules(written(tmp_path, text))
-    assert [_calls(read_or_recall(DiskFile(file), one)) for one in (BUILT_IN, rules)] == [0, 1]
-    assert cache.load(DiskFile(file), file, BUILT_IN) is None
-    assert _calls(cache.load(DiskFile(file), file, rules)) == 1
+    assert [_calls(read_or_recall(on_disk(file), one)) for one in (BUILT_IN, rules)] == [0, 1]
+    assert cache.load(on_disk(file), file, BUILT_IN) is None
+    assert _calls(cache.load(on_disk(file), file, rules)) == 1
 
 
 def test_rules_of_families_alone_leave_the_cache_true(tmp_path: Path) -> None:

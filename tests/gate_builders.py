@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from stepsplit.analyzer import Setup
+from stepsplit.analyzer import Setup, Verdict, check_runs
 from stepsplit.analyzer.regression.metrics import (
     BlameFact,
     CallsFact,
@@ -12,6 +14,7 @@ from stepsplit.analyzer.regression.metrics import (
     RunFacts,
     TimeFact,
     Value,
+    to_json,
 )
 
 MS = 1_000_000
@@ -73,3 +76,19 @@ def runs(name: str, metric: str, values: Sequence[float], **others: object) -> l
 
 def _values(values: Mapping[str, float]) -> tuple[Value, ...]:
     return tuple(Value(metric, value) for metric, value in values.items())
+
+
+def check(
+    candidate: Sequence[RunFacts],
+    baseline: Sequence[RunFacts],
+    *rules: str,
+    across_setups: bool = False,
+) -> Verdict:
+    """The verdict on runs that lie in files, as stepsplit baseline writes them."""
+    with TemporaryDirectory() as folder:
+        places = []
+        for name, side in (("candidate", candidate), ("baseline", baseline)):
+            places.append([Path(folder) / f"{name}.json"] if side else [])
+            for place in places[-1]:
+                place.write_bytes(to_json(side))
+        return check_runs(*places, budgets=rules, across_setups=across_setups)

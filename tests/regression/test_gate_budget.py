@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, told: str) ->
     assert told in str(error.value)
     with pytest.raises(UsageError, match="name a TOML file, or write a rule"):
         budgets_of([str(tmp_path / "absent.toml")])
+
+
+def test_a_budget_is_a_plain_tuple() -> None:
+    assert astuple(parse_budget("step:5%,3ms")) == ("step", "5%,3ms", "baseline", 0.05, 3e6)

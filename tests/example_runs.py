@@ -9,12 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitting import RunSplit, recording_of, split_of
+
 from stepsplit.analyzer.gap.comm_gap import MessageComparison, compare_messages, measured_messages
 from stepsplit.analyzer.model.config_file import job_of
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run import RunSplit, split_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -66,9 +65,9 @@ def outcome(example: Example, folder: Path) -> Outcome:
     """What the traces alone tell: run.json and the ranks' records are deleted first."""
     for path in (*folder.glob("rank*_record.json"), folder / "run.json"):
         path.unlink()
-    recording = read_recording([folder])
+    recording = recording_of(folder)
     assert recording.spec is None
-    split = split_run(recording.traces, None, ideal_bubble_fraction)
+    split = split_of(recording)
     mesh = split.layout.mesh
     axes = () if mesh is None else zip(mesh.axes, mesh.sizes, strict=True)
     return Outcome(

@@ -9,14 +9,12 @@ from pathlib import Path
 from builders import GpuTrace
 from msgspec.structs import replace as with_fields
 from prediction_builders import prediction
+from splitting import RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
 from stepsplit.analyzer.gap.gap import gap_of
 from stepsplit.analyzer.gap.waterfall import Price
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.build import build_report
-from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors import Mesh, RunSpec
 
 US = 1_000
@@ -64,13 +62,12 @@ def ranks(
 
 def found_in(folder: Path, mesh: Mesh | None) -> RunSplit:
     """The split of the folder's traces as they lie on the mesh."""
-    recording = read_recording([folder])
     spec = None if mesh is None else RunSpec("run", mesh.world_size, "nccl", mesh)
-    return split_run(recording.traces, spec, ideal_bubble_fraction)
+    return split_of(recording_of(folder), spec)
 
 
 def report_of(folder: Path, found: RunSplit) -> Report:
-    return build_report(read_recording([folder]), found)
+    return build_report(recording_of(folder), found)
 
 
 def split(**us: float) -> Split:

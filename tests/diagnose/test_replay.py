@@ -10,12 +10,13 @@ from builders import GpuTrace
 from ground_truth import SEED
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_builders import scene, split_of, steps_us
+from replay_builders import scene, steps_us
 from simulator.engine import simulate
 from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
+from splitting import recording_of, split_of
 
 from stepsplit.analyzer.diagnose.dependency_graph import graph_of, in_order
 from stepsplit.analyzer.diagnose.replay import (
@@ -117,7 +118,7 @@ def test_sums_that_begin_during_the_backward_are_waited_for_together(tmp_path: P
 def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name](SEED)
     write_recording(scenario, simulate(scenario.job, Noise.of(SEED)), tmp_path, Style())
-    found = split_of(tmp_path)
+    found = split_of(recording_of(tmp_path))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
     off = np.abs(play(graph_of(found)).step_ns - measured)
     assert off.max() <= NEAR_NS, SEED
@@ -135,7 +136,7 @@ def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tp2_pp2_dp2", "fsdp4", "pp2_m8", "built_zero_bubble"])
 def test_recorded_runs_replay_to_the_nanosecond(name: str) -> None:
-    found = split_of(Path(__file__).parents[2] / "sample_traces" / name)
+    found = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
     assert np.abs(play(graph_of(found)).step_ns - measured).max() == 0
 

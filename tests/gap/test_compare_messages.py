@@ -9,6 +9,7 @@ import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
 from prediction_builders import MS, prediction
+from splitting import recording_of, split_of
 
 from stepsplit.analyzer import Band, CommOp, Communication, Prediction, predict
 from stepsplit.analyzer.gap.comm_gap import (
@@ -20,17 +21,13 @@ from stepsplit.analyzer.gap.comm_gap import (
     measured_messages,
 )
 from stepsplit.analyzer.model.config_file import job_of
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.run import split_run
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NONE = Amount(0, 0)
 
 
 def measured(folder: Path) -> tuple[MeasuredMessages, ...]:
-    recording = read_recording([folder])
-    return measured_messages(split_run(recording.traces, recording.spec, ideal_bubble_fraction))
+    return measured_messages(split_of(recording_of(folder)))
 
 
 def predicted(*messages: tuple[str, str, int, int, int]) -> Prediction:
@@ -162,7 +159,7 @@ preset = "cpu"
 
 
 def of_sample(name: str, parallel: str, batch: int, framework: str) -> MessageComparison:
-    recording = read_recording([SAMPLES / name])
+    recording = recording_of(SAMPLES / name)
     assert recording.spec is not None
     text = RUN.format(
         model=recording.spec.model, parallel=parallel, batch=batch, framework=framework

@@ -29,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prediction_builders import GIB, job
 from rich.console import Console
+from splitting import RunSplit
 
 from stepsplit.analyzer import (
     Communication,
@@ -51,7 +52,6 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.gap.comm_gap import Wire
 from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
 from stepsplit.analyzer.gap.waterfall import Price, price_of
-from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard.reporters.terminal import gap_section
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from builders import GpuTrace
 from cases import for_each
+from splitting import Recording, RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import JobConfig, UsageError, predict
 from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
 from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
 from stepsplit.analyzer.model.config_decode import TomlTable, table_of
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
 from stepsplit.collectors.run_spec import HostInfo
 
@@ -41,8 +39,8 @@ def stated(text: str) -> TomlTable:
 
 
 def found_in(folder: Path) -> tuple[Recording, RunSplit]:
-    recording = read_recording([folder])
-    return recording, split_run(recording.traces, recording.spec, ideal_bubble_fraction)
+    recording = recording_of(folder)
+    return recording, split_of(recording)
 
 
 @pytest.fixture

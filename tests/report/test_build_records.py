@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import GpuTrace
+from cases import for_each
 
-from stepsplit.analyzer import MemoryRow, analyze
-from stepsplit.analyzer.report.build import memory_rows, profiling_slowdown
+from stepsplit.analyzer import MemoryRow, Report, analyze
 from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes, write_record
 from stepsplit.collectors.run_spec import GroupInfo, RankInfo
 
@@ -16,31 +17,45 @@ RANK = RankRecord("exp", RankInfo(0, 0, "a", 7, "cpu"), 2, "gloo")
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 
 
+def told(folder: Path, *records: RankRecord) -> Report:
+    """The report of ranks that compute in a step, each of which tells such a record."""
+    for rank, record in enumerate(records):
+        GpuTrace(rank, len(records)).step(1, 0, 100).kernel("gemm", 0, 100).write(folder)
+        where = RankInfo(rank, rank, "a", 7, "cpu")
+        write_record(folder, replace(record, rank=where, world_size=len(records)))
+    return analyze(folder)
+
+
 def timed(before: tuple[int, ...], profiled: tuple[int, ...], after: tuple[int, ...]) -> RankRecord:
     return replace(RANK, steps=StepTimes(before, profiled, after))
 
 
-def test_the_profilers_cost_is_the_median_rank_s_of_medians() -> None:
+def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> None:
     records = [
         timed((100, 100), (150, 130, 140), (100, 900)),
         timed((100,), (120,), (100, 100)),
         timed((200, 200), (220, 220), (200,)),
     ]
 
-    assert profiling_slowdown(records) == pytest.approx(0.2)
+    assert told(tmp_path, *records).run.profiling_slowdown == pytest.approx(0.2)
 
 
-def test_too_few_steps_beside_the_profiler_tell_nothing() -> None:
-    assert profiling_slowdown([]) is None
-    assert profiling_slowdown([timed((100,), (120, 120), (100,))]) is None
-    assert profiling_slowdown([timed((100, 100, 100), (), ())]) is None
+@for_each(
+    "record",
+    [RANK, timed((100,), (120, 120), (100,)), timed((100, 100, 100), (), ())],
+    ids=["no times", "too few beside the profiler", "none under it"],
+)
+def test_too_few_steps_tell_nothing_of_the_profilers_cost(
+    record: RankRecord, tmp_path: Path
+) -> None:
+    assert told(tmp_path, record).run.profiling_slowdown is None
 
 
-def test_memory_is_told_of_the_ranks_that_measured_it() -> None:
+def test_memory_is_told_of_the_ranks_that_measured_it(tmp_path: Path) -> None:
     second = replace(RANK, memory=MemoryState(8, 8, 16, 5, 50, 64))
 
-    assert memory_rows([RANK]) is None
-    assert memory_rows([RANK, second]) == (MemoryRow(0, 50, 64, 8, 8, 16, 5, None, None),)
+    assert told(tmp_path, RANK, RANK).memory is None
+    assert told(tmp_path, RANK, second).memory == (MemoryRow(1, 50, 64, 8, 8, 16, 5, None, None),)
 
 
 def test_the_records_make_up_for_a_run_json_that_is_missing(tmp_path: Path) -> None:
@@ -48,8 +63,10 @@ def test_the_records_make_up_for_a_run_json_that_is_missing(tmp_path: Path) -> N
         if path.name.startswith("rank"):
             shutil.copy(path, tmp_path)
     for rank in range(4):
-        told = replace(RANK, rank=RankInfo(rank, rank, "a", 7, "cpu"), world_size=4)
-        write_record(tmp_path, replace(told, groups=(GroupInfo("0", "default_pg", (0, 1, 2, 3)),)))
+        record = replace(RANK, rank=RankInfo(rank, rank, "a", 7, "cpu"), world_size=4)
+        write_record(
+            tmp_path, replace(record, groups=(GroupInfo("0", "default_pg", (0, 1, 2, 3)),))
+        )
 
     report = analyze(tmp_path)
 

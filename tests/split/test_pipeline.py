@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import gzip
+import re
+import shutil
 from pathlib import Path
 from statistics import quantiles
 
 import pytest
-from builders import COMM_STREAM, CpuTrace, GpuTrace
+from builders import BASE_NS, COMM_STREAM, CpuTrace, GpuTrace
 from cases import for_each
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
-from stepsplit.analyzer import RankTrace, analyze
+from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
-from stepsplit.analyzer.split.mesh import RankLayout, layout_of
 from stepsplit.analyzer.split.pipeline import (
     Box,
-    FoundBoxes,
     SeenSchedule,
-    boxes_of,
-    boxes_of_messages,
-    found_boxes,
     numbered,
     schedule_named,
     schedule_of,
     schedule_seen,
 )
-from stepsplit.collectors import Mesh
 
+MARK = re.compile(rb"stepsplit::(?=[FBIW] stage=)")
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 STAGES = [("0", "mesh_pp", [0, 1])]
 EQUAL = (1.0, 1.0, 1.0)
-TWO = RankLayout.along(Mesh.of({"pp": 2}), "run.json", [(0, 1)])
-THREE = RankLayout.along(Mesh.of({"pp": 3}), "run.json", [(0, 1, 2)])
+PHASES = ("forward", "backward", "weight")
 
 
 def order(words: str, durations: dict[str, int] | None = None) -> list[Box]:
@@ -54,12 +50,23 @@ def played(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> lis
     return [order(" ".join(f"{a.stage}{a.kind}{a.microbatch}" for a in one)) for one in orders]
 
 
-def read(folder: Path, trace: GpuTrace | CpuTrace) -> RankTrace:
-    return read_recording([trace.write(folder)], 1).traces[0]
+Marked = tuple[int, str, int, float, float]
+"""(stage, phase, microbatch, start, end) of a box, in microseconds."""
 
 
-def us(stage: int, microbatch: int, phase: str, start: float, end: float) -> Box:
-    return Box(stage, microbatch, phase, round(start * 1000), round(end * 1000))
+def boxes_of(place: Path) -> list[tuple[int, Marked]]:
+    """The boxes of the recording, each with its rank; times as the traces state them."""
+    found = examine([place])
+    shown, begun = found.tables.boxes, int(found.report.run.t0_unix_ns) - BASE_NS
+    columns = (shown.rank, shown.stage, shown.phase, shown.microbatch, shown.start_ns, shown.dur_ns)
+    return [
+        (rank, (stage, PHASES[phase], mb, (begun + start) / 1000, (begun + start + ns) / 1000))
+        for rank, stage, phase, mb, start, ns in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+
+
+def boxes(folder: Path, trace: GpuTrace | CpuTrace) -> list[Marked]:
+    return [box for _, box in boxes_of(trace.write(folder))]
 
 
 def autograd(trace: GpuTrace, start: float, end: float, *kernels: tuple[float, float]) -> GpuTrace:
@@ -226,27 +233,26 @@ def test_what_people_and_torch_call_a_schedule_is_one_name() -> None:
 def test_a_forward_and_a_backward_at_once_are_two_boxes(tmp_path: Path) -> None:
     trace = CpuTrace(0, 1).op("aten::mm", 0, 40).annotation("PP:0F0", 0, 10)
     trace.annotation("PP:(0F1;3B0)OVERLAP_F_B", 10, 40).annotation("PP:(0F2)OVERLAP", 41, 42)
-    assert boxes_of(read(tmp_path, trace)) == (
-        us(0, 0, "forward", 0, 10),
-        us(0, 1, "forward", 10, 40),
-        us(3, 0, "backward", 10, 40),
-    )
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 0, 10),
+        (0, "forward", 1, 10, 40),
+        (3, "backward", 0, 10, 40),
+    ]
 
 
 def test_torchs_gpipe_marks_are_boxes_of_the_ranks_own_stage(tmp_path: Path) -> None:
     trace = CpuTrace(1, 2, STAGES).op("aten::mm", 0, 40)
     trace.annotation("Forward 0", 0, 10).annotation("Backward 0", 20, 40)
-    found = read(tmp_path, trace)
-    boxes = (us(1, 0, "forward", 0, 10), us(1, 0, "backward", 20, 40))
-    assert found_boxes(found, TWO) == FoundBoxes(boxes, "annotations")
-    assert found_boxes(found, RankLayout.along(None, None, ())) == FoundBoxes((), None)
+    assert boxes(tmp_path, trace) == [(1, "forward", 0, 0, 10), (1, "backward", 0, 20, 40)]
+    trace.groups = [("0", "mesh_tp", [0, 1])]
+    assert boxes(tmp_path, trace) == []
 
 
 def test_a_mark_that_a_device_shows_on_two_streams_is_one_box(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=STAGES).message("recv", 1, 0, 60).kernel("gemm", 60, 90)
     trace.gpu_annotation("PP:0F0", 60, 90)
     trace._add("PP:0F0", "gpu_user_annotation", 0, 60, tid=COMM_STREAM)
-    assert boxes_of(read(tmp_path, trace)) == (us(0, 0, "forward", 60, 90),)
+    assert boxes(tmp_path, trace) == [(0, "forward", 0, 60, 90)]
 
 
 # Boxes that messages tell.
@@ -265,14 +271,14 @@ def test_on_the_first_stage_a_forward_follows_a_backward_where_autograd_ends(
     autograd(trace, 11, 14, (100, 120)).message("recv", 1, 120, 130, launched=15)
     autograd(trace, 16, 19, (130, 150)).kernel("clip", 150, 155, launched=20)
     trace.annotation("Optimizer.step#AdamW.step", 21, 25).kernel("adam", 155, 170, launched=22)
-    assert boxes_of_messages(read(tmp_path, trace), TWO) == (
-        us(0, 0, "forward", 10, 20),
-        us(0, 1, "forward", 25, 35),
-        us(0, 0, "backward", 60, 80),
-        us(0, 2, "forward", 80, 90),
-        us(0, 1, "backward", 100, 120),
-        us(0, 2, "backward", 130, 150),
-    )
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 10, 20),
+        (0, "forward", 1, 25, 35),
+        (0, "backward", 0, 60, 80),
+        (0, "forward", 2, 80, 90),
+        (0, "backward", 1, 100, 120),
+        (0, "backward", 2, 130, 150),
+    ]
 
 
 def test_on_the_last_stage_a_backward_begins_where_autograd_does_and_steps_count_anew(
@@ -284,16 +290,12 @@ def test_on_the_last_stage_a_backward_begins_where_autograd_does_and_steps_count
         trace.kernel("gemm", t + 20, t + 30, launched=t + 2)
         trace.kernel("loss", t + 30, t + 32, launched=t + 3)
         autograd(trace, t + 4, t + 8, (t + 32, t + 60)).message("send", 0, t + 60, t + 70)
-    found = found_boxes(read(tmp_path, trace), TWO)
-    assert found == FoundBoxes(
-        (
-            us(1, 0, "forward", 20, 32),
-            us(1, 0, "backward", 32, 60),
-            us(1, 0, "forward", 220, 232),
-            us(1, 0, "backward", 232, 260),
-        ),
-        "messages",
-    )
+    assert boxes(tmp_path, trace) == [
+        (1, "forward", 0, 20, 32),
+        (1, "backward", 0, 32, 60),
+        (1, "forward", 0, 220, 232),
+        (1, "backward", 0, 232, 260),
+    ]
 
 
 def test_between_stages_each_message_ends_a_box_even_if_its_batch_names_no_peer(
@@ -306,26 +308,24 @@ def test_between_stages_each_message_ends_a_box_even_if_its_batch_names_no_peer(
     trace.kernel("ncclDevKernel_SendRecv", 20, 40, launched=13, stream=COMM_STREAM)
     autograd(trace, 14, 16, (40, 70)).kernel("cast", 70, 72, launched=17)
     trace.message("send", 0, 72, 75, launched=18).kernel("clip", 80, 85, launched=19)
-    assert boxes_of_messages(read(tmp_path, trace), THREE) == (
-        us(1, 0, "forward", 12, 20),
-        us(1, 0, "backward", 40, 72),
-    )
+    assert boxes(tmp_path, trace) == [
+        (1, "forward", 0, 12, 20),
+        (1, "backward", 0, 40, 72),
+    ]
 
 
 def test_communication_within_the_stage_belongs_to_the_box_and_that_of_gradients_does_not(
     tmp_path: Path,
 ) -> None:
-    mesh = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
-    layout = RankLayout.along(mesh, "run.json", [(0, 4), (1, 5), (2, 6), (3, 7)])
-    groups = [("0", "", [0, 4]), ("1", "", [0, 1]), ("2", "", [0, 2])]
+    groups = [("0", "mesh_pp", [0, 4]), ("1", "mesh_tp", [0, 1]), ("2", "mesh_dp", [0, 2])]
     trace = GpuTrace(0, 8, groups=groups).step(1, 0, 200).kernel("gemm", 10, 20)
     trace.all_reduce(20, 30, group="1", launched=11).message("send", 4, 30, 35)
     trace.message("recv", 4, 40, 60)
     autograd(trace, 61, 65, (65, 90)).all_reduce(90, 120, group="2", launched=64)
-    assert boxes_of_messages(read(tmp_path, trace), layout) == (
-        us(0, 0, "forward", 10, 30),
-        us(0, 0, "backward", 65, 90),
-    )
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 10, 30),
+        (0, "backward", 0, 65, 90),
+    ]
 
 
 def test_a_step_of_which_messages_do_not_tell_both_ways_has_no_boxes(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_step_of_which_messages_do_not_tell_both_ways_has_no_boxes(tmp_path: P
     trace.kernel("gemm", 12, 20).message("send", 2, 20, 25).message("recv", 2, 25, 40)
     autograd(trace, 41, 43, (43, 60)).message("send", 0, 60, 65)
     autograd(trace, 66, 68, (68, 80)).message("recv", 0, 90, 95)
-    assert boxes_of_messages(read(tmp_path, trace), THREE) == ()
+    assert boxes(tmp_path, trace) == []
 
 
 def test_messages_from_the_last_rank_to_the_first_are_of_several_chunks(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_messages_from_the_last_rank_to_the_first_are_of_several_chunks(tmp_path
     trace.message("recv", 2, 15, 20).kernel("gemm", 20, 30).message("send", 1, 30, 35)
     autograd(trace.message("recv", 1, 35, 40), 41, 43, (43, 50)).message("send", 2, 50, 55)
     autograd(trace.message("recv", 1, 55, 60), 61, 63, (63, 70))
-    assert boxes_of_messages(read(tmp_path, trace), THREE) == ()
+    assert boxes(tmp_path, trace) == []
 
 
 def test_the_optimizer_between_two_steps_that_nothing_marks_is_in_no_box(tmp_path: Path) -> None:
@@ -354,47 +354,57 @@ def test_the_optimizer_between_two_steps_that_nothing_marks_is_in_no_box(tmp_pat
         trace.message("recv", 1, t + 15, t + 30)
         autograd(trace, t + 31, t + 33, (t + 33, t + 50)).kernel("adam", t + 60, t + 90)
         trace.annotation("Optimizer.step#AdamW.step", t + 55, t + 95)
-    assert boxes_of_messages(read(tmp_path, trace), TWO) == (
-        us(0, 0, "forward", 0, 10),
-        us(0, 0, "backward", 33, 50),
-        us(0, 1, "forward", 100, 110),
-        us(0, 1, "backward", 133, 150),
-    )
+    assert boxes(tmp_path, trace) == [
+        (0, "forward", 0, 0, 10),
+        (0, "backward", 0, 33, 50),
+        (0, "forward", 1, 100, 110),
+        (0, "backward", 1, 133, 150),
+    ]
 
 
 def test_the_end_of_a_backward_that_began_before_the_trace_is_no_box(tmp_path: Path) -> None:
     trace = autograd(GpuTrace(0, 2, groups=STAGES), 0, 2, (2, 9)).kernel("gemm", 10, 20)
     trace.message("send", 1, 20, 25).message("recv", 1, 25, 40)
-    assert boxes_of_messages(read(tmp_path, autograd(trace, 41, 43, (43, 60))), TWO) == (
-        us(0, 0, "forward", 10, 20),
-        us(0, 0, "backward", 43, 60),
-    )
+    assert boxes(tmp_path, autograd(trace, 41, 43, (43, 60))) == [
+        (0, "forward", 0, 10, 20),
+        (0, "backward", 0, 43, 60),
+    ]
 
 
 def test_a_rank_that_launched_nothing_has_no_boxes(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=STAGES).message("send", 1, 10, 15)
-    assert boxes_of_messages(read(tmp_path, trace), TWO) == ()
+    assert boxes(tmp_path, trace) == []
 
 
 def test_a_rank_outside_of_any_pipeline_has_no_boxes(tmp_path: Path) -> None:
-    trace = GpuTrace(0, 2, groups=STAGES).kernel("gemm", 0, 10).message("send", 1, 10, 15)
-    assert boxes_of_messages(read(tmp_path, trace), RankLayout.along(None, None, ())) == ()
+    """The same events make two boxes where the ranks are stages."""
+    for name, count in (("mesh_pp", 2), ("mesh_tp", 0)):
+        trace = GpuTrace(0, 2, groups=[("0", name, [0, 1])]).kernel("gemm", 10, 20)
+        trace.message("send", 1, 20, 25).message("recv", 1, 25, 40)
+        assert len(boxes(tmp_path, autograd(trace, 41, 43, (43, 60)))) == count
 
 
 @pytest.mark.parametrize("name", ["pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2"])
-def test_in_real_recordings_messages_tell_the_boxes_that_annotations_mark(name: str) -> None:
+def test_in_real_recordings_messages_tell_the_boxes_that_annotations_mark(
+    name: str, tmp_path: Path
+) -> None:
     """In the same order, most edges within 0.4 ms of boxes that last 12 to 70 ms."""
-    recording = read_recording([SAMPLES / name], 1)
-    layout = layout_of(recording.spec, recording.traces)
-    apart = []
-    for trace in recording.traces:
-        marked, told = boxes_of(trace), boxes_of_messages(trace, layout)
-        assert [(b.stage, b.phase, b.microbatch) for b in told] == [
-            (b.stage, b.phase, b.microbatch) for b in marked
-        ]
-        for one, other in zip(told, marked, strict=True):
-            apart += [abs(one.start_ns - other.start_ns), abs(one.end_ns - other.end_ns)]
-    assert quantiles(apart, n=10)[7] < 400_000
+    for file in (SAMPLES / name).iterdir():
+        if file.name.endswith("_trace.json.gz"):
+            text = gzip.decompress(file.read_bytes())
+            unmarked, marks = MARK.subn(b"unmarked", text)
+            assert marks
+            (tmp_path / file.name).write_bytes(gzip.compress(unmarked, 1))
+        else:
+            shutil.copy(file, tmp_path)
+    marked, told = boxes_of(SAMPLES / name), boxes_of(tmp_path)
+    assert [(rank, *box[:3]) for rank, box in told] == [(rank, *box[:3]) for rank, box in marked]
+    apart = [
+        abs(one - other)
+        for (_, own), (_, known) in zip(told, marked, strict=True)
+        for one, other in zip(own[3:], known[3:], strict=True)
+    ]
+    assert quantiles(apart, n=10)[7] < 400
 
 
 # The report.

@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 from builders import GpuTrace
+from cases import for_each
 from ground_truth import SEED
 from planted_causes import told
 from replay_builders import scene
 from simulator.planted import PLANTED
 
-from stepsplit.analyzer import analyze
-from stepsplit.analyzer.diagnose.causes import late_hosts, said_of, uneven_shares
-from stepsplit.analyzer.diagnose.comm_causes import (
-    Backwards,
-    lost_overlap,
-    needless_calls,
-    slow_links,
-)
-from stepsplit.collectors.rank_record import GpuState, RankRecord
+from stepsplit.analyzer import Finding, analyze
+from stepsplit.analyzer.diagnose.comm_causes import Backwards
+from stepsplit.collectors.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.run_spec import RankInfo
 
 QUICK = (
@@ -30,6 +25,10 @@ QUICK = (
     "nothing tp_dp",
 )
 PAIR = [("0", "mesh_tp", [0, 1])]
+
+
+def findings(folder: Path, *traces: GpuTrace) -> tuple[Finding, ...]:
+    return analyze(*(trace.write(folder) for trace in traces)).findings
 
 
 SLOW = [
@@ -60,21 +59,21 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
         if busy > 40:
             trace.kernel("more", 40, 80)
         traces.append(trace.all_reduce(busy, 90).kernel("adam", 90, 100))
-    (found,) = uneven_shares(scene(tmp_path, *traces))
+    (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 16_889)
     assert "28.6 % more" in found.message
 
 
 def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
-    """Rank 0 runs nothing from 20 to 60, rank 1 is there at 30."""
+    """Rank 0 runs nothing from 20 to 60, rank 1 is there at 30. There is no time in which all
+    ranks run nothing, so host_bound is no finding."""
     late = GpuTrace(0, 2, groups=PAIR).step(1, 0, 90)
     late.kernel("a", 0, 20).kernel("b", 60, 70, launched=60).all_reduce(70, 80)
     late.kernel("adam", 80, 90)
     early = GpuTrace(1, 2, groups=PAIR).step(1, 0, 90)
     early.kernel("a", 0, 20).kernel("b", 20, 30).all_reduce(30, 80).kernel("adam", 80, 90)
-    stall, bound = late_hosts(scene(tmp_path, late, early))
+    (stall,) = findings(tmp_path, late, early)
     assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (0,), 40_000)
-    assert (bound.code, bound.gain_ns) == ("host_bound", 0)
 
 
 def test_a_link_is_slow_beside_others_that_carry_the_same(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_link_is_slow_beside_others_that_carry_the_same(tmp_path: Path) -> Non
             trace.kernel("gemm", at, at + 10)
             trace.all_reduce(at + 10, at + 10 + took, group=str(first // 2))
         traces.append(trace.kernel("adam", 4 * (took + 10), 4 * (took + 10) + 10))
-    (found,) = slow_links(scene(tmp_path, *traces))
+    (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks) == ("slow_link", (2, 3))
     assert found.gain_ns == 20_000, "of 40 on two of four ranks"
     assert "2.0 times as slowly between ranks 2, 3" in found.message
@@ -102,7 +101,7 @@ def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
         trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 110)
         trace.kernel("a", 0, 40).all_reduce(40, 60).kernel("b", 40, 80).all_reduce(80, 100)
         traces.append(trace.kernel("adam", 100, 110))
-    assert lost_overlap(scene(tmp_path, *traces)) == []
+    assert findings(tmp_path, *traces) == ()
 
 
 def test_gathers_of_fully_sharded_weights_are_needed_twice(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_gathers_of_fully_sharded_weights_are_needed_twice(tmp_path: Path) -> No
         trace.collective("AllGather", "all_gather_into_tensor", 30, 40).kernel("b", 40, 70)
         trace.collective("ReduceScatter", "reduce_scatter_tensor", 70, 80)
         traces.append(trace.kernel("adam", 80, 100))
-    assert needless_calls(scene(tmp_path, *traces)) == []
+    assert findings(tmp_path, *traces) == ()
 
 
 def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Path) -> None:
@@ -122,21 +121,44 @@ def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Pat
     assert analyze(trace.write(tmp_path)).findings == ()
 
 
-def test_a_slow_device_says_why_where_its_clock_was_read() -> None:
-    """Rank 1 ran at 1,200 MHz, hot; the others at 1,980."""
-    records = [
-        RankRecord(
-            "job", RankInfo(rank, rank, "node0", 1, "cuda"), 3, "nccl",
-            gpu=(GpuState(0, sm_clock_mhz=1200 if rank == 1 else 1980,
-                          throttle_reasons=0x40 if rank == 1 else 0x1),),
+@for_each(
+    ("clocks_mhz", "why"),
+    [
+        (
+            (1980, 1200, 1980),
+            "; its SM clock is 1,200 MHz, the median rank's 1,980; throttled: too hot, by hardware",
+        ),
+        ((1200, 1980, 1980), ""),
+        ((), ""),
+    ],
+    ids=["hot", "another is hot", "not read"],
+)
+def test_a_slow_device_says_why_where_its_clock_was_read(
+    clocks_mhz: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    """Rank 1 takes 14 us for a gemm, the others 10."""
+    traces = [GpuTrace(rank, 3, groups=[("0", "mesh_tp", [0, 1, 2])]) for rank in range(3)]
+    for rank, trace in enumerate(traces):
+        took = 14 if rank == 1 else 10
+        for step in (1, 2):
+            at = 300 * step
+            trace.step(step, at, at + 190)
+            for i in range(12):
+                trace.kernel("gemm", at + took * i, at + took * i + took)
+            trace.all_reduce(at + 12 * took, at + 180).kernel("adam", at + 180, at + 190)
+        trace.write(tmp_path)
+    for rank, clock in enumerate(clocks_mhz):
+        reasons = 0x40 if clock == 1200 else 0x1
+        where, gpu = (
+            RankInfo(rank, rank, "node0", 1, "cuda"),
+            GpuState(0, sm_clock_mhz=clock, throttle_reasons=reasons),
         )
-        for rank in range(3)
-    ]  # fmt: skip
-    assert said_of(records, 1) == (
-        "its SM clock is 1,200 MHz, the median rank's 1,980; throttled: too hot, by hardware"
+        write_record(tmp_path, RankRecord("job", where, 3, "nccl", gpu=(gpu,)))
+    (slow,) = (one for one in analyze(tmp_path).findings if one.code == "slow_rank")
+    assert slow.message == (
+        "rank 1 computes slowly and all wait for it: "
+        f"its gemm kernels take 1.40 times as long as its peers'{why}"
     )
-    assert said_of(records, 0) == ""
-    assert said_of([], 1) == ""
 
 
 @pytest.mark.parametrize(("passes", "begin"), [(1, 30_000), (3, 70_000)])

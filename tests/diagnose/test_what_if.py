@@ -9,10 +9,8 @@ from statistics import mean
 import pytest
 from builders import GpuTrace
 from cases import for_each
-from replay_builders import scene
 
-from stepsplit.analyzer import UsageError, WhatIfChange, analyze, what_if
-from stepsplit.analyzer.diagnose.what_if import EXAMPLES, change_of, replayed
+from stepsplit.analyzer import UsageError, analyze, what_if
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -24,15 +22,18 @@ def mean_step_ns(name: str) -> float:
     return mean(row.step_ns for row in analyze(SAMPLES / name).steps if row.kind == "full")
 
 
-@for_each("words", EXAMPLES)
-def test_a_change_is_written_as_it_is_read(words: str) -> None:
-    assert str(change_of(words)) == words
+def test_a_change_is_written_as_it_is_read() -> None:
+    words = ["even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap"]
+    words += ["link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2"]
+    found = what_if(SAMPLES / "tp2_pp2_dp2", changes=words)
+    assert [str(row.change) for row in found.changes] == words
 
 
 @for_each("words", ["", "link:tp", "link:tp=0", "microbatches=0", "faster"])
-def test_other_words_are_refused_and_shown_how(words: str) -> None:
+def test_other_words_are_refused_and_shown_how(words: str, tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 10)
     with pytest.raises(UsageError, match="microbatches=8"):
-        change_of(words)
+        what_if(trace.write(tmp_path), changes=[words])
 
 
 def test_the_replay_of_more_microbatches_is_the_run_that_was_recorded_with_them() -> None:
@@ -53,8 +54,8 @@ def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace = GpuTrace(rank, 2, groups=groups).step(1, 0, 60)
         traces.append(trace.kernel("gemm", 0, 40).all_reduce(40, 50).kernel("adam", 50, 60))
-    found = scene(tmp_path, *traces)
-    assert found.gain_ns(replayed(found, WhatIfChange("replicas", count=2))) == -5_000
+    found = what_if(*(trace.write(tmp_path) for trace in traces), changes=["replicas=2"])
+    assert [row.gain_ns for row in found.changes] == [-5_000]
 
 
 def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
@@ -63,9 +64,9 @@ def test_stages_made_even_share_their_work(tmp_path: Path) -> None:
     for rank, busy in ((0, 20), (1, 60)):
         trace = GpuTrace(rank, 2, groups=[("0", "mesh_pp", [0, 1])]).step(1, 0, 70)
         traces.append(trace.kernel("gemm", 0, busy).all_reduce(busy, 70))
-    found = scene(tmp_path, *traces)
-    assert found.mean_ns == 40_000, "a step ends with its compute"
-    assert found.gain_ns(replayed(found, WhatIfChange("even-stages"))) == 0
+    found = what_if(*(trace.write(tmp_path) for trace in traces), changes=["even-stages"])
+    assert found.step_ns == 40_000, "a step ends with its compute"
+    assert [row.gain_ns for row in found.changes] == [0]
 
 
 def test_a_link_that_is_not_there_is_named() -> None:

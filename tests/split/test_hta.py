@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from required import SHARED_TRACES, absent, shared_trace
+from splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
 from stepsplit.analyzer.arrays import Intervals, overlap_ns, union, without
 from stepsplit.analyzer.hta import in_hta, open_in_hta
-from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.attribute import IDLE, attribute
 from stepsplit.analyzer.split.classify import work_of
 from stepsplit.analyzer.split.steps import StepWindow
@@ -139,7 +139,7 @@ def real_traces() -> list[Any]:
 def trace_of(name: str) -> RankTrace:
     """The one rank in a shared file."""
     folder, _, file = name.partition("/")
-    return read_recording([shared_trace(folder) / file]).traces[0]
+    return recording_of(shared_trace(folder) / file).traces[0]
 
 
 def loaded_by_hta(name: str, folder: Path, mark: str = "Profiled") -> TraceAnalysis:

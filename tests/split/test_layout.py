@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
+from splitting import recording_of
 
 from stepsplit.analyzer import Group, RankTrace, analyze
-from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.mesh import RankLayout, layout_of
 from stepsplit.analyzer.split.mesh_groups import Named, named
 from stepsplit.collectors import Mesh, RunSpec
@@ -129,7 +129,7 @@ def read(folder: Path, *traces: GpuTrace | CpuTrace) -> RankLayout:
 
 
 def recorded(folder: Path) -> tuple[RankTrace, ...]:
-    return read_recording([folder]).traces
+    return recording_of(folder).traces
 
 
 @for_each(

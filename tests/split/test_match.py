@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 from builders import BASE_NS, GpuTrace
+from splitting import recording_of
 
-from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.matching import CallSequence, Matched, match, paired
 
 PAIR = [("0", "", [0, 1])]
@@ -25,7 +25,7 @@ def sequence(sizes: list[int], ends: list[int]) -> CallSequence:
 def matched(tmp_path: Path, *traces: GpuTrace) -> Matched:
     for trace in traces:
         trace.write(tmp_path)
-    return match(read_recording([tmp_path]).traces)
+    return match(recording_of(tmp_path).traces)
 
 
 def test_windows_that_begin_apart_are_told_by_ends_that_keep_one_distance() -> None:

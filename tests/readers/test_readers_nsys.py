@@ -14,9 +14,7 @@ from reading import on_disk
 from required import shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
-from stepsplit.analyzer.split.run import split_run
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -188,20 +186,19 @@ def test_a_column_that_an_age_lacks_is_no_error(tmp_path: Path) -> None:
 
 def test_two_ranks_meet_in_an_all_reduce(tmp_path: Path) -> None:
     """Rank 1 computes 20 us longer; the data moves 10 us; both then compute 5 us."""
-    traces = []
     for rank, late in ((0, 0), (1, 20_000)):
         export = Export().range("ProfilerStep#3", 1_000, 90_000)
         export.kernel("gemm", 2_000, 32_000 + late, launched=1_500)
         export.range("ncclAllReduce", 3_000, 3_900)
         export.kernel(ALL_REDUCE, 32_000 + late, 62_000, launched=3_500, stream=20)
         export.kernel("adam", 62_000, 67_000, launched=4_000)
-        traces.append(read(export, tmp_path, f"rank{rank}.sqlite"))
-    split = split_run(traces, None, ideal_bubble_fraction)
-    early, late_rank = (rank.steps[0].split for rank in split.ranks)
+        export.write(tmp_path / f"rank{rank}.sqlite")
+    found = analyze(tmp_path)
+    early, late_rank = found.steps
     assert (early.compute_ns, early.skew_ns, early.collective_ns) == (35_000, 20_000, 10_000)
     assert (late_rank.compute_ns, late_rank.skew_ns, late_rank.collective_ns) == (55_000, 0, 10_000)
     assert early.step_ns == late_rank.step_ns
-    assert [(row.op, row.count) for row in split.collectives] == [("all_reduce", 1)]
+    assert [(row.op, row.count) for row in found.collectives] == [("all_reduce", 1)]
 
 
 def test_the_members_of_a_communicator_are_who_names_it(tmp_path: Path) -> None:

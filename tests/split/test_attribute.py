@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
+from builders import CpuTrace, GpuTrace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer import BUCKETS, Split
+from stepsplit.analyzer import BUCKETS, Report, Split, analyze, examine
 from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.split.attribute import attribute
 from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW, Pieces
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Pieces
 
 Span = tuple[int, int]
+Does = Callable[[GpuTrace], object]
 Piece = tuple[int, int, int, int]
 """(bucket, start, end, end of the whole call)"""
 
@@ -40,57 +45,123 @@ def split(compute: list[Span], *calls: Piece, copy: list[Span] = []) -> Split:  
     return attribute([window], work(compute, copy), pieces(*calls)).splits[0]
 
 
-def test_a_transfer_between_two_kernels_is_exposed() -> None:
-    assert split([(0, 40), (60, 100)], (COLLECTIVE, 40, 55, 55)) == Split(
-        compute_ns=80, collective_ns=15, idle_ns=5
+def report(folder: Path, *traces: GpuTrace | CpuTrace) -> Report:
+    for trace in traces:
+        trace.write(folder)
+    return analyze(folder)
+
+
+def split_of(folder: Path, own: Does, other: Does) -> Split:
+    """The split of rank 0, which does its own, in a step of 100 us; rank 1 does the other's."""
+    groups = [("tp", "mesh_tp", [0, 1])]
+    one, two = (GpuTrace(rank, 2, groups=groups).step(1, 0, 100) for rank in (0, 1))
+    own(one)
+    other(two)
+    return report(folder, one, two).steps[0].split
+
+
+def both(folder: Path, compute: list[Span], start: int, end: int) -> Split:
+    """The split of two ranks that do the same: kernels, and an all-reduce from start to end."""
+
+    def does(trace: GpuTrace) -> None:
+        for begin, done in compute:
+            trace.kernel("gemm", begin, done)
+        trace.all_reduce(start, end, group="tp", launched=0)
+
+    return split_of(folder, does, does)
+
+
+def us(**buckets: int) -> Split:
+    return Split(**{f"{name}_ns": 1000 * took for name, took in buckets.items()})
+
+
+def test_a_transfer_between_two_kernels_is_exposed(tmp_path: Path) -> None:
+    found = both(tmp_path, [(0, 40), (60, 100)], 40, 55)
+    assert found == us(compute=80, collective=15, idle=5)
+
+
+def test_a_transfer_under_a_kernel_is_hidden_and_costs_nothing(tmp_path: Path) -> None:
+    assert both(tmp_path, [(0, 100)], 20, 50) == us(compute=100, overlapped=30)
+
+
+def test_communication_still_open_when_compute_resumes_blocked_nothing(tmp_path: Path) -> None:
+    found = both(tmp_path, [(0, 40), (60, 100)], 30, 80)
+    assert found == us(compute=80, idle=20, overlapped=30)
+
+
+def test_only_the_gap_in_which_a_call_ends_was_held_up_by_it(tmp_path: Path) -> None:
+    """Rank 0 waits from 5 until rank 1 comes at 45, in three gaps of compute."""
+
+    def waits(trace: GpuTrace) -> None:
+        trace.kernel("gemm", 0, 10).kernel("gemm", 20, 30).kernel("gemm", 50, 100)
+        trace.all_reduce(5, 46, group="tp", launched=0)
+
+    found = split_of(
+        tmp_path, waits, lambda trace: trace.kernel("gemm", 0, 45).all_reduce(45, 46, group="tp")
+    )
+    assert found == us(compute=70, collective=1, skew=15, idle=14)
+
+
+def test_a_call_that_ends_as_compute_resumes_held_it_up(tmp_path: Path) -> None:
+    found = split_of(
+        tmp_path,
+        lambda trace: (
+            trace.kernel("gemm", 0, 40)
+            .message("send", 1, 40, 60, group="tp")
+            .kernel("gemm", 60, 100)
+        ),
+        lambda trace: trace.kernel("gemm", 0, 40).message("recv", 0, 40, 60, group="tp"),
+    )
+    assert found == us(compute=80, p2p=20)
+
+
+def test_waiting_comes_after_moving_and_before_copies(tmp_path: Path) -> None:
+    """Rank 0 sums with rank 1 from 10 to 30, waits for it from 20 until 50, and from 40 until 70
+    for a message of rank 2, of the other stage; a copy runs from 60 to 80."""
+    groups = {
+        0: [("a", "mesh_tp", [0, 1]), ("b", "more", [0, 1]), ("c", "mesh_pp", [0, 2])],
+        1: [("a", "mesh_tp", [0, 1]), ("b", "more", [0, 1])],
+        2: [("c", "mesh_pp", [0, 2])],
+    }
+    own, fellow, before = (GpuTrace(r, 4, groups=groups[r]).step(1, 0, 100) for r in range(3))
+    own.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(20, 51, group="b")
+    own.message("recv", 2, 40, 71, group="c").memcpy(60, 80).kernel("gemm", 90, 100)
+    fellow.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(50, 51, group="b")
+    before.kernel("gemm", 0, 70).message("send", 0, 70, 71, group="c")
+    assert report(tmp_path, own, fellow, before).steps[0].split == us(
+        compute=20, collective=21, skew=20, p2p=1, bubble=19, copy=9, idle=10
     )
 
 
-def test_a_transfer_under_a_kernel_is_hidden_and_costs_nothing() -> None:
-    assert split([(0, 100)], (COLLECTIVE, 20, 50, 50)) == Split(compute_ns=100, overlapped_ns=30)
+def test_steps_cut_what_crosses_them(tmp_path: Path) -> None:
+    """On gloo a step ends where the host says so: here in the middle of rank 0's wait."""
+    for rank, came in ((0, 30), (1, 70)):
+        trace = CpuTrace(rank, 2, [("0", "mesh_tp", [0, 1])]).step(1, 0, 50).step(2, 50, 100)
+        trace.op("aten::mm", 0, 20).op("aten::mm", 80, 100)
+        trace.all_reduce(came - 0.5, came, 71, group="0", seq=1, tid=300).write(tmp_path)
+    first, second = (row.split for row in analyze(tmp_path).steps if row.rank == 0)
+    assert first == us(compute=20, skew=20, idle=10)
+    assert second == us(compute=20, skew=20, collective=1, idle=9)
 
 
-def test_communication_still_open_when_compute_resumes_blocked_nothing() -> None:
-    found = split([(0, 40), (60, 100)], (COLLECTIVE, 30, 80, 80))
-    assert found == Split(compute_ns=80, idle_ns=20, overlapped_ns=30)
+def test_of_two_open_calls_the_one_that_began_first_owns_the_instant(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 from 10 to 40, and for rank 2 from 20 to 60."""
+    one, two = ("a", "one", [0, 1]), ("b", "two", [0, 2])
+    own = GpuTrace(0, 3, groups=[one, two]).step(1, 0, 100).kernel("gemm", 0, 10)
+    own.all_reduce(10, 41, group="a").all_reduce(20, 61, group="b").kernel("gemm", 61, 100)
+    first = GpuTrace(1, 3, groups=[one]).step(1, 0, 100).kernel("gemm", 0, 40)
+    last = GpuTrace(2, 3, groups=[two]).step(1, 0, 100).kernel("gemm", 0, 60)
+    places = [
+        own.write(tmp_path),
+        first.all_reduce(40, 41, group="a").write(tmp_path),
+        last.all_reduce(60, 61, group="b").write(tmp_path),
+    ]
+    waits = examine(places).tables.waits
+    rows = zip(waits.owner.tolist(), waits.start_ns.tolist(), waits.dur_ns.tolist(), strict=True)
+    assert list(rows) == [(1, 10_000, 30_000), (2, 41_000, 19_000)]
 
 
-def test_only_the_gap_in_which_a_call_ends_was_held_up_by_it() -> None:
-    found = split([(0, 10), (20, 30), (50, 100)], (SKEW, 5, 45, 45))
-    assert found == Split(compute_ns=70, skew_ns=15, idle_ns=15)
-
-
-def test_a_call_that_ends_as_compute_resumes_held_it_up() -> None:
-    assert split([(0, 40), (60, 100)], (P2P, 40, 60, 60)) == Split(compute_ns=80, p2p_ns=20)
-
-
-def test_waiting_comes_after_moving_and_before_copies() -> None:
-    found = split(
-        [(0, 10), (90, 100)],
-        (COLLECTIVE, 10, 30, 30), (SKEW, 20, 50, 50), (BUBBLE, 40, 70, 70), copy=[(60, 80)],
-    )  # fmt: skip
-    assert found == Split(
-        compute_ns=20, collective_ns=20, skew_ns=20, bubble_ns=20, copy_ns=10, idle_ns=10
-    )
-
-
-def test_windows_cut_what_crosses_them() -> None:
-    windows = [StepWindow(1, "full", 0, 50), StepWindow(2, "full", 50, 100)]
-    found = attribute(windows, work([(0, 20), (80, 100)]), pieces((SKEW, 30, 70, 70)))
-    assert found.splits == (
-        Split(compute_ns=20, skew_ns=20, idle_ns=10),
-        Split(compute_ns=20, skew_ns=20, idle_ns=10),
-    )
-
-
-def test_of_two_open_calls_the_one_that_began_first_owns_the_instant() -> None:
-    window = StepWindow(0, "full", 0, 100)
-    found = attribute([window], work([]), pieces((SKEW, 20, 60, 60), (SKEW, 10, 40, 40)))
-    owned = found.exposed
-    rows = zip(owned.call.tolist(), owned.start_ns.tolist(), owned.end_ns.tolist(), strict=True)
-    assert list(rows) == [
-        (1, 10, 40), (0, 40, 60),
-    ]  # fmt: skip
+# The definition, on any intervals.
 
 
 span = st.tuples(st.integers(0, 99), st.integers(1, 40)).map(lambda s: (s[0], s[0] + s[1]))

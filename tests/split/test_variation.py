@@ -119,3 +119,10 @@ def test_without_a_full_step_on_every_rank_nothing_is_said_of_the_run(tmp_path: 
     found = analyzed(tmp_path, computing(0, {1: 100}), computing(1, {2: 100}))
     assert [row.rank for row in found.step_times] == [0, 1]
     assert found.slow_steps == ()
+
+
+def test_a_recording_without_steps_says_nothing_of_them(tmp_path: Path) -> None:
+    """The one step that is marked launched only what runs after it."""
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 20, 30, launched=15)
+    found = analyzed(tmp_path, trace)
+    assert (found.steps, found.step_times, found.slow_steps) == ((), (), ())

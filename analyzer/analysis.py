@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -21,102 +22,17 @@ from stepsplit.analyzer.readers.recording import (
     read_recording_files,
 )
 from stepsplit.analyzer.readers.workers import Progress, no_progress
-from stepsplit.analyzer.regression.checks import DEFAULT, Verdict, budgets_of
-from stepsplit.analyzer.regression.compare import RunComparison, compare_reports
-from stepsplit.analyzer.regression.judge import judge
-from stepsplit.analyzer.regression.metrics import RunFacts, facts_of, is_baseline, read_baseline
+from stepsplit.analyzer.regression.checks import DEFAULT
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit, split_run
 
-# Places of runs in, the verdict out: what stepsplit check does, in Python.
-
-Place = str | Path
-
-
-def check_runs(
-    candidate: Sequence[Place],
-    baseline: Sequence[Place],
-    budgets: Sequence[str] = DEFAULT,
-    across_setups: bool = False,
-    rules: Rules = BUILT_IN,
-) -> Verdict:
-    """Whether the candidate's runs stay within the budgets, held against those of the baseline.
-
-    Places and rules are as in facts_at; budgets are such as "exposed_comm:5%", or TOML files.
-    Runs of another device, mesh or world size are refused, unless across_setups. Raises
-    errors.DataError and UsageError.
-    """
-    own, others = (
-        [fact for place in side for fact in facts_at(place, rules=rules)]
-        for side in (candidate, baseline)
-    )
-    return judge(own, others, budgets_of(budgets), across_setups)
-
-
-def facts_at(
-    place: Place,
-    workers: int = 1,
-    progress: Progress = no_progress,
-    run: Place | None = None,
-    rules: Rules = BUILT_IN,
-) -> tuple[RunFacts, ...]:
-    """What the gate keeps of the runs at the place: a recording as analyze takes it, a report.json
-    or its folder, or a baseline file, which may hold several.
-
-    With run, a RUN.toml or "auto", a recording is held against the model too. rules are as in
-    report_at; a baseline file keeps those that its runs were analyzed under. Raises
-    errors.DataError, and UsageError where the model needs to know more.
-    """
-    path = Path(place)
-    if is_baseline(path):
-        return read_baseline(path)
-    if run is not None:
-        return (facts_of(examine([place], workers, progress, rules, run).report, place),)
-    return (facts_of(report_at(place, workers, progress, rules), place),)
-
-
-# Two places in, what differs between their runs out.
-
-
-def compare_runs(
-    baseline: str | Path,
-    candidate: str | Path,
-    workers: int = 1,
-    progress: Progress = no_progress,
-    rules: Rules = BUILT_IN,
-) -> RunComparison:
-    """What differs between two runs, each a recording or its report as report_at takes them.
-
-    Raises errors.DataError, and UsageError where a run has no step to compare.
-    """
-    one, other = (report_at(place, workers, progress, rules) for place in (baseline, candidate))
-    return compare_reports(one, other)
-
-
-def report_at(
-    place: str | Path,
-    workers: int = 1,
-    progress: Progress = no_progress,
-    rules: Rules = BUILT_IN,
-) -> Report:
-    """The report at the place: a report.json, a folder that holds one, or else a recording (file,
-    folder, archive or URL), which is analyzed.
-
-    Under rules of one's own a folder's recording is analyzed anew. Raises errors.DataError, and
-    UsageError for such rules with a report alone.
-    """
-    path = Path(place)
-    if is_report(path):
-        if rules != BUILT_IN:
-            raise UsageError(f"{path}: a report is made already; with rules name its recording")
-        return read_report(path)
-    if rules == BUILT_IN and (path / REPORT_NAME).is_file():
-        return read_report(path)
-    return examine([place], workers, progress, rules).report
-
+if TYPE_CHECKING:
+    from stepsplit.analyzer.regression.checks import Verdict
+    from stepsplit.analyzer.regression.compare import RunComparison
+    from stepsplit.analyzer.regression.metrics import RunFacts
 
 # Files in, Report out: the whole pipeline on one page.
 
@@ -204,3 +120,97 @@ def _against(run: str | Path | None) -> _Held:
 
     stated = read_run(run)
     return lambda report, recording, found: held_against(report, recording, found, stated)
+
+
+# Two places in, what differs between their runs out.
+
+
+def compare_runs(
+    baseline: str | Path,
+    candidate: str | Path,
+    workers: int = 1,
+    progress: Progress = no_progress,
+    rules: Rules = BUILT_IN,
+) -> RunComparison:
+    """What differs between two runs, each a recording or its report as report_at takes them.
+
+    Raises errors.DataError, and UsageError where a run has no step to compare.
+    """
+    from stepsplit.analyzer.regression.compare import compare_reports
+
+    one, other = (report_at(place, workers, progress, rules) for place in (baseline, candidate))
+    return compare_reports(one, other)
+
+
+def report_at(
+    place: str | Path,
+    workers: int = 1,
+    progress: Progress = no_progress,
+    rules: Rules = BUILT_IN,
+) -> Report:
+    """The report at the place: a report.json, a folder that holds one, or else a recording (file,
+    folder, archive or URL), which is analyzed.
+
+    Under rules of one's own a folder's recording is analyzed anew. Raises errors.DataError, and
+    UsageError for such rules with a report alone.
+    """
+    path = Path(place)
+    if is_report(path):
+        if rules != BUILT_IN:
+            raise UsageError(f"{path}: a report is made already; with rules name its recording")
+        return read_report(path)
+    if rules == BUILT_IN and (path / REPORT_NAME).is_file():
+        return read_report(path)
+    return examine([place], workers, progress, rules).report
+
+
+# Places of runs in, the verdict out: what stepsplit check does, in Python.
+
+Place = str | Path
+
+
+def check_runs(
+    candidate: Sequence[Place],
+    baseline: Sequence[Place],
+    budgets: Sequence[str] = DEFAULT,
+    across_setups: bool = False,
+    rules: Rules = BUILT_IN,
+) -> Verdict:
+    """Whether the candidate's runs stay within the budgets, held against those of the baseline.
+
+    Places and rules are as in facts_at; budgets are such as "exposed_comm:5%", or TOML files.
+    Runs of another device, mesh or world size are refused, unless across_setups. Raises
+    errors.DataError and UsageError.
+    """
+    from stepsplit.analyzer.regression.checks import budgets_of
+    from stepsplit.analyzer.regression.judge import judge
+
+    own, others = (
+        [fact for place in side for fact in facts_at(place, rules=rules)]
+        for side in (candidate, baseline)
+    )
+    return judge(own, others, budgets_of(budgets), across_setups)
+
+
+def facts_at(
+    place: Place,
+    workers: int = 1,
+    progress: Progress = no_progress,
+    run: Place | None = None,
+    rules: Rules = BUILT_IN,
+) -> tuple[RunFacts, ...]:
+    """What the gate keeps of the runs at the place: a recording as analyze takes it, a report.json
+    or its folder, or a baseline file, which may hold several.
+
+    With run, a RUN.toml or "auto", a recording is held against the model too. rules are as in
+    report_at; a baseline file keeps those that its runs were analyzed under. Raises
+    errors.DataError, and UsageError where the model needs to know more.
+    """
+    from stepsplit.analyzer.regression.metrics import facts_of, is_baseline, read_baseline
+
+    path = Path(place)
+    if is_baseline(path):
+        return read_baseline(path)
+    if run is not None:
+        return (facts_of(examine([place], workers, progress, rules, run).report, place),)
+    return (facts_of(report_at(place, workers, progress, rules), place),)

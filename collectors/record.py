@@ -327,7 +327,7 @@ def _free_port() -> int:
     return port
 
 
-# How the demo training is set up: Recipe, and its command line in and out.
+# How the demo training is set up: DemoArgs, and its command line in and out.
 
 
 @dataclass(frozen=True, slots=True)

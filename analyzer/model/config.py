@@ -17,7 +17,7 @@ KEY = "key"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class NumberLimits:
     """The least and the most that a file may state for a number; noun says what of the few it is.
 
     Without limits a whole number is at least 1, any other number above 0.
@@ -28,10 +28,10 @@ class Limits:
     noun: str = ""
 
 
-Natural = Annotated[int, Limits(0)]
+Natural = Annotated[int, NumberLimits(0)]
 """A whole number that may be 0."""
 
-AsDecimal = Annotated[int, Limits(1, MOST, "")]
+AsDecimal = Annotated[int, NumberLimits(1, MOST, "")]
 """A whole number that a calibration writes as 128.0."""
 
 # The shape of a decoder transformer, complete.
@@ -154,7 +154,7 @@ class Learned:
     bytes that every rank needs beside what is predicted."""
 
     activations: float = 1.0
-    constant_bytes: Annotated[int, Limits(-MOST)] = 0
+    constant_bytes: Annotated[int, NumberLimits(-MOST)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class HardwareConfig:
     inter: Link = field(metadata={KEY: "nodes_link"})
     host: Link
     efficiency: Efficiency
-    nvls: Annotated[float, Limits(0)] = 0.0
+    nvls: Annotated[float, NumberLimits(0)] = 0.0
     multiprocessors: int = 0
     learned: Learned = Learned()
 
@@ -299,7 +299,7 @@ class ParallelConfig:
     expert_tp: int = 1
     rank_order: tuple[Axis, ...] = RANK_ORDER
     sequence_parallel: bool = False
-    zero: Annotated[int, Limits(0, 3, "ZeRO stage")] = 0
+    zero: Annotated[int, NumberLimits(0, 3, "ZeRO stage")] = 0
     schedule: Schedule = "1f1b"
     chunks: int = 1
     layers_per_stage: tuple[Natural, ...] | None = None
@@ -361,7 +361,7 @@ class ParallelConfig:
         return self.chunks
 
 
-# Job: everything that a prediction needs, and what follows from it by division alone.
+# JobConfig: everything that a prediction needs, and what follows from it by division alone.
 
 VOCAB_MULTIPLE = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp."""
@@ -369,7 +369,7 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """A training step to predict. checks.check refuses one that cannot be."""
+    """A training step to predict. config_checks.check refuses one that cannot be."""
 
     model: ModelConfig
     parallel: ParallelConfig

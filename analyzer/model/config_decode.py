@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import KEY, MOST, AsDecimal, Limits
+from stepsplit.analyzer.model.config import KEY, MOST, AsDecimal, NumberLimits
 
 _T = TypeVar("_T")
 
@@ -274,10 +274,10 @@ def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
     return words[0] if words and isinstance(value, str) else kinds[-1]
 
 
-def _describe_limits(value: object, kind: type, limits: Limits) -> tuple[str, str]:
+def _describe_limits(value: object, kind: type, limits: NumberLimits) -> tuple[str, str]:
     if kind is float:
         return f"{value!r} is no amount", f"write a number from {limits.least} up"
-    if limits.noun and fits(value, Annotated[int, Limits(limits.least)]):
+    if limits.noun and fits(value, Annotated[int, NumberLimits(limits.least)]):
         known = [str(number) for number in range(limits.least, limits.most + 1)]
         return f"{value!r} is no {limits.noun}", f"write {join_choices(known)}"
     return f"{value!r} is no count", f"write a whole number from {limits.least} up"

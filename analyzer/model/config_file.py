@@ -1,4 +1,4 @@
-"""Job configs in TOML: tables, presets and framework defaults to a JobConfig."""
+"""Job configs in TOML: tables, presets and framework defaults to a JobConfigConfig."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Symbol:
 class RuleOfThumb:
     """What people say instead, the value that it gives here in the formula's unit, and why not.
 
-    folk names the rules of folk.toml that it answers.
+    folk names the rules of rules_of_thumb.toml that it answers.
     """
 
     rule: str
@@ -96,7 +96,7 @@ def differing(value: float, rules: Iterable[RuleOfThumb]) -> tuple[RuleOfThumb, 
     return tuple(rule for rule in rules if abs(rule.value - value) > NOTABLE * abs(value))
 
 
-# Rules of thumb that people of the field repeat, and what holds: folk.toml.
+# Rules of thumb that people of the field repeat, and what holds: rules_of_thumb.toml.
 
 Verdict = Literal["right", "wrong", "half", "unit"]
 

@@ -39,7 +39,7 @@ def memory_of(
 ) -> tuple[StageMemory, ...]:
     """Peak bytes allocated on one rank of every pp coordinate.
 
-    activations and transient are those of the stage's worst moment (peak.Needs); other holds
+    activations and transient are those of the stage's worst moment (Needs); other holds
     workspaces, and what the calibration adds.
     """
     learned = job.hardware.learned

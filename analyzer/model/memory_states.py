@@ -149,7 +149,7 @@ def share(
 def states_of(job: JobConfig, stage: StageParameters) -> States:
     """Weights, gradients and optimizer of one rank of a stage, at rest between passes.
 
-    Dense parameters and experts are spread over groups of their own (Layout.shard_size, and
+    Dense parameters and experts are spread over groups of their own (ParallelConfig.shard_size, and
     N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP: it only keeps the
     gathered weights until the backward pass ends). Adds what Muon keeps for embedding, head, norms.
     """
@@ -468,7 +468,7 @@ class Coefficients:
 
 
 def coefficients(framework: str) -> Coefficients:
-    """The coefficients of a framework (Recipe.framework)."""
+    """The coefficients of a framework (TrainingConfig.framework)."""
     return _all()[framework]
 
 

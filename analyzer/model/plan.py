@@ -59,7 +59,7 @@ def plan(
     """The fastest layouts of the job that fit so many GPUs.
 
     The job gives model, sequence, batch, precision, framework and hardware; its layout, microbatch
-    and recomputation count only where keep names them (space.KEYS). The top splits of the GPUs are
+    and recomputation count only where keep names them (KEYS). The top splits of the GPUs are
     exact: no layout that could be among them is left untimed. Raises UsageError where none fits.
     """
     if gpus < 1:

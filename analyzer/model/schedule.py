@@ -37,7 +37,7 @@ def orders(
 def places(schedule: Schedule, stages: int, chunks: int = 1) -> Places:
     """Positions in the model of each rank's chunks, in the order of Pass.chunk.
 
-    dualpipe's two chunks lie in two copies of a model of so many stages, see dual.dualpipe.
+    dualpipe's two chunks lie in two copies of a model of so many stages, see dualpipe.
     """
     p = stages
     if p > 1 and schedule in ("zb-v", "dualpipe-v"):

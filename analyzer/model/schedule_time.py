@@ -61,7 +61,7 @@ def pipeline_ns(
 ) -> PipelineTime:
     """The time of the schedule on so many ranks (stages), with costs for each model stage.
 
-    The result is that of engine.simulate on all microbatches up to rounding: by arithmetic where
+    The result is that of simulate on all microbatches up to rounding: by arithmetic where
     the longest path is known, by repetition where the ranks have fallen into step, else by
     simulation of all. Raises UsageError for what orders or simulate refuse.
     """
@@ -458,7 +458,7 @@ def bubble_ns(
     None where there is no closed form: the V shapes, DualPipe, unequal groups of interleaved.
 
     It is the window's hole too, but in zb-h2: there the last rank is through (p-1) times TF + Tc
-    later than the first. In interleaved the paper's Tc is p less than what engine.simulate finds
+    later than the first. In interleaved the paper's Tc is p less than what simulate finds
     for Megatron-LM's order, whose longest path has 2 (p v - 1) messages.
     """
     p, m, v = stages, microbatches, chunks

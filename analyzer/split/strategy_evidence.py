@@ -280,7 +280,7 @@ _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
     """A rank's calls in its full steps, a row each in the order of the trace's; columns of one
-    length. part is passes.FORWARD, BACKWARD or AFTER, -1 unknown; shards: FSDP made the call."""
+    length. part is FORWARD, BACKWARD or AFTER, -1 unknown; shards: FSDP made the call."""
 
     trace: RankTrace
     layout: RankLayout

@@ -550,7 +550,7 @@ PRESET_ROWS = (
     *busbw(MI300X, "all_reduce_8"),
 )
 """What NVLS reaches (presets/hardware), and the shares of NVLink 4 and xGMI that rings reach
-(presets/links.toml); the rest of both is from rows of comm/spread.py."""
+(presets/links.toml); the rest of both is from rows of comm_time.py."""
 
 
 def fitted_step_times() -> frozenset[str]:
@@ -564,5 +564,5 @@ def fitted_memory() -> frozenset[str]:
 
 
 def fitted_collectives() -> frozenset[str]:
-    """comm/rates.py, comm/spread.py, presets/links.toml and presets/hardware."""
+    """comm_time.py, presets/links.toml and presets/hardware."""
     return fitted_rows().union(ROWS, PRESET_ROWS)

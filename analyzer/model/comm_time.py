@@ -297,7 +297,7 @@ SIMPLE_BASE_NS = Constant(8_400.0, f"{_TUNING}: base latency of Simple")
 PLATEAU = Constant(1.4, f"{_TUNING}: what NCCL adds to a large ring's latency between nodes")
 
 NVLS_REFERENCE_RANKS = 8
-"""HardwareConfig.nvls is a busbw on this many ranks. The switch makes algbw the same on any number."""
+"""HardwareConfig.nvls is a busbw on this many ranks; the switch makes algbw the same on any."""
 
 
 def busbw(system: str, *calls: str) -> tuple[str, ...]:

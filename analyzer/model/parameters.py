@@ -36,7 +36,7 @@ class StageParameters:
     """What one rank of a pipeline stage holds, before any sharding over data parallelism.
 
     dense counts all parameters whose gradients the dense data-parallel group sums: embedding,
-    head and final_norm are among them. experts have a group of their own (ParallelConfig.expert_dp).
+    head and final_norm are among them. experts have a group of their own (expert_dp).
     dense_layer and expert_layer are one layer of each kind, dense_layers and expert_layers how
     many of them there are. embedding holds learned positions too; a tied head that lies on another
     rank than the embedding is a copy of it, on the same rank it counts once, as embedding.

@@ -12,8 +12,7 @@ from prediction_builders import prediction
 from splitting import RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
-from stepsplit.analyzer.gap.gap import gap_of
-from stepsplit.analyzer.gap.waterfall import Price
+from stepsplit.analyzer.gap.gap import Price, gap_of
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.collectors import Mesh, RunSpec
 

@@ -20,8 +20,7 @@ import numpy as np
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import message_bytes, op_named
 from stepsplit.analyzer.readers.compression import is_packed, unpacked
-from stepsplit.analyzer.readers.event_kinds import EventClassifier
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,

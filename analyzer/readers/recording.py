@@ -11,9 +11,8 @@ from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import files_of, is_url, natural, unpacked
-from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kineto.reader import read_traces, to_rank_trace
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.nsys import read_nsys

@@ -50,8 +50,7 @@ from stepsplit.analyzer import (
     predict,
 )
 from stepsplit.analyzer.gap.comm_gap import Wire
-from stepsplit.analyzer.gap.gap import disagreements, gap_findings, gap_of
-from stepsplit.analyzer.gap.waterfall import Price, price_of
+from stepsplit.analyzer.gap.gap import Price, disagreements, gap_findings, gap_of, price_of
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard.reporters.terminal import gap_section
 

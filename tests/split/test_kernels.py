@@ -22,8 +22,7 @@ from stepsplit.analyzer import (
     Report,
     analyze,
 )
-from stepsplit.analyzer.readers.event_kinds import EventClassifier
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
 from stepsplit.analyzer.split.lateness import SlowRank, slow_kernels, slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import to_calls

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
-from stepsplit.analyzer.readers.event_kinds import EventClassifier
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kineto.calls import calls_of_gloo
 from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, ranges_of
 from stepsplit.analyzer.readers.kineto.trace_file import (

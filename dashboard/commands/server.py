@@ -27,7 +27,7 @@ from stepsplit.dashboard.commands.common import (
 
 if TYPE_CHECKING:
     from stepsplit.dashboard.store.ingest import LogFormat
-    from stepsplit.dashboard.store.tokens import Tokens
+    from stepsplit.dashboard.store.store import Tokens
     from stepsplit.dashboard.upload import FileToSend, Sender
 
 
@@ -197,7 +197,7 @@ def _tokens(url: str) -> Tokens:
     """The tokens of the store, whose files are left alone."""
     need("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.database import open_database
-    from stepsplit.dashboard.store.tokens import Tokens
+    from stepsplit.dashboard.store.store import Tokens
 
     return Tokens(open_database(url))
 

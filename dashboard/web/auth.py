@@ -14,7 +14,7 @@ from flask import Flask, Request, Response, request
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.ingest import LogFormat
-from stepsplit.dashboard.store.tokens import Tokens
+from stepsplit.dashboard.store.store import Tokens
 from stepsplit.dashboard.web.uploads import Limits, Refused
 
 # The production server: gunicorn's processes and threads, and the workers beside them.

@@ -188,8 +188,6 @@ def _is_pipeline(description: str) -> bool:
     return words[0] in ("pp", "pipe", "pipeline")
 
 
-# Launches the demo training: its parallel layout, and one process a rank on this machine.
-
 # Starts the demo training: one process a rank on this machine, none of which outlives the call.
 
 # One rank of the default recipe on CPU: 580 MiB resident under tp=2,pp=2,dp=2, 1,100 under fsdp=4.

@@ -49,8 +49,6 @@ from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import DATA_PARALLEL, RunSpec
 
-# A measured run compared with its prediction: buckets, calls, memory, and what explains it.
-
 # A report with its run's prediction, and what lies between the two.
 
 GUESSED = "cpu"

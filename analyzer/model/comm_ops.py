@@ -8,8 +8,6 @@ from stepsplit.analyzer.model.config import JobConfig, StageConfig, chunk_count,
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters, of_experts, share, vocabulary_share
 
-# Communication volume of a step: every message of one rank of each pipeline stage.
-
 # What tensor parallelism sends, with and without sequence parallelism.
 
 TENSOR = Formula(

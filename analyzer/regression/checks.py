@@ -23,9 +23,6 @@ from stepsplit.analyzer.regression.metrics import (
     metric_named,
 )
 
-# Budgets: the limits of a check, as rules and as a TOML file.
-
-
 # Budgets in TOML: a table [budgets] of metric = "limit".
 
 
@@ -170,8 +167,6 @@ def _senseless(name: str, text: str) -> UsageError:
         f"(its units: {units})"
     )
 
-
-# The result of a check: its answers and causes, and its JSON.
 
 # What the gate says of a candidate, and why.
 

@@ -31,8 +31,6 @@ from stepsplit.analyzer.regression.statistics import (
     spelled_out,
 )
 
-# The check of a candidate against a baseline: exact for counts, statistical for times.
-
 # Runs and budgets in, the verdict out.
 
 LEAST_SHIFT = 0.01
@@ -339,8 +337,6 @@ def _short(value: object) -> str:
         return f"{len(value)} of them ({', '.join(map(str, value[:4]))}, ...)"
     return str(value)
 
-
-# Attribution of a regression: the bucket, axis, collective and rank that changed.
 
 # Why a candidate regressed: the bucket, axis, collective and rank that moved.
 

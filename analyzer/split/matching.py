@@ -22,9 +22,6 @@ from stepsplit.analyzer.trace import (
     wall_lead_ns,
 )
 
-# Clocks: how the time of a rank maps to the reference clock.
-
-
 # How a rank's clock maps to the one that all ranks share.
 
 
@@ -85,8 +82,6 @@ class Alignment:
     t0_unix_ns: int
     notes: tuple[Note, ...]
 
-
-# Matching of calls across ranks: which are the same collective or message.
 
 # Which calls of different ranks are the same collective or message.
 

@@ -51,8 +51,6 @@ from stepsplit.analyzer.validation.tables import (
     measured,
 )
 
-# Validation of predicted step times and peak memory.
-
 # Predicted step times against published ones, beside what one constant utilization says.
 
 BARS: dict[Family, tuple[float, float]] = {
@@ -262,8 +260,6 @@ def _peak(
     predicted = max(stage.total_bytes for stage in stages) / 2**30
     return (Row(row.table, row.id, "peak", row.number(column), predicted, "GiB"),)
 
-
-# Validation of collective times: published sweeps and bus bandwidths.
 
 # Predicted times of collectives against measured sweeps.
 

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang_progress import Hang, LastCall, Missing, Stuck, StuckGroup
 
 
-# Terminal screen of analyze.
-
-
 # The terminal's answer: what ran, where the step went, who and what held it up.
 
 

@@ -165,8 +165,6 @@ def _end(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
     return connection.execute(_held(job).values(values)).rowcount == 1
 
 
-# Rows of runs: created, read, renamed, moved between states, removed.
-
 # The rows of runs: made, read, renamed, moved from state to state, removed.
 
 NAME_LENGTH, ERROR_LENGTH = 200, 2_000

@@ -35,8 +35,6 @@ from stepsplit.dashboard.store.database import (
 from stepsplit.dashboard.store.metrics import Numbers, Verdicts
 from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, waits_for_files
 
-# The store of runs: SQL rows and the files beside them.
-
 # Runs in SQL, their files beside: what a dashboard is of.
 
 LOCAL = Path(".stepsplit") / "local"

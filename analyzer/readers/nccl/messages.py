@@ -246,8 +246,6 @@ def parser_of(text: str) -> Callable[[str], Said | None] | None:
     return next((parse for words, parse in _FAMILIES if words in text), None)
 
 
-# NCCL's tuning output: cost tables, algorithm choices, rings and trees.
-
 # What NCCL expects an op to cost, and how it decides to run it.
 
 _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")

@@ -103,6 +103,8 @@ def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]
     for trace, own in enumerate(steps):
         rows = matched.of_trace(trace)
         start, full = matched.start_ns[rows], own.counted
+        if not full:
+            continue
         starts = np.array([one.start_ns for one in full], dtype=np.int64)
         ends = np.array([one.end_ns for one in full], dtype=np.int64)
         at = np.searchsorted(starts, start, side="right") - 1

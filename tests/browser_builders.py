@@ -21,8 +21,7 @@ folder = Path(sys.argv[1])
 store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
 """
 _SERVER = """
-from stepsplit.dashboard.web.auth import Access
-from stepsplit.dashboard.web.auth import Serving
+from stepsplit.dashboard.web.auth import Access, Serving
 from stepsplit.dashboard.web.serve import free_port, serve
 ready = lambda url: print(url, flush=True)
 serve(store, port=free_port(), ready=ready, how=Serving(Access(), workers=0))

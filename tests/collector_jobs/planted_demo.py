@@ -30,7 +30,7 @@ def extra_all_reduce() -> None:
 
 def halved_bucket() -> None:
     """DDP gets buckets of half the size."""
-    demo_job.BUCKET_MIB /= 2
+    demo_job.BUCKET_MIB //= 2
 
 
 if __name__ == "__main__":

@@ -127,14 +127,15 @@ ELEMENTWISE_KERNELS = 6
 class LayerPass:
     """Compute of one microbatch in ns: forward, gradient of the input, gradient of the weights.
 
-    core_ns is attention's core, a part of the forward. formulas gave the times, beside KERNEL,
-    which gives all of them.
+    core_ns and core_backward_ns are attention's core, parts of the forward and of the input
+    gradient. formulas gave the times, in addition to KERNEL, which gives all of them.
     """
 
     forward_ns: float
     input_ns: float
     weight_ns: float
     core_ns: float = 0.0
+    core_backward_ns: float = 0.0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def __add__(self, other: LayerPass) -> LayerPass:
@@ -143,13 +144,15 @@ class LayerPass:
             formulas = (*formulas, *(each for each in other.formulas if each not in formulas))
         return LayerPass(
             self.forward_ns + other.forward_ns, self.input_ns + other.input_ns,
-            self.weight_ns + other.weight_ns, self.core_ns + other.core_ns, formulas,
+            self.weight_ns + other.weight_ns, self.core_ns + other.core_ns,
+            self.core_backward_ns + other.core_backward_ns, formulas,
         )  # fmt: skip
 
     def __mul__(self, times: float) -> LayerPass:
         return LayerPass(
             self.forward_ns * times, self.input_ns * times,
-            self.weight_ns * times, self.core_ns * times, self.formulas,
+            self.weight_ns * times, self.core_ns * times,
+            self.core_backward_ns * times, self.formulas,
         )  # fmt: skip
 
 
@@ -200,7 +203,7 @@ def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
     if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
-        whole = LayerPass(forward, backward, 0.0, forward)
+        whole = LayerPass(forward, backward, 0.0, forward, backward)
         return whole + time_pieces(job, speed) if comes_in_pieces(job) else whole
     size = job.training.activation_bytes
     softmax = traffic.elementwise * (
@@ -210,7 +213,7 @@ def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
     backward = 2 * work / speed.attention_flops_per_ns + speed.moved_ns(
         scores * (softmax + 2 * size), 6
     )
-    return LayerPass(forward, backward, 0.0, forward)
+    return LayerPass(forward, backward, 0.0, forward, backward)
 
 
 def _head_width(job: JobConfig) -> int:

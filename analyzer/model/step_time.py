@@ -20,8 +20,6 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
-    BACKWARD_ATTENTION,
-    FUSED_BACKWARD,
     HOST,
     KERNEL,
     UNIT_COPIES,
@@ -170,7 +168,7 @@ def _split(job: JobConfig, stage: StageTime, between_ns: int, holes_ns: float) -
         p2p_ns=between_ns + sent_ns,
         bubble_ns=round(holes_ns) - between_ns,
         copy_ns=round(stage.offload_ns),
-        idle_ns=round(m * stage.idle_ns),
+        idle_ns=round(m * stage.idle_ns - stage.idle_overlapped_ns),
         overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in found),
     )
 
@@ -254,7 +252,8 @@ class StageTime:
     """One rank of a pipeline stage, chunk by chunk: passes compute, comm is the exposed
     communication and idle the waiting for the host of one microbatch.
 
-    communication lists every message but the pipeline's own.
+    communication lists every message but the pipeline's own. idle_overlapped_ns is the part of a
+    step's idle time in which communication that runs once a step is under way.
     """
 
     stage: StageConfig
@@ -264,6 +263,7 @@ class StageTime:
     communication: tuple[Communication, ...]
     optimizer_ns: float
     offload_ns: float
+    idle_overlapped_ns: float = 0.0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def on(self, stage: StageConfig) -> StageTime:
@@ -308,14 +308,16 @@ def stage_time(
     inside = tuple(each for each in timed if each.message.strategy != "pp")
     found = exposed(job, inside, _beside(job, passes))
     comm = _spread(job, stage, found)
+    idle = tuple(waits(a + b, c, alone) for a, b, c in zip(passes, comm, host, strict=True))
     return StageTime(
         stage=stage,
         passes=passes,
         comm=comm,
-        idle=tuple(waits(a + b, c, alone) for a, b, c in zip(passes, comm, host, strict=True)),
+        idle=idle,
         communication=found,
         optimizer_ns=optimizer_ns(job, speed, held),
         offload_ns=offload_ns(job, held),
+        idle_overlapped_ns=0.0 if alone else _overlap_idle_ns(job, inside, found, idle),
         formulas=(KERNEL, *_collect_formulas(passes), *(EXPOSED,) * bool(found), UPDATE, HOST),
     )
 
@@ -330,6 +332,25 @@ def _sum_ns(passes: tuple[LayerPass, ...]) -> float:
 
 def _exposed_ns(job: JobConfig, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
     return sum(float(each.exposed_ns) for each in found if family(job, each.message)[1] in phases)
+
+
+def _overlap_idle_ns(
+    job: JobConfig,
+    timed: tuple[Timed, ...],
+    found: tuple[Communication, ...],
+    idle: tuple[LayerPass, ...],
+) -> float:
+    """The idle time of one microbatch in which communication that runs once a step goes on."""
+    movable_ns = {"forward": 0.0, "backward": 0.0}
+    for key, group in _group_by_family(job, timed).items():
+        total_ns = sum(each.time.ns for each in group)
+        if key[1] in ONCE and total_ns and _overlaps(job, key[0]):
+            left_ns = sum(each.exposed_ns for each in found if family(job, each.message) == key)
+            alone_ns = _least(job, key, group, total_ns) * total_ns
+            movable_ns[_pass_of(key[1])] += max(0.0, left_ns - alone_ns)
+    forward_ns = sum(each.forward_ns for each in idle)
+    backward_ns = sum(each.input_ns + each.weight_ns for each in idle)
+    return min(movable_ns["forward"], forward_ns) + min(movable_ns["backward"], backward_ns)
 
 
 def _spread(
@@ -351,6 +372,7 @@ def _beside(job: JobConfig, passes: tuple[LayerPass, ...]) -> Beside:
         forward_ns=m * sum(each.forward_ns for each in passes),
         backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
         core_ns=m * sum(each.core_ns for each in passes),
+        core_backward_ns=m * sum(each.core_backward_ns for each in passes),
         microbatches=m,
     )
 
@@ -393,9 +415,6 @@ ONCE = ("grad_sync", "optimizer", "other")
 HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
 """What runs inside a layer hides before what only has to be there in time."""
 
-CORE_BACKWARD = FUSED_BACKWARD / BACKWARD_ATTENTION
-"""Time of attention's backward over that of its forward."""
-
 Family = tuple[str, str]
 """An axis, all data-parallel ones as dp, and a phase, what happens in the backward as backward."""
 
@@ -415,34 +434,43 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Time of one rank that communication can hide behind, in ns a step; core_ns is attention's."""
+    """Compute of one rank that can hide communication, in ns a step; the core is attention's."""
 
     forward_ns: float
     backward_ns: float
     core_ns: float
+    core_backward_ns: float
     microbatches: int
 
     def pool(self, phase: str) -> tuple[str, float]:
         """The pass that a phase runs beside, and its time: at the step's end of one microbatch."""
-        beside = "backward" if phase in ("backward", "grad_sync") else "forward"
-        whole_ns = self.backward_ns if beside == "backward" else self.forward_ns
-        return beside, whole_ns / self.microbatches if phase in ONCE else whole_ns
+        pool = _pass_of(phase)
+        whole_ns = self.backward_ns if pool == "backward" else self.forward_ns
+        return pool, whole_ns / self.microbatches if phase in ONCE else whole_ns
+
+
+def _pass_of(phase: str) -> str:
+    return "backward" if phase in ("backward", "grad_sync") else "forward"
 
 
 def exposed(job: JobConfig, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
     """Each message with its exposed time; what shares an axis and a phase is hidden together, and
     no compute hides two axes."""
     kept = tuple(timed)
-    groups: defaultdict[Family, list[Timed]] = defaultdict(list)
-    for each in kept:
-        groups[family(job, each.message)].append(each)
-    left = _left(job, groups, beside)
+    left = _left(job, _group_by_family(job, kept), beside)
     return tuple(
         Communication(
             each.message, each.time, round(each.time.ns * left[family(job, each.message)])
         )
         for each in kept
     )
+
+
+def _group_by_family(job: JobConfig, timed: Iterable[Timed]) -> dict[Family, list[Timed]]:
+    groups: defaultdict[Family, list[Timed]] = defaultdict(list)
+    for each in timed:
+        groups[family(job, each.message)].append(each)
+    return groups
 
 
 def family(job: JobConfig, message: CommOp) -> Family:
@@ -489,7 +517,7 @@ def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> flo
     """Context parallelism hides behind attention's core alone, a ring not behind the last of its
     pieces, when all has come round."""
     if key[0] == "cp":
-        core_ns = beside.core_ns * (CORE_BACKWARD if key[1] == "backward" else 1.0)
+        core_ns = beside.core_backward_ns if key[1] == "backward" else beside.core_ns
         free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _turns(job) else 1.0))
     return max(0.0, free_ns)
 

@@ -19,7 +19,9 @@ UNIT = Speed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
     bytes_per_ns=1.0, launch_ns=0.0,
 )  # fmt: skip
-BESIDE = Beside(forward_ns=4_000.0, backward_ns=8_000.0, core_ns=400.0, microbatches=4)
+BESIDE = Beside(
+    forward_ns=4_000.0, backward_ns=8_000.0, core_ns=400.0, core_backward_ns=1_250.0, microbatches=4
+)
 """1000 ns of forward and 2000 ns of backward in each of four microbatches."""
 OVERLAP = frozenset({"tp", "cp", "ep", "dp"})
 

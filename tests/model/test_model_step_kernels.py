@@ -197,14 +197,14 @@ def test_products_are_the_flops_of_the_layers(model: ModelConfig, layout: Parall
 
 
 def test_a_layer_with_fused_attention() -> None:
-    assert dense_layer(job(), UNIT) == LayerPass(FORWARD, BACKWARD, LINEAR, CORE)
+    assert dense_layer(job(), UNIT) == LayerPass(FORWARD, BACKWARD, LINEAR, CORE, 3.125 * CORE)
 
 
 def test_unfused_attention_computes_all_scores_and_moves_them() -> None:
     forward = 2 * CORE + 1024 * 4 * 2
     backward = 2 * 2 * CORE + 1024 * (4 + 2) * 2
     assert dense_layer(job(flash_attention=False), UNIT) == LayerPass(
-        LINEAR + forward + MOVED, LINEAR + backward + MOVED_BACK, LINEAR, forward
+        LINEAR + forward + MOVED, LINEAR + backward + MOVED_BACK, LINEAR, forward, backward
     )
 
 
@@ -225,6 +225,7 @@ def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
         products + 3.125 * CORE / 2 + norms_back + rest_back,
         products,
         CORE / 2,
+        3.125 * CORE / 2,
     )
 
 
@@ -274,7 +275,7 @@ def chunk(
 
 
 def test_a_chunk_is_its_layers() -> None:
-    assert chunk() == LayerPass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE)
+    assert chunk() == LayerPass(2 * FORWARD, 2 * BACKWARD, 2 * LINEAR, 2 * CORE, 6.25 * CORE)
 
 
 def test_a_ring_adds_attention_up_piece_by_piece() -> None:
@@ -294,7 +295,7 @@ def test_a_ring_adds_attention_up_piece_by_piece() -> None:
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])
 def test_full_recomputation_adds_a_forward_to_the_backward(recompute: str) -> None:
     assert chunk(recompute=recompute) == LayerPass(
-        2 * FORWARD, 2 * (BACKWARD + FORWARD), 2 * LINEAR, 2 * CORE
+        2 * FORWARD, 2 * (BACKWARD + FORWARD), 2 * LINEAR, 2 * CORE, 6.25 * CORE
     )
 
 

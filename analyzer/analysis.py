@@ -22,7 +22,6 @@ from stepsplit.analyzer.readers.recording import (
     read_recording_files,
 )
 from stepsplit.analyzer.readers.workers import Progress, no_progress
-from stepsplit.analyzer.regression.checks import DEFAULT
 from stepsplit.analyzer.report.build import build_report, origin_ns
 from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
@@ -168,11 +167,14 @@ def report_at(
 
 Place = str | Path
 
+DEFAULT_BUDGETS = ("calls:exact", "bytes:exact", "exposed_comm:10%,1pt", "bubble:10%,1pt")
+"""What a check limits unless other budgets are given."""
+
 
 def check_runs(
     candidate: Sequence[Place],
     baseline: Sequence[Place],
-    budgets: Sequence[str] = DEFAULT,
+    budgets: Sequence[str] = DEFAULT_BUDGETS,
     across_setups: bool = False,
     rules: Rules = BUILT_IN,
 ) -> Verdict:

@@ -75,9 +75,6 @@ def _budget(path: Path, name: str, limit: object) -> Budget:
 
 Against = Literal["baseline", "limit", "model"]
 
-DEFAULT = ("calls:exact", "bytes:exact", "exposed_comm:10%,1pt", "bubble:10%,1pt")
-"""What is gated where nobody says otherwise."""
-
 _SCALES: dict[Unit, dict[str, float]] = {
     "share": {"%": 0.01, "pt": 0.01},
     "ns": {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9},

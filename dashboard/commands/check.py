@@ -118,13 +118,14 @@ def _judged(
 ) -> Verdict:
     from msgspec.structs import replace
 
-    from stepsplit.analyzer.regression.checks import DEFAULT, budgets_of
+    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+    from stepsplit.analyzer.regression.checks import budgets_of
     from stepsplit.analyzer.regression.judge import judge
 
     own = {run.id for run in candidate if run.id}
     others = [run for run in baseline if run.id not in own]
     sides = ([run.facts for run in candidate], [run.facts for run in others])
-    verdict = judge(*sides, budgets_of(budgets or DEFAULT), across_setups)
+    verdict = judge(*sides, budgets_of(budgets or DEFAULT_BUDGETS), across_setups)
     ids = [next((run.id for run in reversed(side) if run.id), None) for side in (others, candidate)]
     if dashboard_url is None or None in ids:
         return verdict

@@ -19,7 +19,7 @@ from report_builders import analysis
 from required import absent
 
 from stepsplit.analyzer import analyze, check_runs, read_rules
-from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto import reader
 from stepsplit.analyzer.report.io import to_json
 from stepsplit.dashboard import cli
 
@@ -215,7 +215,7 @@ def broken_down(place: str, rules: str | None) -> tuple[float, float]:
 def test_other_rules_are_obeyed_by_what_was_cached(
     trace: str, rules: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "LEAST_CACHED_BYTES", 0)
+    monkeypatch.setattr(reader, "LEAST_CACHED_BYTES", 0)
     found = [
         times(json_of(capsys, "analyze", trace, *more)["steps"][0])
         for more in ((), ("--rules", rules), ("--rules", rules), ())

@@ -11,7 +11,7 @@ from builders import GpuTrace
 from reading import on_disk
 
 from stepsplit.analyzer import KinetoFile
-from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto import cache, reader
 from stepsplit.analyzer.readers.kineto.reader import read_or_recall
 from stepsplit.analyzer.readers.kineto.trace_file import read_kineto
 
@@ -22,7 +22,7 @@ def small_files_too(
 ) -> None:
     """Each test has a cache of its own, which keeps files of any size."""
     monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(cache, "LEAST_CACHED_BYTES", 0)
+    monkeypatch.setattr(reader, "LEAST_CACHED_BYTES", 0)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from stepsplit.analyzer import (
     read_rules,
 )
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, BUILT_IN_FILE, rules_in
-from stepsplit.analyzer.readers.kineto import cache
+from stepsplit.analyzer.readers.kineto import cache, reader
 from stepsplit.analyzer.readers.kineto.reader import read_or_recall
 from stepsplit.dashboard import cli
 
@@ -225,7 +225,7 @@ def test_the_command_line_takes_a_file_of_rules(
 def test_what_was_cached_under_other_rules_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "LEAST_CACHED_BYTES", 0)
+    monkeypatch.setattr(reader, "LEAST_CACHED_BYTES", 0)
     file = GpuTrace().step(1, 0, 20).kernel("my_exchange", 8, 12).write(tmp_path)
     text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\n'
     rules = read_rules(written(tmp_path, text))

@@ -9,7 +9,8 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer import DataError, UsageError
-from stepsplit.analyzer.regression.checks import DEFAULT, Budget, budgets_of, parse_budget
+from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+from stepsplit.analyzer.regression.checks import Budget, budgets_of, parse_budget
 
 
 @for_each(
@@ -66,7 +67,7 @@ def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
     file.write_text('[budgets]\nexposed_comm = "5%"\n"busbw.tp.all_reduce" = "10%"\n')
     found = {budget.metric: budget.text for budget in budgets_of([str(file), "exposed_comm:7%"])}
     assert found == {"exposed_comm": "7%", "busbw.tp.all_reduce": "10%"}
-    assert [budget.metric for budget in budgets_of(DEFAULT)] == [
+    assert [budget.metric for budget in budgets_of(DEFAULT_BUDGETS)] == [
         "calls", "bytes", "exposed_comm", "bubble",
     ]  # fmt: skip
 

@@ -12,14 +12,14 @@ from gate_runs import STRAGGLER, record
 pytest.importorskip("torch")
 
 from stepsplit.analyzer import Verdict
-from stepsplit.analyzer.analysis import facts_at
-from stepsplit.analyzer.regression.checks import DEFAULT, budgets_of
+from stepsplit.analyzer.analysis import DEFAULT_BUDGETS, facts_at
+from stepsplit.analyzer.regression.checks import budgets_of
 from stepsplit.analyzer.regression.judge import judge
 from stepsplit.analyzer.regression.metrics import RunFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
-BUDGETS = budgets_of(DEFAULT)
+BUDGETS = budgets_of(DEFAULT_BUDGETS)
 PAIRS, SIDE = 20, 3
 MOST_ALARMS = 1
 

@@ -31,9 +31,6 @@ from stepsplit.collectors.run_spec import whole_file
 READER = "stepsplit.events/2"
 """Changes with what the reader makes of a trace: then caches are made again."""
 
-LEAST_CACHED_BYTES = 16 << 20
-"""Smaller files are read about as fast as their cache."""
-
 MOST_BYTES = 16 << 30
 """The files that were not used for the longest time go when the folder outgrows this."""
 
@@ -89,11 +86,6 @@ def cache_folder() -> Path | None:
     return Path(named) if named else Path(home, "stepsplit", "traces")
 
 
-def worth_caching(path: Path) -> bool:
-    """Whether reading the file takes longer than reading its cache."""
-    return path.stat().st_size >= LEAST_CACHED_BYTES
-
-
 def has(source: Source) -> bool:
     """Whether something is cached of the file, be it still true or not."""
     cached = _place(source)
@@ -102,8 +94,6 @@ def has(source: Source) -> bool:
 
 def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace as it was read before; None where that is not known or no longer true."""
-    # pyarrow takes as long to import as a small trace to read.
-
     cached = _place(source)
     if cached is None or not cached.is_file():
         return None
@@ -123,7 +113,6 @@ def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | No
 
 def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) -> None:
     """Keeps what was read; where that cannot be, nothing is kept."""
-
     cached = _place(source)
     if cached is None:
         return

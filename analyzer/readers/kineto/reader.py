@@ -26,6 +26,9 @@ from stepsplit.analyzer.readers.sources import DiskFile, Source
 from stepsplit.analyzer.readers.workers import Progress, Task, run_all
 from stepsplit.analyzer.trace import RankTrace
 
+LEAST_CACHED_BYTES = 16 << 20
+"""Smaller files are read about as fast as their cache, for which pyarrow is imported."""
+
 # Many trace files -> what each holds, from the cache or side by side in worker processes.
 
 _RANGES_A_WORKER = 4
@@ -62,11 +65,11 @@ def read_traces(
 
 def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace in the file, from the cache where it was read before. Raises DataError."""
-    from stepsplit.analyzer.readers.kineto import cache
-
     with source.local() as path:
-        if not cache.worth_caching(path):
+        if path.stat().st_size < LEAST_CACHED_BYTES:
             return read_kineto(DiskFile(path, source.where), rules)
+        from stepsplit.analyzer.readers.kineto import cache
+
         found = cache.load(source, path, rules)
         if found is None:
             found = read_kineto(DiskFile(path, source.where), rules)
@@ -92,11 +95,12 @@ def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
 
 def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     """Whether the file is worth reading in ranges; what is cached or packed cannot be."""
+    least = max(2 * LEAST_RANGE_BYTES, round(_UNFAIR * fair_bytes))
+    if source.path.stat().st_size < least or is_packed(source.path):
+        return False
     from stepsplit.analyzer.readers.kineto import cache
 
-    least = max(2 * LEAST_RANGE_BYTES, round(_UNFAIR * fair_bytes))
-    size = source.path.stat().st_size
-    return size >= least and not is_packed(source.path) and not cache.has(source)
+    return not cache.has(source)
 
 
 def _size_bytes(source: Source) -> int:
@@ -108,8 +112,6 @@ def _size_bytes(source: Source) -> int:
 
 
 def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile | DataError | None:
-    from stepsplit.analyzer.readers.kineto import cache
-
     if plan.opening is None:
         whole = pieces[0]
         assert not isinstance(whole, TracePart)
@@ -120,6 +122,8 @@ def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile 
     parts = [piece for piece in pieces if isinstance(piece, TracePart)]
     found = joined(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
+    from stepsplit.analyzer.readers.kineto import cache
+
     cache.save(plan.source, plan.source.path, found, plan.rules)
     return found
 

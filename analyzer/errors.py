@@ -12,11 +12,11 @@ from pathlib import Path
 from stepsplit.collectors.run_spec import write_whole
 
 RECORD_AGAIN = "record it again or leave it out"
-"""How a file that is beyond use is mended."""
+"""How a file that is beyond use is fixed."""
 
 
 class StepsplitError(Exception):
-    """An error with one line for the person: what, in which file or rank, and how to mend it."""
+    """An error with one line for the person: what, in which file or rank, and how to fix it."""
 
 
 class UsageError(StepsplitError):
@@ -24,16 +24,16 @@ class UsageError(StepsplitError):
 
 
 class DataError(StepsplitError):
-    """An input that cannot be used; names the file, the rank where known, and the mend."""
+    """An input that cannot be used; names the file, the rank where known, and the hint."""
 
-    def __init__(self, where: object, problem: str, mend: str, rank: int | None = None) -> None:
-        self.where, self.problem, self.mend, self.rank = str(where), problem, mend, rank
+    def __init__(self, where: object, problem: str, hint: str, rank: int | None = None) -> None:
+        self.where, self.problem, self.hint, self.rank = str(where), problem, hint, rank
         of_rank = "" if rank is None else f" (rank {rank})"
-        super().__init__(f"{self.where}{of_rank}: {problem}; {mend}")
+        super().__init__(f"{self.where}{of_rank}: {problem}; {hint}")
 
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
         """Errors come back whole from worker processes."""
-        return DataError, (self.where, self.problem, self.mend, self.rank)
+        return DataError, (self.where, self.problem, self.hint, self.rank)
 
 
 # Files that people ask for: written whole or not at all, refused in one line.

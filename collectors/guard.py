@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# What a command of the collectors cannot do: one line, with the mend.
+# What a command of the collectors cannot do: one line, with the hint.
 
 
 class CollectError(RuntimeError):
-    """Bad input or a job that cannot be reached; the message names it and the mend."""
+    """Bad input or a job that cannot be reached; the message names it and the hint."""
 
 
 # How a collector fails: with one line of warning, and without breaking the training.

@@ -19,7 +19,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One planted job: the findings, the true gain of mending it, and the step; times in ns.
+    """One planted job: the findings, the true gain of fixing it, and the step; times in ns.
 
     ranks are those to blame, none where no rank is.
     """

@@ -50,7 +50,7 @@ class Causes:
 def find_causes(found: RunSplit, origin_ns: int, records: Sequence[RankRecord] = ()) -> Causes:
     """The causes of a recording; origin_ns is the report's t0, records are what its ranks told.
 
-    A gain is what the mean full step would be shorter by if that one cause were mended, by a replay
+    A gain is what the mean full step would be shorter by if that one cause were fixed, by a replay
     of the recording without it. Gains do not add up.
     """
     calls = sum(len(rank.trace.calls) for rank in found.ranks)

@@ -91,10 +91,10 @@ def _complete(
     ]
     if not lacking:
         return
-    mend = "write them in a RUN.toml and give it with --run"
+    hint = "write them in a RUN.toml and give it with --run"
     if stated is not None:
-        mend = f"write them in {stated.where}"
-    raise UsageError(f"the recording does not tell {_listed(lacking)}: {mend}")
+        hint = f"write them in {stated.where}"
+    raise UsageError(f"the recording does not tell {_listed(lacking)}: {hint}")
 
 
 def _lacks(

@@ -156,7 +156,7 @@ def _median(steps: list[StepSplit]) -> StepSplit:
     return sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
 
 
-# What of a gap is worth mending and only the model tells.
+# What of a gap is worth fixing and only the model tells.
 
 _CODES = {
     "kernels": "slower_kernels",
@@ -264,14 +264,14 @@ def _same_ranks(layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, w
     if stated == ran or (spec is None and ran == 1 and communicates):
         return
     raise UsageError(f"{where} is of {_ranks(stated)} ({_axes(layout)}), the recording of {ran}: "
-                     "mend [parallel]")  # fmt: skip
+                     "fix [parallel]")  # fmt: skip
 
 
 def _same_stages(layout: ParallelConfig, found: RunSplit, where: str) -> None:
     ran = 1 + max(found.layout.stage_of.values(), default=0)
     if layout.pp != ran:
         told = f"shows {ran}" if ran > 1 else "shows no pipeline"
-        raise UsageError(f"{where} has {layout.pp} stages, the recording {told}: mend pp in "
+        raise UsageError(f"{where} has {layout.pp} stages, the recording {told}: fix pp in "
                          "[parallel], or record a run.json that states the mesh")  # fmt: skip
 
 

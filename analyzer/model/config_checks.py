@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, chunk_count
 
-# Whether a job can be: the first thing that cannot, with its arithmetic and mend.
+# Whether a job can be: the first thing that cannot, with its arithmetic and hint.
 
 
 def check(job: JobConfig) -> None:
-    """Raises UsageError for a job that cannot be: one line with the arithmetic and the mend."""
+    """Raises UsageError for a job that cannot be: one line with the arithmetic and the hint."""
     fault = first_fault(job)
     if fault is not None:
-        raise UsageError(f"{fault.problem}; {fault.mend}")
+        raise UsageError(f"{fault.problem}; {fault.hint}")
 
 
 def first_fault(job: JobConfig) -> Fault | None:
@@ -36,7 +36,7 @@ def _sizes(job: JobConfig) -> Fault | None:
     sizes = [(name, getattr(layout, name)) for name in _AXES]
     sizes += [(name, getattr(model, name)) for name in _SIZES]
     small = next(((name, size) for name, size in sizes if size < 1), None)
-    return None if small is None else Fault(f"{small[0]} {small[1]} < 1", f"mend {small[0]}")
+    return None if small is None else Fault(f"{small[0]} {small[1]} < 1", f"fix {small[0]}")
 
 
 def _heads(job: JobConfig) -> Fault | None:
@@ -66,10 +66,10 @@ def _experts(job: JobConfig) -> Fault | None:
     if experts is None:
         return Fault(f"ep {ep} of a model without experts", "leave ep out") if ep > 1 else None
     if experts.top_k > experts.count:
-        return Fault(f"top_k {experts.top_k} > experts {experts.count}", "mend one of them")
+        return Fault(f"top_k {experts.top_k} > experts {experts.count}", "fix one of them")
     if experts.dense_layers > job.model.layers:
         problem = f"dense_layers {experts.dense_layers} > layers {job.model.layers}"
-        return Fault(problem, "mend one of them")
+        return Fault(problem, "fix one of them")
     return uneven("experts", experts.count, "ep", ep)
 
 
@@ -91,7 +91,7 @@ def _expert_ranks(job: JobConfig) -> Fault | None:
         f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} = {ranks} ranks / "
         f"(ep {layout.ep} x expert_tp {layout.expert_tp}) = {ranks / over:g}"
     )
-    return Fault(problem, "mend ep or the axes")
+    return Fault(problem, "fix ep or the axes")
 
 
 def _sequence(job: JobConfig) -> Fault | None:
@@ -100,8 +100,8 @@ def _sequence(job: JobConfig) -> Fault | None:
     if not layout.sequence_parallel:
         return uneven("seq_len", seq_len, "cp", layout.cp)
     over = f"(cp {layout.cp} x tp {layout.tp})"
-    mend = "mend seq_len or the axes, or leave sequence_parallel out"
-    return rest_of("seq_len", seq_len, over, layout.cp * layout.tp, mend)
+    hint = "fix seq_len or the axes, or leave sequence_parallel out"
+    return rest_of("seq_len", seq_len, over, layout.cp * layout.tp, hint)
 
 
 def _ulysses(job: JobConfig) -> Fault | None:
@@ -127,7 +127,7 @@ def _global_batch(job: JobConfig) -> Fault | None:
     if recipe.micro_batch >= 1 and recipe.global_batch >= 1 and recipe.global_batch % each == 0:
         return None
     if recipe.micro_batch < 1:
-        return Fault(f"micro_batch {recipe.micro_batch} < 1", "mend micro_batch")
+        return Fault(f"micro_batch {recipe.micro_batch} < 1", "fix micro_batch")
     problem = (
         f"global_batch {recipe.global_batch} / (micro_batch {recipe.micro_batch} x dp {dp}) = "
         f"{recipe.global_batch / each:g} microbatches"
@@ -200,7 +200,7 @@ def _layers(job: JobConfig) -> Fault | None:
     if layout.layers_per_stage is not None:
         return None
     if layers < chunk_count(job):
-        return Fault(f"layers {layers} < {over} = {chunk_count(job)} stages", "mend one of them")
+        return Fault(f"layers {layers} < {over} = {chunk_count(job)} stages", "fix one of them")
     if job.training.framework != "megatron":
         return None
     return rest_of("layers", layers, over, chunk_count(job), "give layers_per_stage")
@@ -222,15 +222,15 @@ def _layers_per_stage(job: JobConfig) -> Fault | None:
     if sum(stated) == job.model.layers:
         return None
     total = f"{' + '.join(map(str, stated))} = {sum(stated)}"
-    return Fault(f"layers_per_stage {total}, but layers {job.model.layers}", "mend one of them")
+    return Fault(f"layers_per_stage {total}, but layers {job.model.layers}", "fix one of them")
 
 
 def _interleaved(job: JobConfig) -> Fault | None:
     layout = job.parallel
     if layout.schedule != "interleaved" or layout.pp == 1:
         return None
-    mend = "make the microbatches of a rank a multiple of pp"
-    return uneven("microbatches", job.microbatches, "pp", layout.pp, mend)
+    hint = "make the microbatches of a rank a multiple of pp"
+    return uneven("microbatches", job.microbatches, "pp", layout.pp, hint)
 
 
 def _dualpipe(job: JobConfig) -> Fault | None:
@@ -246,9 +246,9 @@ def _dualpipe(job: JobConfig) -> Fault | None:
         return Fault(f"microbatches {m} < 2 x pp {p} of {schedule}", "raise global_batch")
     if schedule == "dualpipe-v":
         return None
-    mend = "dualpipe needs an even number"
-    return rest_of("pp", p, "2 directions", 2, mend) or rest_of(
-        "microbatches", m, "2 directions", 2, mend
+    hint = "dualpipe needs an even number"
+    return rest_of("pp", p, "2 directions", 2, hint) or rest_of(
+        "microbatches", m, "2 directions", 2, hint
     )
 
 
@@ -260,19 +260,19 @@ STAGE_CHECKS = (_chunks, _layers, _layers_per_stage, _interleaved, _dualpipe)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that cannot be: the arithmetic, and the mend."""
+    """One thing that cannot be: the arithmetic, and the hint."""
 
     problem: str
-    mend: str
+    hint: str
 
 
-def uneven(what: str, count: int, axis: str, ranks: int, mend: str = "") -> Fault | None:
+def uneven(what: str, count: int, axis: str, ranks: int, hint: str = "") -> Fault | None:
     """The fault of a count that the axis does not divide."""
-    return rest_of(what, count, f"{axis} {ranks}", ranks, mend or f"mend {what} or {axis}")
+    return rest_of(what, count, f"{axis} {ranks}", ranks, hint or f"fix {what} or {axis}")
 
 
-def rest_of(what: str, count: int, over: str, parts: int, mend: str) -> Fault | None:
+def rest_of(what: str, count: int, over: str, parts: int, hint: str) -> Fault | None:
     """The fault of a count that does not divide into so many parts; over says what they are."""
     if count % parts == 0:
         return None
-    return Fault(f"{what} {count} / {over} = {count / parts:g}", mend)
+    return Fault(f"{what} {count} / {over} = {count / parts:g}", hint)

@@ -71,7 +71,7 @@ def table_of(where: str | Path, text: bytes) -> TomlTable:
     try:
         values: dict[str, Any] = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise DataError(where, f"not TOML ({error})", "mend that line") from None
+        raise DataError(where, f"not TOML ({error})", "fix that line") from None
     return TomlTable(str(where), "", values)
 
 
@@ -97,9 +97,9 @@ class Mistakes(list[DataError]):
         if not others:
             raise first
         further = ", ".join(
-            f"{one.problem}; {one.mend}" if one.where == first.where else str(one) for one in others
+            f"{one.problem}; {one.hint}" if one.where == first.where else str(one) for one in others
         )
-        hint = f"{first.mend}; and {len(others)} more: {further}"
+        hint = f"{first.hint}; and {len(others)} more: {further}"
         raise DataError(first.where, first.problem, hint)
 
 

@@ -70,7 +70,7 @@ _SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[st
 
 
 def read_job(path: str | Path) -> JobConfig:
-    """The job that the file states, checked. Raises DataError, which names the keys and the mend;
+    """The job that the file states, checked. Raises DataError, which names the keys and the hint;
     UsageError where no hardware is named."""
     return job_in(read_table(path))
 
@@ -91,7 +91,7 @@ def job_in(table: TomlTable) -> JobConfig:
     job = JobConfig(model, layout, recipe, hardware)
     fault = first_fault(job)
     if fault is not None:
-        raise DataError(table.where, fault.problem, fault.mend)
+        raise DataError(table.where, fault.problem, fault.hint)
     return job
 
 
@@ -213,7 +213,7 @@ def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes
     hidden, heads, gated = stated.get("hidden", 1), stated.get("heads", 1), stated.get("gated")
     if hidden % heads and "head_size" not in stated:
         problem = f"hidden {hidden} / heads {heads} = {hidden / heads:g} is no head size"
-        mistakes.append(table.error("heads", problem, "mend one of them or give head_size"))
+        mistakes.append(table.error("heads", problem, "fix one of them or give head_size"))
     return ModelConfig(
         layers=1,
         hidden=hidden,
@@ -345,7 +345,7 @@ def _remaining_ranks(table: TomlTable) -> int:
     world, tp, pp, cp = (stated.get(k, 1) for k in (key, "tp", "pp", "cp"))
     if world % (tp * pp * cp):
         problem = f"{world} / (tp {tp} x pp {pp} x cp {cp}) = {world / (tp * pp * cp):g}"
-        raise table.error(key, problem, f"mend the axes or {key}")
+        raise table.error(key, problem, f"fix the axes or {key}")
     return int(world // (tp * pp * cp))
 
 
@@ -355,7 +355,7 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
         if stated.get(key, layout.world_size) != layout.world_size:
             product = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} x cp {layout.cp}"
             problem = f"{stated[key]}, but {product} = {layout.world_size}"
-            raise table.error(key, problem, f"mend the axes or {key}")
+            raise table.error(key, problem, f"fix the axes or {key}")
 
 
 def _overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:

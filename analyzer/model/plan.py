@@ -130,7 +130,7 @@ def _searched(sifted: Sifted, timed: int) -> Searched:
 
 
 def _nothing(job: JobConfig, gpus: int, sifted: Sifted) -> str:
-    """Why no layout is left: what comes nearest, and the mend."""
+    """Why no layout is left: what comes nearest, and the hint."""
     where = f"no layout on {gpus} x {job.hardware.name}"
     if sifted.nearest is None:
         why = ", ".join(kind for kind, _ in sifted.refused.most_common(2)) or "global_batch"
@@ -392,7 +392,7 @@ def _exposed(prediction: Prediction) -> tuple[tuple[str, int], ...]:
 
 # A plan as JSON, in and out, in the keys that scripts rely on.
 
-_MEND = "plan the job again"
+_HINT = "plan the job again"
 
 
 def to_json(plan: Plan) -> str:
@@ -420,8 +420,8 @@ def from_json(text: str, source: object = "plan.json") -> Plan:
         if body["schema"] == SCHEMA:
             return _plan(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(source, f"not a stepsplit plan ({error})", _MEND) from None
-    raise DataError(source, f"of schema {body['schema']}, not {SCHEMA}", _MEND)
+        raise DataError(source, f"not a stepsplit plan ({error})", _HINT) from None
+    raise DataError(source, f"of schema {body['schema']}, not {SCHEMA}", _HINT)
 
 
 def _candidate_row(one: Candidate) -> dict[str, Any]:

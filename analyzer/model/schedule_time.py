@@ -358,7 +358,7 @@ class _Building:
                 raise UsageError(
                     f"rank {rank} never gets past its pass {at + 1} of {len(order)}, "
                     f"{order[at].kind} of microbatch {order[at].microbatch}: what that waits for "
-                    "comes later; mend the order"
+                    "comes later; fix the order"
                 )
 
     def graph(self) -> ScheduleGraph:

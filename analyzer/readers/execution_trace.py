@@ -100,8 +100,8 @@ def read_execution_trace(source: Source) -> ExecutionTrace:
             reading.take(node)
         torn = content.torn or ("" if stream.whole else "it ends early")
     if not len(reading):
-        mend = "record it again, or check that it is of torch's ExecutionTraceObserver"
-        raise DataError(source.where, "no whole node of an execution trace in it", mend)
+        hint = "record it again, or check that it is of torch's ExecutionTraceObserver"
+        raise DataError(source.where, "no whole node of an execution trace in it", hint)
     rank, guessed = reading.rank(source.inner.name)
     return ExecutionTrace(
         source=source.where,

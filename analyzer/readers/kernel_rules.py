@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 def read_rules(place: str | Path) -> Rules:
     """The rules of the file, and the built-in ones where none of them matches.
 
-    Raises DataError, which names the file, the key and the mend.
+    Raises DataError, which names the file, the key and the hint.
     """
     return rules_in(place).before(BUILT_IN)
 
@@ -122,8 +122,8 @@ def _family(place: str | Path, at: str, entry: Mapping[str, Any]) -> FamilyRule:
 def _match(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
     match = entry.get("match")
     if not isinstance(match, str) or not match:
-        mend = "write a regular expression in quotes"
-        raise DataError(place, f"{at}match: {match!r} is no pattern", mend)
+        hint = "write a regular expression in quotes"
+        raise DataError(place, f"{at}match: {match!r} is no pattern", hint)
     return match
 
 
@@ -132,12 +132,12 @@ def _check_pattern(place: str | Path, key: str, match: str) -> None:
         pattern = compiled(match)
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"{key}: {match!r} is no regular expression ({error})"
-        raise DataError(place, problem, "mend the pattern") from None
+        raise DataError(place, problem, "fix the pattern") from None
     if _REFERS.search(match):
-        mend = "match without references and named groups"
-        raise DataError(place, f"{key}: {match!r} refers to a group", mend)
+        hint = "match without references and named groups"
+        raise DataError(place, f"{key}: {match!r} refers to a group", hint)
     if pattern.search("") is not None:
-        raise DataError(place, f"{key}: {match!r} matches every name", "mend the pattern")
+        raise DataError(place, f"{key}: {match!r} matches every name", "fix the pattern")
 
 
 def _one_of(place: str | Path, key: str, value: object, known: tuple[str, ...]) -> str:
@@ -149,8 +149,8 @@ def _one_of(place: str | Path, key: str, value: object, known: tuple[str, ...]) 
 def _known(place: str | Path, at: str, entry: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     for key in entry:
         if key not in keys:
-            mend = f"write {', '.join(keys)}"
-            raise DataError(place, f"{at}{key}: unknown key", mend)
+            hint = f"write {', '.join(keys)}"
+            raise DataError(place, f"{at}{key}: unknown key", hint)
 
 
 BUILT_IN_FILE = Path(__file__).with_name("rules.toml")

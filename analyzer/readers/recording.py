@@ -171,7 +171,7 @@ def _spec(runs: Sequence[Source]) -> RunSpec | None:
     try:
         return from_json(text)
     except ValueError as error:
-        raise DataError(nearest.where, str(error), "mend it or leave it out") from None
+        raise DataError(nearest.where, str(error), "fix it or leave it out") from None
 
 
 def _folder_name(place: str) -> str:
@@ -315,7 +315,7 @@ def _kinds(source: Source, must: bool) -> tuple[str, ...]:
 
 
 def _why_not(source: Source) -> tuple[str, str]:
-    """Why the file is of no kind, and the mend."""
+    """Why the file is of no kind, and the hint."""
     if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
         return "a report of Nsight Systems, which only it can read", EXPORT
     with unpacked(source) as content:

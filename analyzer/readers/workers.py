@@ -99,8 +99,8 @@ def _result(future: Future[T | DataError], where: str) -> T | DataError:
 
 
 def _died(where: str) -> DataError:
-    mend = "name fewer files at once, or read with one worker"
-    return DataError(where, "a worker process died, perhaps for lack of memory", mend)
+    hint = "name fewer files at once, or read with one worker"
+    return DataError(where, "a worker process died, perhaps for lack of memory", hint)
 
 
 @contextmanager

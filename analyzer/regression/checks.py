@@ -43,8 +43,8 @@ def read_budgets(path: Path) -> list[Budget]:
     try:
         body = tomllib.loads(path.read_text())
     except OSError as error:
-        mend = 'name a TOML file, or write a rule such as "exposed_comm:5%"'
-        raise UsageError(f"{path}: {error.strerror or 'unreadable'}; {mend}") from None
+        hint = 'name a TOML file, or write a rule such as "exposed_comm:5%"'
+        raise UsageError(f"{path}: {error.strerror or 'unreadable'}; {hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(path, f"no TOML ({error})", 'write [budgets] and exposed_comm = "5%"') \
             from None  # fmt: skip

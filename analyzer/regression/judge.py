@@ -202,8 +202,8 @@ def _counted_side(budget: Budget, runs: Sequence[RunFacts]) -> _Side:
 
 def _counts(budget: Budget, run: RunFacts) -> _Counts:
     if run.calls is None:
-        mend = "analyze its recording again: this report is older than the count of calls a step"
-        raise DataError(run.name, f"does not tell {budget.metric}", mend)
+        hint = "analyze its recording again: this report is older than the count of calls a step"
+        raise DataError(run.name, f"does not tell {budget.metric}", hint)
     name, _, axis = budget.metric.partition(".")
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for row in run.calls:

@@ -309,7 +309,7 @@ class EventRef(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """Something to mend, with what it is worth a step; measured_ns and predicted_ns where known."""
+    """Something to fix, with what it is worth a step; measured_ns and predicted_ns where known."""
 
     code: str
     bucket: str

@@ -119,15 +119,15 @@ def _merged(stated: _Spec | None, known: _Spec | None) -> _Spec | None:
 
 
 def library(module: str, install: str) -> Any:
-    """The module of that name. Raises ImportError on one line, with the command that mends it."""
+    """The module of that name. Raises ImportError on one line, with the command that fixes it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         # A library that is there but lacks something itself says so best.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        mend = f"pip install {install}"
-        raise ImportError(f"{module} is not installed, and this records it: {mend}") from None
+        hint = f"pip install {install}"
+        raise ImportError(f"{module} is not installed, and this records it: {hint}") from None
 
 
 # The shape of a model, as far as its configuration and its parameters tell.

@@ -94,13 +94,13 @@ def against_the_model(report: Report) -> list[html.Section]:
 def _unmodelled(report: Report) -> list[html.Section]:
     told = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
     text = "This report was made without a prediction to compare with."
-    mend = "Put a run.toml beside the traces, or run: stepsplit analyze RUN --run run.toml"
-    words = [html.P(told or text), html.P(mend, className="note")]
+    hint = "Put a run.toml beside the traces, or run: stepsplit analyze RUN --run run.toml"
+    words = [html.P(told or text), html.P(hint, className="note")]
     return [section("Against the model", "not compared", *words)]
 
 
 def _first(view: View) -> html.Div:
-    """What to mend, and where the time goes by rank and by step."""
+    """What to fix, and where the time goes by rank and by step."""
     ranks = graph("by-rank", by_rank(view.report))
     steps = graph("by-step", by_step(view.report))
     led = "; click a bar for its timeline" if view.run_id else ""
@@ -130,7 +130,7 @@ MOST_COLLECTIVES = 24
 
 
 def findings(view: View) -> list[html.Section]:
-    """What to mend, the most worth first, each with a way to where it shows."""
+    """What to fix, the most worth first, each with a way to where it shows."""
     report = view.report
     if not report.findings:
         nothing = html.P("Nothing stands out: no cause is worth 1 % of the step.")

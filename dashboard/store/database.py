@@ -113,8 +113,8 @@ def _with_psycopg(url: URL) -> URL:
     try:
         import psycopg  # noqa: F401
     except ImportError:
-        mend = "pip install 'stepsplit[postgres]'"
-        raise UsageError(f"a store in PostgreSQL needs psycopg; {mend}") from None
+        hint = "pip install 'stepsplit[postgres]'"
+        raise UsageError(f"a store in PostgreSQL needs psycopg; {hint}") from None
     return url.set(drivername="postgresql+psycopg")
 
 
@@ -192,8 +192,8 @@ def _upgrade(connection: Connection, found: str | None) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is not None and found not in known:
-        mend = "upgrade stepsplit, or name another --store"
-        raise UsageError(f"the store is of a newer stepsplit (schema {found}); {mend}")
+        hint = "upgrade stepsplit, or name another --store"
+        raise UsageError(f"the store is of a newer stepsplit (schema {found}); {hint}")
     if found == _FIRST:
         command.stamp(config, _FIRST)
     command.upgrade(config, VERSION)

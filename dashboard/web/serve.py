@@ -63,8 +63,8 @@ def _claim(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            mend = "choose another --host or --port"
-            raise UsageError(f"{host}:{port} cannot be used ({error.strerror}); {mend}") from None
+            hint = "choose another --host or --port"
+            raise UsageError(f"{host}:{port} cannot be used ({error.strerror}); {hint}") from None
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -37,7 +37,7 @@ def test_collectors_import_no_framework() -> None:
     assert ran.stderr == "[]\n"
 
 
-def test_a_missing_framework_is_one_line_that_names_the_mend() -> None:
+def test_a_missing_framework_is_one_line_that_names_the_hint() -> None:
     with pytest.raises(ImportError) as refused:
         library("no_such_framework.trainer", "no-such-framework")
 

@@ -77,7 +77,7 @@ def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None
     assert [(row.cause, row.axis) for row in large if row.bucket == "collective"] == [
         ("link", "tp")
     ]
-    # What a model that guesses its hardware misses is told as a gap, not as something to mend.
+    # What a model that guesses its hardware misses is told as a gap, not as something to fix.
     assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
     (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
     assert "grid idles 27.3 %, 1f1b itself 25.0 %, the model's 26.4 %" in bubble.message
@@ -123,7 +123,7 @@ def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[
             "does not tell [model] layers, hidden, heads, vocab and [training] seq_len, "
             "micro_batch: write them in",
         ),
-        ("dp4", "[parallel]\ndp = 8\n", "is of 8 ranks (dp 8), the recording of 4: mend"),
+        ("dp4", "[parallel]\ndp = 8\n", "is of 8 ranks (dp 8), the recording of 4: fix"),
         ("dp4", "[parallel]\ndp = 2\npp = 2\n", "has 2 stages, the recording shows no pipeline"),
         ("dp4", "[parallel]\ndq = 4\n", "parallel.dq: unknown key"),
         ("dp4", "[modell]\n", "modell: unknown key"),

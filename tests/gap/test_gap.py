@@ -412,7 +412,7 @@ def test_a_part_within_the_models_doubt_is_no_finding_unless_it_is_counted() -> 
     assert slow(1.3, link=29, overlap=31, calls=12) == [("less_overlap", 31), ("extra_calls", 12)]
 
 
-def test_a_run_that_is_faster_has_nothing_to_mend() -> None:
+def test_a_run_that_is_faster_has_nothing_to_fix() -> None:
     assert slow(1.0, link=-200, calls=-200) == []
 
 
@@ -432,7 +432,7 @@ def test_a_run_file_of_other_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as told:
         disagreed(found, ParallelConfig(tp=2, dp_replicate=4))
     assert str(told.value) == (
-        "my.toml is of 8 ranks (tp 2 dp 4), the recording of 2: mend [parallel]"
+        "my.toml is of 8 ranks (tp 2 dp 4), the recording of 2: fix [parallel]"
     )
 
 
@@ -440,7 +440,7 @@ def test_a_run_file_of_other_stages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as told:
         disagreed(ranks(tmp_path, TWICE), ParallelConfig(pp=2))
     assert str(told.value) == (
-        "my.toml has 2 stages, the recording shows no pipeline: mend pp in [parallel], or record"
+        "my.toml has 2 stages, the recording shows no pipeline: fix pp in [parallel], or record"
         " a run.json that states the mesh"
     )
 

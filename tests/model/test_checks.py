@@ -80,43 +80,43 @@ def test_what_can_be_is_let_through(possible: JobConfig) -> None:
 @for_each(
     ("impossible", "told"),
     [
-        (job(tp=0), "tp 0 < 1; mend tp"),
-        (job(replace(GPT, layers=0)), "layers 0 < 1; mend layers"),
-        (job(tp=3), "heads 8 / tp 3 = 2.66667; mend heads or tp"),
-        (job(replace(GPT, kv_heads=3)), "heads 8 / kv_heads 3 = 2.66667; mend heads or kv_heads"),
+        (job(tp=0), "tp 0 < 1; fix tp"),
+        (job(replace(GPT, layers=0)), "layers 0 < 1; fix layers"),
+        (job(tp=3), "heads 8 / tp 3 = 2.66667; fix heads or tp"),
+        (job(replace(GPT, kv_heads=3)), "heads 8 / kv_heads 3 = 2.66667; fix heads or kv_heads"),
         (
             job(replace(GPT, heads=12, kv_heads=6), tp=4),
-            "kv_heads 6 / tp 4 = 1.5; mend kv_heads or tp",
+            "kv_heads 6 / tp 4 = 1.5; fix kv_heads or tp",
         ),
         (
             job(replace(GPT, heads=12, kv_heads=4), tp=6),
-            "tp 6 / kv_heads 4 = 1.5; mend tp or kv_heads",
+            "tp 6 / kv_heads 4 = 1.5; fix tp or kv_heads",
         ),
-        (job(replace(GPT, ffn=2050), tp=4), "ffn 2050 / tp 4 = 512.5; mend ffn or tp"),
+        (job(replace(GPT, ffn=2050), tp=4), "ffn 2050 / tp 4 = 512.5; fix ffn or tp"),
         (job(ep=2, dp_replicate=2), "ep 2 of a model without experts; leave ep out"),
         (job(expert_tp=2, tp=2), "expert_tp 2 of a model without experts; leave expert_tp out"),
         (
             job(replace(GPT, experts=Experts(count=4, top_k=6, ffn=256))),
-            "top_k 6 > experts 4; mend one of them",
+            "top_k 6 > experts 4; fix one of them",
         ),
         (
             job(replace(GPT, experts=Experts(count=4, top_k=2, ffn=256, dense_layers=9))),
-            "dense_layers 9 > layers 8; mend one of them",
+            "dense_layers 9 > layers 8; fix one of them",
         ),
-        (job(MOE, ep=3, dp_replicate=3), "experts 8 / ep 3 = 2.66667; mend experts or ep"),
+        (job(MOE, ep=3, dp_replicate=3), "experts 8 / ep 3 = 2.66667; fix experts or ep"),
         (
             job(replace(MOE, experts=Experts(8, 2, 255)), tp=2, expert_tp=2),
-            "expert ffn 255 / expert_tp 2 = 127.5; mend expert ffn or expert_tp",
+            "expert ffn 255 / expert_tp 2 = 127.5; fix expert ffn or expert_tp",
         ),
         (
             job(MOE, ep=8, dp_replicate=4),
-            "tp 1 x cp 1 x dp 4 = 4 ranks / (ep 8 x expert_tp 1) = 0.5; mend ep or the axes",
+            "tp 1 x cp 1 x dp 4 = 4 ranks / (ep 8 x expert_tp 1) = 0.5; fix ep or the axes",
         ),
-        (job(cp=3), "seq_len 1024 / cp 3 = 341.333; mend seq_len or cp"),
+        (job(cp=3), "seq_len 1024 / cp 3 = 341.333; fix seq_len or cp"),
         (
             job(tp=4, sequence_parallel=True, recipe=replace(RECIPE, seq_len=1022)),
             "seq_len 1022 / (cp 1 x tp 4) = 255.5; "
-            "mend seq_len or the axes, or leave sequence_parallel out",
+            "fix seq_len or the axes, or leave sequence_parallel out",
         ),
         (
             job(cp=8, tp=2, context_kind="ulysses"),
@@ -127,7 +127,7 @@ def test_what_can_be_is_let_through(possible: JobConfig) -> None:
             "global_batch 16 / (micro_batch 1 x dp 3) = 5.33333 microbatches; "
             "make global_batch a multiple of 3",
         ),
-        (job(recipe=replace(RECIPE, micro_batch=0)), "micro_batch 0 < 1; mend micro_batch"),
+        (job(recipe=replace(RECIPE, micro_batch=0)), "micro_batch 0 < 1; fix micro_batch"),
         (
             job(recipe=replace(RECIPE, seq_len=2048)),
             "seq_len 2048 > learned_positions 1024; raise learned_positions",
@@ -165,7 +165,7 @@ def test_what_can_be_is_let_through(possible: JobConfig) -> None:
         ),
         (
             job(replace(GPT, layers=2), pp=2, chunks=2, schedule="interleaved"),
-            "layers 2 < (pp 2 x chunks 2) = 4 stages; mend one of them",
+            "layers 2 < (pp 2 x chunks 2) = 4 stages; fix one of them",
         ),
         (
             job(pp=2, layers_per_stage=(2, 3, 3)),
@@ -173,7 +173,7 @@ def test_what_can_be_is_let_through(possible: JobConfig) -> None:
         ),
         (
             job(pp=2, layers_per_stage=(3, 4)),
-            "layers_per_stage 3 + 4 = 7, but layers 8; mend one of them",
+            "layers_per_stage 3 + 4 = 7, but layers 8; fix one of them",
         ),
         (
             job(replace(GPT, layers=6), pp=3, chunks=2, schedule="interleaved"),

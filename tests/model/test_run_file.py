@@ -331,7 +331,7 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
         (
             {"model": SMALL | {"heads": 3}},
             "model.heads: hidden 256 / heads 3 = 85.3333 is no head size; "
-            "mend one of them or give head_size",
+            "fix one of them or give head_size",
         ),
         ({"model": SMALL | {"layer": 4}}, "model.layer: unknown key; write layers, "),
         ({"model": SMALL | {"top_k": 2}}, "model.top_k: of a model without experts; give experts"),
@@ -352,11 +352,11 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
         (
             {"parallel": {"tp": 8, "dp": 4, "world_size": 64}},
             "parallel.world_size: 64, but tp 8 x pp 1 x dp 4 x cp 1 = 32; "
-            "mend the axes or world_size",
+            "fix the axes or world_size",
         ),
         (
             {"parallel": {"tp": 8, "pp": 3, "gpus": 64}},
-            "parallel.gpus: 64 / (tp 8 x pp 3 x cp 1) = 2.66667; mend the axes or gpus",
+            "parallel.gpus: 64 / (tp 8 x pp 3 x cp 1) = 2.66667; fix the axes or gpus",
         ),
         (
             {"parallel": {"rank_order": "tp-dp"}},
@@ -388,10 +388,10 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
             {"device": H100 | {"nodes_link": "ib"}},
             "hardware.nodes_link: 'ib' is unknown; write ib-",
         ),
-        ({"parallel": {"tp": 3}}, "heads 32 / tp 3 = 10.6667; mend heads or tp"),
+        ({"parallel": {"tp": 3}}, "heads 32 / tp 3 = 10.6667; fix heads or tp"),
     ],
 )
-def test_a_wrong_key_is_named_with_its_mend(tables: Any, told: str) -> None:
+def test_a_wrong_key_is_named_with_its_hint(tables: Any, told: str) -> None:
     assert refusal(**tables).startswith(f"RUN.toml: {told}")
 
 

@@ -1,4 +1,4 @@
-"""Files as they come: any age, any damage; told in one line that names the file and the mend."""
+"""Files as they come: any age, any damage; told in one line that names the file and the hint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def begun(content: bytes) -> bytes:
         (b"[]", "without events"),
     ],
 )
-def test_bad_input_is_one_line_with_file_and_mend(
+def test_bad_input_is_one_line_with_file_and_hint(
     tmp_path: Path, content: bytes, problem: str
 ) -> None:
     file = tmp_path / "odd.json"
@@ -53,7 +53,7 @@ def test_bad_input_is_one_line_with_file_and_mend(
     line = str(caught.value)
     assert line.startswith(f"{file}")
     assert problem in line
-    assert caught.value.mend in line
+    assert caught.value.hint in line
     assert "\n" not in line
 
 

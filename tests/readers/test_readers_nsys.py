@@ -277,7 +277,7 @@ def test_an_export_without_kernels_says_how_to_record_them(
     connection.close()
     with pytest.raises(DataError, match=problem) as caught:
         read_nsys(on_disk(path))
-    assert "nsys" in caught.value.mend
+    assert "nsys" in caught.value.hint
 
 
 def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:

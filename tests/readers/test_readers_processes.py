@@ -43,7 +43,7 @@ def test_results_come_in_order_and_errors_whole(
     first, second, third = run_all(tasks, workers, lambda done, total: seen.append((done, total)))
     assert (first, third) == (2, 4)
     assert isinstance(second, DataError)
-    assert (second.where, second.problem, second.mend) == ("7.json", "odd", "name an even one")
+    assert (second.where, second.problem, second.hint) == ("7.json", "odd", "name an even one")
     assert seen == [(10, 30), (20, 30), (30, 30)]
 
 

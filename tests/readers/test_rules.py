@@ -161,16 +161,16 @@ KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
 
 
 @for_each(
-    ("text", "problem", "mend"),
+    ("text", "problem", "fix"),
     [
         ("kernel =", "not TOML", "docs/rules.md"),
         ('schema = "stepsplit.rules/9"', "schema: 'stepsplit.rules/9'", "this version's form"),
         ('[[kernels]]\nmatch = "x"', "kernels: unknown key", "kernel, family"),
         ('kernel = "x"', "kernel: no list of tables", "[[kernel]]"),
         (KERNEL + '[[kernel]]\nmatch = "x"', "kernel[1].is: None", "communication, compute, fused"),
-        ('[[kernel]]\nmatch = "a(b"\nis = "fused"', "kernel[0].match: 'a(b'", "mend the pattern"),
-        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "no regular expression", "mend the pattern"),
-        ('[[kernel]]\nmatch = "x*"\nis = "fused"', "matches every name", "mend the pattern"),
+        ('[[kernel]]\nmatch = "a(b"\nis = "fused"', "kernel[0].match: 'a(b'", "fix the pattern"),
+        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "no regular expression", "fix the pattern"),
+        ('[[kernel]]\nmatch = "x*"\nis = "fused"', "matches every name", "fix the pattern"),
         ('[[kernel]]\nmatch = \'(a)\\1\'\nis = "fused"', "refers to a group", "references"),
         ('[[kernel]]\nmatch = 7\nis = "fused"', "kernel[0].match: 7", "in quotes"),
         (KERNEL + "op = 'send'", "kernel[0].op: of a kernel that is compute", "leave op out"),
@@ -180,8 +180,8 @@ KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
         ('[[family]]\nmatch = "x"', "family[0].family: None", "name a family"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_in_one_line_with_key_and_mend(
-    tmp_path: Path, text: str, problem: str, mend: str
+def test_a_wrong_file_is_told_in_one_line_with_key_and_hint(
+    tmp_path: Path, text: str, problem: str, hint: str
 ) -> None:
     path = written(tmp_path, text)
     with pytest.raises(DataError) as caught:
@@ -189,7 +189,7 @@ def test_a_wrong_file_is_told_in_one_line_with_key_and_mend(
     line = str(caught.value)
     assert line.startswith(f"{path}: ")
     assert problem in line
-    assert mend in line
+    assert hint in line
     assert "\n" not in line
 
 

@@ -224,7 +224,7 @@ def test_bandwidth_is_each_axis_and_op_that_all_runs_have() -> None:
         check(BASE, BASE[:1], "busbw:10%")
 
 
-def test_what_cannot_be_judged_is_refused_with_a_mend() -> None:
+def test_what_cannot_be_judged_is_refused_with_a_hint() -> None:
     rule = "exposed_comm:5%"
     with pytest.raises(UsageError, match="needs a baseline; name --baseline B"):
         check(BASE, [], rule)

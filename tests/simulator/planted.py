@@ -1,4 +1,4 @@
-"""Jobs with one thing wrong, beside the same jobs without it: what mending it is truly worth."""
+"""Jobs with one thing wrong, beside the same jobs without it: what fixing it is truly worth."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_the_slowdown_is_the_published_one_by_a_replay_of_the_timeline_alone(fol
     assert what_if(folder).slowdown == pytest.approx(SLOWDOWN, abs=0.005)
 
 
-def test_the_last_stage_is_the_cause_that_can_be_mended(report: Report) -> None:
+def test_the_last_stage_is_the_cause_that_can_be_fixed(report: Report) -> None:
     """Twice the microbatches would gain more: four are few for four stages."""
     uneven = next(one for one in report.findings if one.code == "uneven_stages")
     assert uneven.ranks == (6, 7)

@@ -243,7 +243,7 @@ class _Range(io.RawIOBase):
         return got
 
 
-# A piece of a JSON array of trace entries -> the entries, damaged ones mended or counted.
+# A piece of a JSON array of trace entries -> the entries, damaged ones fixed or counted.
 
 Text = bytes | bytearray | memoryview
 
@@ -303,7 +303,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries in their order, and their text, None where it had to be mended; lost were not."""
+    """Entries in their order, and their text, None where it had to be fixed; lost were not."""
 
     entries: Sequence[Entry]
     text: Text | None
@@ -314,7 +314,7 @@ class Entries:
 class Walked:
     """The entries of a damaged text, and the place behind them.
 
-    That is the end of the array where it was closed, else what is not whole or beyond mending.
+    That is the end of the array where it was closed, else what is not whole or beyond fixing.
     """
 
     found: Entries
@@ -323,11 +323,11 @@ class Walked:
 
 
 def entries_of(text: Text) -> Entries:
-    """The entries of a whole JSON array, odd ones mended. Raises CutShort, EndsAt and Damaged."""
+    """The entries of a whole JSON array, odd ones fixed. Raises CutShort, EndsAt and Damaged."""
     try:
         return Entries(_ENTRIES.decode(text), text)
     except UNDECODABLE:
-        return _mended(text)
+        return _fixed(text)
 
 
 def begins_entries(text: bytes) -> bool:
@@ -377,7 +377,7 @@ def last_entries(text: bytes) -> Entries:
     return Entries(walk.found.entries, None, walk.found.lost + lost)
 
 
-def _mended(text: Text) -> Entries:
+def _fixed(text: Text) -> Entries:
     try:
         pieces = list(map(bytes, _PIECES.decode(text)))
     except msgspec.DecodeError as error:
@@ -410,7 +410,7 @@ def _gap(text: bytes, at: int) -> int:
 
 
 def _entry_at(text: bytes, at: int) -> tuple[Entry | None, int | None]:
-    """The entry at that place, None where it is beyond mending, and where to read on.
+    """The entry at that place, None where it is beyond fixing, and where to read on.
 
     That is None where nothing whole follows: the text may end within the entry.
     """

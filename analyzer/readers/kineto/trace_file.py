@@ -186,11 +186,11 @@ def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
     try:
         _FIELDS.decode(whole)
     except UNDECODABLE:
-        whole = _mended(whole) or _mended(before + b'"":0}') or b"{}"
+        whole = _fixed(whole) or _fixed(before + b'"":0}') or b"{}"
     return lenient(whole, KinetoHeader)
 
 
-def _mended(text: bytes) -> bytes | None:
+def _fixed(text: bytes) -> bytes | None:
     """The object as JSON that keeps JSON's rules; None where it is beyond that."""
     found = loose_object(text)
     try:

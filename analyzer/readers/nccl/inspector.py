@@ -90,8 +90,8 @@ def read_inspector(source: Source) -> InspectorLog:
             reading.take(text)
         torn = content.torn
     if not reading.records:
-        mend = "check that it is a JSON dump of NCCL's Inspector"
-        raise DataError(source.where, "no whole Inspector record in it", mend)
+        hint = "check that it is a JSON dump of NCCL's Inspector"
+        raise DataError(source.where, "no whole Inspector record in it", hint)
     return reading.log(source.where, torn)
 
 
@@ -409,8 +409,8 @@ def record_of(text: bytes) -> InspectorRecord | None:
     try:
         return _DECODER.decode(text)
     except _ODD:
-        mended = _NO_NUMBER.sub(b":null", text.decode(errors="replace").encode())
+        fixed = _NO_NUMBER.sub(b":null", text.decode(errors="replace").encode())
     try:
-        return None if mended == text else _DECODER.decode(mended)
+        return None if fixed == text else _DECODER.decode(fixed)
     except _ODD:
         return None

@@ -46,10 +46,10 @@ class Analysis:
     tables: Tables
 
 
-def analyze(*places: str | Path, run: str | Path | None = None, rules: Rules = BUILT_IN) -> Report:
+def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = BUILT_IN) -> Report:
     """The report of the recording in the files, folders, archives and URLs; run, rules, and what is
     raised, as in examine."""
-    return examine(places, rules=rules, run=run).report
+    return examine(places, rules=rules, job=job).report
 
 
 def examine(
@@ -57,15 +57,15 @@ def examine(
     workers: int = 1,
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
-    run: str | Path | None = None,
+    job: str | Path | None = None,
 ) -> Analysis:
     """The report of the recording with its tables, read by up to that many processes.
 
-    rules tell which kernels communicate and which compute. With run, a RUN.toml (whole, or what the
+    rules tell which kernels communicate and which compute. With run, a job.toml (whole, or what the
     recording does not tell) or "auto", the report is held against the model. Raises
     errors.DataError, and UsageError where the model needs to know more.
     """
-    held = _against(run)
+    held = _against(job)
     return _examined(read_recording(places, workers, progress, rules), held)
 
 
@@ -74,11 +74,11 @@ def examine_or_find_hang(
     workers: int = 1,
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
-    run: str | Path | None = None,
+    job: str | Path | None = None,
 ) -> Analysis | Hang:
     """As examine; where the places hold Flight Recorder dumps and no traces, how the calls stand by
     these dumps."""
-    held = _against(run)
+    held = _against(job)
     with open_recording(places) as files:
         if files.only_dumps:
             return read_calls(places)
@@ -110,14 +110,14 @@ def _examined(recording: Recording, held: _Held) -> Analysis:
     return Analysis(held(report, recording, found), build_tables(found))
 
 
-def _against(run: str | Path | None) -> _Held:
+def _against(job: str | Path | None) -> _Held:
     """Holds a report against the model; leaves it as it is where no run is stated."""
-    if run is None:
+    if job is None:
         return lambda report, *_: report
     # The model takes a moment to load, and few ask for it.
-    from stepsplit.analyzer.gap.gap import held_against, read_run
+    from stepsplit.analyzer.gap.gap import held_against, read_job_table
 
-    stated = read_run(run)
+    stated = read_job_table(job)
     return lambda report, recording, found: held_against(report, recording, found, stated)
 
 
@@ -198,13 +198,13 @@ def facts_at(
     place: Place,
     workers: int = 1,
     progress: Progress = no_progress,
-    run: Place | None = None,
+    job: Place | None = None,
     rules: Rules = BUILT_IN,
 ) -> tuple[RunFacts, ...]:
     """What the gate keeps of the runs at the place: a recording as analyze takes it, a report.json
     or its folder, or a baseline file, which may hold several.
 
-    With run, a RUN.toml or "auto", a recording is held against the model too. rules are as in
+    With run, a job.toml or "auto", a recording is held against the model too. rules are as in
     report_at; a baseline file keeps those that its runs were analyzed under. Raises
     errors.DataError, and UsageError where the model needs to know more.
     """
@@ -213,6 +213,6 @@ def facts_at(
     path = Path(place)
     if is_baseline(path):
         return read_baseline(path)
-    if run is not None:
-        return (facts_of(examine([place], workers, progress, rules, run).report, place),)
+    if job is not None:
+        return (facts_of(examine([place], workers, progress, rules, job).report, place),)
     return (facts_of(report_at(place, workers, progress, rules), place),)

@@ -82,7 +82,7 @@ class Mesh:
 class ModelSpec:
     """The shape of a decoder transformer; None where it is not known.
 
-    The words are those of RUN.toml: learned_positions is how many (0: rotary or none), norm "rms"
+    The words are those of job.toml: learned_positions is how many (0: rotary or none), norm "rms"
     has a scale alone and "layer" a shift beside it, whatever it divides by.
     """
 
@@ -106,7 +106,7 @@ class ModelSpec:
 class Training:
     """How a step is made: micro_batch in sequences a microbatch, global_batch a step.
 
-    The words are those of RUN.toml: dtype "bf16", zero 0 to 3, recompute "full", offload what of
+    The words are those of job.toml: dtype "bf16", zero 0 to 3, recompute "full", offload what of
     the states lives in host memory, such as "optimizer" or "optimizer, parameters". split_vocab:
     tensor parallelism cuts embedding and head too; root_unit: FSDP gathers what is in no layer as
     one unit; bucket_bytes is DDP's.

@@ -1,4 +1,4 @@
-"""Every run of the examples, beside each the RUN.toml that describes it to `stepsplit model`."""
+"""Every run of the examples, beside each the job.toml that describes it to `stepsplit model`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Example:
     """One run: torchrun --nproc-per-node {ranks} examples/{script} {arguments}.
 
-    job is the RUN.toml of that very run.
+    job is the job.toml of that very run.
     """
 
     name: str
@@ -34,7 +34,7 @@ def _job(
     model: str = "",
     training: str = "",
 ) -> str:
-    """RUN.toml's text; parallel, model and training are further lines of its tables."""
+    """job.toml's text; parallel, model and training are further lines of its tables."""
     return f"""[model]
 layers = 4
 hidden = 128

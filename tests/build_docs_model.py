@@ -33,7 +33,7 @@ def main() -> None:
 
 def screen() -> str:
     """What the command prints of the page's run at 80 columns."""
-    command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(DOCS / "RUN.toml")]
+    command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(DOCS / "job.toml")]
     environment = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())

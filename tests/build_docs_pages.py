@@ -32,7 +32,7 @@ def imported(store: Store) -> dict[str, str]:
     ids = {}
     for name in SAMPLES:
         try:
-            made = examine([ROOT / "sample_traces" / name], run="auto")
+            made = examine([ROOT / "sample_traces" / name], job="auto")
         except UsageError:
             made = examine([ROOT / "sample_traces" / name])
         tags = (Tag("branch", "main"), Tag("commit", f"{len(ids):07x}"))

@@ -38,15 +38,15 @@ VERDICT_FILES = (
     "benchmark-action",
 )  # fmt: skip
 COMMANDS = {
-    "analyze_run_auto": "analyze tp2_pp2 --run auto --json analyze_run_auto.json",
-    "analyze_run_file": "analyze dp4 --run dp4.toml --json analyze_run_file.json",
+    "analyze_run_auto": "analyze tp2_pp2 --job auto --json analyze_run_auto.json",
+    "analyze_run_file": "analyze dp4 --job dp4.toml --json analyze_run_file.json",
     "baseline": "baseline fsdp4 --out baseline.json",
     "baseline_of_two": "baseline pp2_m2 pp2_m8 --out baseline_of_two.json",
     "calibrate": "calibrate tp2_pp2 dp4 --json calibrate.json --out calibrate.toml",
     "check_inconclusive": "check fsdp4 --baseline fsdp4 --budget exposed_comm:5%"
                           " --json check_inconclusive.json",
     "check_limits": "check fsdp4 --budget exposed_comm:<=10% --budget step:<=1s",
-    "check_model": "check tp2_pp2 --run auto --budget step:model+20%",
+    "check_model": "check tp2_pp2 --job auto --budget step:model+20%",
     "check_pass": "check built_tp_pp_dp_slow_rank --baseline built_tp_pp_dp_slow_rank"
                   " --budget calls:exact",
     "check_refused": "check tp2_pp2 --baseline tp2_pp2_dp2",

@@ -59,7 +59,7 @@ def hardware_text(found: Calibration) -> str:
     runs = ", ".join(row.removeprefix("run:") for row in hardware.efficiency.rows)
     links = (("intra", hardware.intra), ("nodes_link", hardware.inter), ("host", hardware.host))
     parts = [
-        f"# stepsplit calibrate: {runs}. A RUN.toml names this file as [hardware] file.",
+        f"# stepsplit calibrate: {runs}. A job.toml names this file as [hardware] file.",
         *_hardware_lines(hardware),
         *(line for key, link in links for line in _link(key, link)),
         *_efficiency(hardware.efficiency),
@@ -199,16 +199,16 @@ class Calibration:
 
 
 def calibrate(
-    *places: str | Path, run: str | Path | None = None, rules: Rules = BUILT_IN
+    *places: str | Path, job: str | Path | None = None, rules: Rules = BUILT_IN
 ) -> Calibration:
     """The constants that explain the recorded runs at the places.
 
-    run is a RUN.toml, whole or a part, for what a recording does not tell of its job; rules decide
+    run is a job.toml, whole or a part, for what a recording does not tell of its job; rules decide
     what each kernel is. Raises DataError and UsageError.
     """
     if not places:
         raise UsageError("no run to calibrate from; name the folder of a recording")
-    stated: TomlTable | None = None if run is None else read_table(run)
+    stated: TomlTable | None = None if job is None else read_table(job)
     return calibration_of([run_seen(str(place), stated, rules) for place in places])
 
 
@@ -671,7 +671,7 @@ class RunSeen:
 
 
 def run_seen(place: str, stated: TomlTable | None, rules: Rules = BUILT_IN) -> RunSeen:
-    """The run recorded at the place; stated is a RUN.toml for what the recording does not tell.
+    """The run recorded at the place; stated is a job.toml for what the recording does not tell.
 
     Raises DataError, also for a recording without a full step; UsageError where the job is not
     known.

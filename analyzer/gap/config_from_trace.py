@@ -23,7 +23,7 @@ from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
 
-# The job that a recording is of: what run.json says, what the steps show, what a RUN.toml adds.
+# The job that a recording is of: what run.json says, what the steps show, what a job.toml adds.
 
 NAMES = ("model", "parallel", "training", "hardware")
 
@@ -48,14 +48,14 @@ _AXES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
 def job_of_run(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> JobConfig:
     """The job of the recording; what the tables of stated say wins over what was seen.
 
-    spec is what run.json says, None where there is none; stated is a RUN.toml, whole or a part.
+    spec is what run.json says, None where there is none; stated is a job.toml, whole or a part.
     Raises UsageError, one line with all that nobody tells; DataError for a job that cannot be.
     """
     return job_in(run_table(spec, found, stated))
 
 
 def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> TomlTable:
-    """The RUN.toml of the recording, as a table. Raises UsageError where something is missing."""
+    """The job.toml of the recording, as a table. Raises UsageError where something is missing."""
     seen = (
         model_seen(spec),
         parallel_seen(spec, found),
@@ -91,7 +91,7 @@ def _complete(
     ]
     if not lacking:
         return
-    hint = "write them in a RUN.toml and give it with --run"
+    hint = "write them in a job.toml and give it with --job"
     if stated is not None:
         hint = f"write them in {stated.where}"
     raise UsageError(f"the recording does not tell {_listed(lacking)}: {hint}")
@@ -216,7 +216,7 @@ _STAGES = {"fsdp": 3, "hsdp": 3, "zero-2": 2, "zero-1": 1}
 def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
     """The axes of the mesh, and how each works, by run.json and by what the steps show.
 
-    Where no mesh is known all ranks are taken for replicas unless a RUN.toml states axes.
+    Where no mesh is known all ranks are taken for replicas unless a job.toml states axes.
     """
     said = (spec.training if spec else None) or Training()
     mesh, seen = mesh_seen(spec, found), {one.name: one for one in found.strategies}
@@ -309,7 +309,7 @@ _BY_EVIDENCE = ("dtype", "recompute", "offload", "framework")
 """Keys whose values run.json states in torch's words, or which only the steps show."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Names of traces and of torch for RUN.toml's; 8 bits are in no message."""
+"""Names of traces and of torch for job.toml's; 8 bits are in no message."""
 
 
 def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:

@@ -56,12 +56,12 @@ GUESSED = "cpu"
 that."""
 
 AUTO = "auto"
-"""In place of a RUN.toml: the recording tells all."""
+"""In place of a job.toml: the recording tells all."""
 
 
-def read_run(run: str | Path) -> TomlTable:
-    """What a RUN.toml states, whole or a part; nothing by AUTO. Raises DataError."""
-    return TomlTable("run.json", "", {}) if str(run) == AUTO else read_table(run)
+def read_job_table(job: str | Path) -> TomlTable:
+    """What a job.toml states, whole or a part; nothing by AUTO. Raises DataError."""
+    return TomlTable("run.json", "", {}) if str(job) == AUTO else read_table(job)
 
 
 def held_against(report: Report, recording: Recording, found: RunSplit, run: TomlTable) -> Report:
@@ -215,15 +215,15 @@ def _finding(gap: Gap, row: GapRow) -> Finding:
     )
 
 
-# Whether a RUN.toml is of the recording, and what of a recording the model does not mean.
+# Whether a job.toml is of the recording, and what of a recording the model does not mean.
 
 
 def disagreements(
     layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str
 ) -> tuple[str, ...]:
-    """Where the layout of the RUN.toml is another than the recording's, in a line.
+    """Where the layout of the job.toml is another than the recording's, in a line.
 
-    where names the RUN.toml. Raises UsageError for one of other ranks or stages: nothing of it
+    where names the job.toml. Raises UsageError for one of other ranks or stages: nothing of it
     could be held against the recording.
     """
     _same_ranks(layout, spec, found, where)

@@ -75,8 +75,8 @@ def read_job(path: str | Path) -> JobConfig:
     return job_in(read_table(path))
 
 
-def job_of(text: str, where: str = "RUN.toml") -> JobConfig:
-    """The job of a RUN.toml's text, checked; where names it in errors. Raises as read_job."""
+def job_of(text: str, where: str = "job.toml") -> JobConfig:
+    """The job of a job.toml's text, checked; where names it in errors. Raises as read_job."""
     return job_in(table_of(where, text.encode()))
 
 
@@ -145,7 +145,7 @@ def _decode_stated_hardware(table: TomlTable, mistakes: Mistakes) -> HardwareCon
     if file is None:
         return decode_hardware(table, _stated_preset(table), mistakes, beside)
     if "file" in file.values:
-        hint = "name that one in the RUN.toml"
+        hint = "name that one in the job.toml"
         mistakes.append(file.error("file", "names another in turn", hint))
     known = decode_hardware(file, _stated_preset(file), mistakes, beside)
     return decode_hardware(table, known, mistakes, {})
@@ -502,7 +502,7 @@ def _file(path: Path) -> TomlTable:
     return read_table(path)
 
 
-# What a framework does where a RUN.toml does not say.
+# What a framework does where a job.toml does not say.
 
 GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
 

@@ -374,7 +374,7 @@ def choice_of(job: JobConfig) -> Choice:
 
 
 def _recompute(job: JobConfig) -> str:
-    """As RUN.toml writes it."""
+    """As job.toml writes it."""
     recipe = job.training
     return f"every-{recipe.recompute_every}" if recipe.recompute == "every" else recipe.recompute
 

@@ -465,11 +465,11 @@ def reasons_of(best: Candidate, other: Candidate) -> tuple[Reason, ...]:
     return tuple(sorted(found, key=lambda reason: -reason.delta_ns))
 
 
-# A layout as the lines of a RUN.toml.
+# A layout as the lines of a job.toml.
 
 
 def toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
-    """What the plan chose for [parallel] and [training], to be pasted; what a RUN.toml takes for
+    """What the plan chose for [parallel] and [training], to be pasted; what a job.toml takes for
     granted is left out. experts: the model has some."""
     parallel = [*_axis_lines(choice), *_expert_lines(choice, experts), *_pipeline(choice)]
     return "[parallel]", *parallel, "[training]", *_training(choice)

@@ -230,7 +230,7 @@ def collect_formulas(
     return tuple(formula for formula in ORDER if formula.id in found)
 
 
-# What was measured on a RUN.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates.
+# What was measured on a job.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates.
 
 _MEND_RATES = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_SUBSYS=TUNING"
 
@@ -241,9 +241,9 @@ def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
 
 
 def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
-    """The measurements that [hardware] measured, transfers and file of a RUN.toml name.
+    """The measurements that [hardware] measured, transfers and file of a job.toml name.
 
-    Paths are relative to the RUN.toml. A sweep of more ranks than the hardware has in a node ran on
+    Paths are relative to the job.toml. A sweep of more ranks than the hardware has in a node ran on
     full nodes. Of one op and ranks, measured counts before the file. Raises DataError for a file
     that holds no measurement.
     """

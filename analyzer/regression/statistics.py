@@ -89,7 +89,7 @@ def _limit(budget: Budget, run: RunFacts) -> float:
     predicted = run.model(budget.metric)
     if predicted is None:
         raise UsageError(
-            f"{run.name}: the model says nothing of {budget.metric}; analyze it with --run, or "
+            f"{run.name}: the model says nothing of {budget.metric}; analyze it with --job, or "
             "give another budget"
         )
     return predicted * (1 + budget.meaning.worse * budget.ratio)

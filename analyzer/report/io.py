@@ -94,7 +94,7 @@ def prediction_of(report: Report) -> Prediction | None:
 
 
 def build_job_tables(run: TomlTable) -> JobTables:
-    """The tables of a RUN.toml as report.json holds them: what they take from a file of the
+    """The tables of a job.toml as report.json holds them: what they take from a file of the
     hardware stands in them, and no file is named."""
     stated = run.inner("hardware")
     file = hardware_file(stated)

@@ -415,7 +415,7 @@ class PredictionRow(Struct, frozen=True):
 
 
 class JobTables(Struct, frozen=True):
-    """The tables of a RUN.toml, with the keys that it states or that were inferred;
+    """The tables of a job.toml, with the keys that it states or that were inferred;
     report.io.job_of_report gives the job that they describe."""
 
     model: dict[str, object]

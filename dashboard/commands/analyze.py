@@ -32,8 +32,8 @@ if TYPE_CHECKING:
               help="Write the report as one page that needs no server.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; one a core by default.")  # fmt: skip
-@click.option("--run", metavar="FILE",
-              help="Hold it against the model of this RUN.toml, which may state only what the "
+@click.option("--job", metavar="FILE",
+              help="Hold it against the model of this job.toml, which may state only what the "
                    "recording does not tell; auto for none.")  # fmt: skip
 @rules_option
 def analyze_command(
@@ -42,7 +42,7 @@ def analyze_command(
     out: Path | None,
     html_file: Path | None,
     workers: int | None,
-    run: str | None,
+    job: str | None,
     rules_file: Path | None,
 ) -> None:
     """Split every step of a recording.
@@ -61,7 +61,7 @@ def analyze_command(
         need("dash", "dashboard")
     rules = load_rules(rules_file)
     with reading_bar() as progress:
-        analysis = examine_or_find_hang(places, workers or cores(), progress, rules, run)
+        analysis = examine_or_find_hang(places, workers or cores(), progress, rules, job)
     if not isinstance(analysis, Analysis):
         _show_hang(analysis, json_file, out)
         return

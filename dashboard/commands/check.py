@@ -53,7 +53,7 @@ def _file(flag: str, text: str) -> Callable[[Callable[..., object]], Callable[..
 @click.option("--budget", "budgets", multiple=True, metavar="FILE|RULE",
               help="How much worse a metric may be; may be repeated. By default calls and bytes "
                    "exact, exposed_comm and bubble 10%,1pt.")  # fmt: skip
-@click.option("--run", "run_file", metavar="RUN.toml",
+@click.option("--job", "job_file", metavar="job.toml",
               help="Hold the candidates against the model, for budgets such as step:model+20%; "
                    "auto: by what they tell.")  # fmt: skip
 @rules_option
@@ -78,7 +78,7 @@ def check_command(
     candidates: tuple[str, ...],
     baselines: tuple[str, ...],
     budgets: tuple[str, ...],
-    run_file: str | None,
+    job_file: str | None,
     rules_file: Path | None,
     across_setups: bool,
     json_file: str | None,
@@ -99,7 +99,7 @@ def check_command(
     store = cache(lambda: open_store(url, artifacts))
     rules = load_rules(rules_file)
     before = runs_at(baselines, store, None, rules)
-    own = runs_at(candidates, store, run_file, rules)
+    own = runs_at(candidates, store, job_file, rules)
     verdict = _judged(own, before, budgets, across_setups, dashboard_url)
     write_files(verdict, files, _named(budgets, baselines))
     if any(run.id for run in own):
@@ -223,7 +223,7 @@ class Query:
 
 
 def runs_at(
-    places: Sequence[str], open_store: OpenStore, run: str | None, rules: Rules
+    places: Sequence[str], open_store: OpenStore, job: str | None, rules: Rules
 ) -> list[SideRun]:
     """The runs at the places, each a path as facts_at takes it or a query; run, rules as there.
 
@@ -238,16 +238,16 @@ def runs_at(
                 raise UsageError(f"{place}: analyzed already; with rules name the recordings")
             found += _stored(open_store(), parse_query(place))
         else:
-            found += _read(place, run, rules)
+            found += _read(place, job, rules)
     return found
 
 
-def _read(place: str, run: str | None, rules: Rules) -> list[SideRun]:
+def _read(place: str, job: str | None, rules: Rules) -> list[SideRun]:
     from stepsplit.analyzer.analysis import facts_at
     from stepsplit.dashboard.reporters.terminal import reading_bar
 
     with reading_bar() as progress:
-        return [SideRun(facts) for facts in facts_at(place, cores(), progress, run, rules)]
+        return [SideRun(facts) for facts in facts_at(place, cores(), progress, job, rules)]
 
 
 def parse_query(text: str) -> Query:

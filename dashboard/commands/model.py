@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.validation.tables import Check
 
 
-# stepsplit model: a RUN.toml -> how long a step should take, where it goes, and what fits.
+# stepsplit model: a job.toml -> how long a step should take, where it goes, and what fits.
 
 
 @click.command()
-@click.argument("run_file", metavar="RUN.toml", type=click.Path(path_type=Path))
+@click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
 @click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the prediction here; - for standard output, and nothing else there.",
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     "--explain", is_flag=True,
     help="Show each formula with this run's numbers, and the rules of thumb that differ.",
 )  # fmt: skip
-def model_command(run_file: Path, json_file: str | None, explain: bool) -> None:
+def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
     """Predict one training step: time, split, memory and messages.
 
-    RUN.toml names the model, how ranks share it, the batch and the hardware, by preset or by
+    job.toml names the model, how ranks share it, the batch and the hardware, by preset or by
     numbers. Nothing is run.
     """
     # What the model needs is loaded here, so that the list of commands stays quick.
@@ -42,8 +42,8 @@ def model_command(run_file: Path, json_file: str | None, explain: bool) -> None:
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import prediction_to_json
 
-    job = read_job(run_file)
-    prediction = predict(job, read_rates(run_file, job.hardware))
+    job = read_job(job_file)
+    prediction = predict(job, read_rates(job_file, job.hardware))
     if not put_json(prediction, prediction_to_json, json_file):
         _show_model(job, prediction, explain)
 
@@ -64,11 +64,11 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
         console.print(listing(formulas, heard(formulas)))
 
 
-# stepsplit plan: a RUN.toml and a number of GPUs -> the layout to take, and why not another.
+# stepsplit plan: a job.toml and a number of GPUs -> the layout to take, and why not another.
 
 
 @click.command()
-@click.argument("run_file", metavar="RUN.toml", type=click.Path(path_type=Path))
+@click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
 @click.option("--gpus", metavar="N", type=int, required=True, help="How many GPUs there are.")
 @click.option(
     "--top", metavar="K", type=click.IntRange(min=1), default=8, show_default=True,
@@ -76,18 +76,18 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--keep", metavar="KEY", multiple=True,
-    help="Keep this as RUN.toml has it: tp, pp, cp, zero, recompute, ...; may be repeated.",
+    help="Keep this as job.toml has it: tp, pp, cp, zero, recompute, ...; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the plan here; - for standard output, and nothing else there.",
 )  # fmt: skip
 def plan_command(
-    run_file: Path, gpus: int, top: int, keep: tuple[str, ...], json_file: str | None
+    job_file: Path, gpus: int, top: int, keep: tuple[str, ...], json_file: str | None
 ) -> None:
     """Find the fastest layout that fits, and say why the others lose.
 
-    RUN.toml gives model, sequence length, batch, precision, framework and hardware. How the GPUs
+    job.toml gives model, sequence length, batch, precision, framework and hardware. How the GPUs
     are split, ZeRO, schedule, microbatch and recomputation are searched. Nothing is run.
     """
     # What the search needs is loaded here, so that the list of commands stays quick.
@@ -95,8 +95,8 @@ def plan_command(
     from stepsplit.analyzer.model.plan import plan, to_json
     from stepsplit.analyzer.model.predict import read_rates
 
-    job = read_job(run_file)
-    found = plan(job, gpus, _kept(keep), top, read_rates(run_file, job.hardware))
+    job = read_job(job_file)
+    found = plan(job, gpus, _kept(keep), top, read_rates(job_file, job.hardware))
     if not put_json(found, to_json, json_file):
         _show_plan(job, found)
 
@@ -126,11 +126,11 @@ def _show_plan(job: JobConfig, found: Plan) -> None:
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help='Write the constants here; a RUN.toml names the file as [hardware] file = "FILE".',
+    help='Write the constants here; a job.toml names the file as [hardware] file = "FILE".',
 )  # fmt: skip
 @click.option(
-    "--run", "run_file", metavar="FILE", type=click.Path(path_type=Path),
-    help="A RUN.toml, whole or a part, for what the recordings do not tell of their job.",
+    "--job", "job_file", metavar="FILE", type=click.Path(path_type=Path),
+    help="A job.toml, whole or a part, for what the recordings do not tell of their job.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
@@ -140,7 +140,7 @@ def _show_plan(job: JobConfig, found: Plan) -> None:
 def calibrate_command(
     places: tuple[str, ...],
     out: Path | None,
-    run_file: Path | None,
+    job_file: Path | None,
     json_file: str | None,
     rules_file: Path | None,
 ) -> None:
@@ -152,7 +152,7 @@ def calibrate_command(
     # What the fit needs is loaded here, so that the list of commands stays quick.
     from stepsplit.analyzer.gap.calibrate import calibrate, hardware_text, to_json
 
-    found = calibrate(*places, run=run_file, rules=load_rules(rules_file))
+    found = calibrate(*places, job=job_file, rules=load_rules(rules_file))
     if out is not None:
         write(out, hardware_text(found).encode())
     if not put_json(found, to_json, json_file):

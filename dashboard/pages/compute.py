@@ -232,7 +232,7 @@ def memory_page(view: View) -> list[Component]:
     if not bars:
         told = (
             "Record with profile_run or stepsplit record, which note what each rank's memory held, "
-            "or hold the run against the model with a run.toml."
+            "or hold the run against the model with a job.toml."
         )
         return [nothing("No memory was recorded", told)]
     note = "of each rank at its peak" + (

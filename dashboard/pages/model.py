@@ -138,7 +138,7 @@ _INSTEAD = {
     "dp_shard": ("dp", "world_size", "gpus"),
     "global_batch": ("microbatches",),
 }
-"""Keys of a RUN.toml that say the same in other words."""
+"""Keys of a job.toml that say the same in other words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Changed:
 
 
 def changed_job(recorded: JobTables, chosen: AddressQuery) -> Changed:
-    """The job of those tables of a RUN.toml with what the address changes."""
+    """The job of those tables of a job.toml with what the address changes."""
     tables: dict[str, dict[str, object]] = {
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
@@ -170,7 +170,7 @@ def changed_job(recorded: JobTables, chosen: AddressQuery) -> Changed:
 
 
 def _asked(chosen: AddressQuery) -> dict[str, object]:
-    """What the address changes, by the keys of a RUN.toml."""
+    """What the address changes, by the keys of a job.toml."""
     asked: dict[str, object] = {
         key: number for key in SIZES if (number := chosen.whole(key)) is not None
     }

@@ -94,7 +94,7 @@ def against_the_model(report: Report) -> list[html.Section]:
 def _unmodelled(report: Report) -> list[html.Section]:
     told = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
     text = "This report was made without a prediction to compare with."
-    hint = "Put a run.toml beside the traces, or run: stepsplit analyze RUN --run run.toml"
+    hint = "Put a job.toml beside the traces, or run: stepsplit analyze RUN --job job.toml"
     words = [html.P(told or text), html.P(hint, className="note")]
     return [section("Against the model", "not compared", *words)]
 

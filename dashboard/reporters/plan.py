@@ -44,7 +44,7 @@ def plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_plan_heading(job, plan), _searched(plan.searched), Text()]
     parts += [_ranking(job, plan), Text(), _details(plan), Text(), *_tree(job, plan)]
     lines = toml_lines(plan.best.choice, job.model.experts is not None)
-    parts += [Text(), Text("to RUN.toml", style="bold"), *map(Text, lines)]
+    parts += [Text(), Text("to job.toml", style="bold"), *map(Text, lines)]
     return Group(*parts)
 
 
@@ -327,7 +327,7 @@ def _mend(found: Calibration, out: Path | None) -> list[RenderableType]:
     """What to do with it."""
     if out is None:
         return [Text(), Text("--out FILE keeps these constants", style=_DIM)]
-    lines = ("to RUN.toml", "[hardware]", f'file = "{out}"')
+    lines = ("to job.toml", "[hardware]", f'file = "{out}"')
     return [Text(), Text(lines[0], style="bold"), *map(Text, lines[1:])]
 
 

@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.memory import allocated_band
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
 
-# The terminal's answer to a RUN.toml: how long a step should take, where it goes, what fits.
+# The terminal's answer to a job.toml: how long a step should take, where it goes, what fits.
 
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
 

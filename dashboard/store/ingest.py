@@ -54,8 +54,8 @@ class Terms:
 
 def analysis_of(folder: Path, progress: Progress) -> Analysis:
     """The analysis of the uploaded folder, held against the model where what ran is known: by a
-    run.toml in it, or by the recording itself. Raises StepsplitError."""
-    stated = _run_file(folder)
+    job.toml in it, or by the recording itself. Raises StepsplitError."""
+    stated = find_job_file(folder)
     if stated is None:
         return examine_as_told([folder], 1, progress)
     _check_places(stated, folder)
@@ -286,24 +286,28 @@ def _tidy(store: Store, job: AnalysisJob, held: bool) -> None:
 
 # What the analyzer makes of an upload.
 
-RUN_FILE = "run.toml"
+JOB_FILES = ("job.toml", "run.toml")
+"""Names of a job's file in an upload; the second is that of older recordings."""
 
 AnalysisOf = Callable[[Path, Progress], Analysis]
 
 
-def _run_file(folder: Path) -> Path | None:
-    """The run.toml nearest to the top, None without one."""
-    found = sorted(folder.rglob(RUN_FILE), key=lambda path: (len(path.parts), path))
-    return found[0] if found else None
+def find_job_file(folder: Path) -> Path | None:
+    """The job.toml nearest to the top, or else the run.toml; None without either."""
+    for name in JOB_FILES:
+        found = sorted(folder.rglob(name), key=lambda path: (len(path.parts), path))
+        if found:
+            return found[0]
+    return None
 
 
-def _check_places(run_file: Path, folder: Path) -> None:
+def _check_places(job_file: Path, folder: Path) -> None:
     """An upload names files of its own, never the server's. Raises DataError."""
     root = folder.resolve()
-    for name in named_files(read_table(run_file)):
-        if not (run_file.parent / name).resolve().is_relative_to(root):
+    for name in named_files(read_table(job_file)):
+        if not (job_file.parent / name).resolve().is_relative_to(root):
             problem = f"names {name}, which is not in the upload"
-            raise DataError(run_file, problem, "upload that file too, and name it from here")
+            raise DataError(job_file, problem, "upload that file too, and name it from here")
 
 
 # What a server and its workers log: quiet text for people, or a JSON object a line.

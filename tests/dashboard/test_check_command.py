@@ -112,7 +112,7 @@ def test_recordings_and_reports_are_taken_as_they_are(capsys: pytest.CaptureFixt
 
 
 def test_a_run_held_against_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--run", "auto", "--budget", "exposed_comm:model+20%")
+    words = ("--job", "auto", "--budget", "exposed_comm:model+20%")
     assert check(ONE, *words) == 3
     assert "one run does not tell its noise" in capsys.readouterr().out
 

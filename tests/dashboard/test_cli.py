@@ -121,17 +121,17 @@ def test_a_report_that_cannot_be_written_leaves_nothing_half(
 HELP = {
     (): [*cli.VERBS, "--version", "--help"],
     ("analyze",): [
-        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--run FILE", "--rules FILE",
+        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--job FILE", "--rules FILE",
         "--help",
     ],
     ("baseline",): ["--out FILE", "--rules FILE", "--store URL", "--artifacts URL", "--help"],
     ("check",): [
-        "--baseline B", "--budget FILE|RULE", "--run RUN.toml", "--rules FILE", "--across-setups",
+        "--baseline B", "--budget FILE|RULE", "--job job.toml", "--rules FILE", "--across-setups",
         "--json FILE", "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
         "--openmetrics FILE", "--bencher FILE", "--benchmark-action FILE", "--dashboard URL",
         "--store URL", "--artifacts URL", "--help",
     ],
-    ("calibrate",): ["--out FILE", "--run FILE", "--json FILE", "--rules FILE", "--help"],
+    ("calibrate",): ["--out FILE", "--job FILE", "--json FILE", "--rules FILE", "--help"],
     ("compare",): ["--json FILE", "--rules FILE", "--help"],
     ("dashboard",): [
         "--store URL", "--artifacts URL", "--host TEXT", "--port PORT", "--workers N",

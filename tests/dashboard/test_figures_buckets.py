@@ -106,7 +106,7 @@ def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
 
 
 def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
-    gap = analyze(SAMPLES / "tp2_pp2", run="auto").gap
+    gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
     assert gap is not None
 
     (fall,) = waterfall(gap).data
@@ -157,7 +157,7 @@ def test_what_is_usual_is_told_by_the_runs_around() -> None:
 
 
 def test_the_models_busbw_rises_to_what_the_link_gives() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    report = analyze(SAMPLES / "tp2_pp2", job="auto")
 
     found = modelled_busbw(report, "tp", "all_reduce", 1_000, 10**9)
 

@@ -1,4 +1,4 @@
-"""stepsplit model: a RUN.toml in, the screen or JSON out, and quickly."""
+"""stepsplit model: a job.toml in, the screen or JSON out, and quickly."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A RUN.toml whose prediction is the one that is laid down by hand."""
+    """A job.toml whose prediction is the one that is laid down by hand."""
     module = "stepsplit.analyzer.model.predict"
     monkeypatch.setattr(f"{module}.predict", lambda job, rates: prediction())
-    file = tmp_path / "RUN.toml"
+    file = tmp_path / "job.toml"
     file.write_text(RUN)
     return file
 
@@ -113,4 +113,4 @@ def test_listing_the_commands_does_not_load_rich() -> None:
 def test_help_names_the_options() -> None:
     with click.Context(model_command) as context:
         text = model_command.get_help(context)
-    assert [name for name in ("--json", "--explain", "RUN.toml") if name not in text] == []
+    assert [name for name in ("--json", "--explain", "job.toml") if name not in text] == []

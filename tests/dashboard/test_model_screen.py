@@ -1,4 +1,4 @@
-"""The terminal's answer to a RUN.toml, as a person reads it."""
+"""The terminal's answer to a job.toml, as a person reads it."""
 
 from __future__ import annotations
 

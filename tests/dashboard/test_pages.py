@@ -104,12 +104,12 @@ def test_without_a_model_the_overview_says_what_it_would_have_to_be_told() -> No
     report = msgspec.structs.replace(analysis().report, warnings=(told,))
     page = overview(view(report))
     assert "does not tell [training] seq_len" in text(page)
-    assert "run.toml" in text(page)
+    assert "job.toml" in text(page)
     assert "waterfall" not in graphs(page)
 
 
 def test_with_a_model_the_overview_shows_the_waterfall_and_its_doubts() -> None:
-    page = overview(view(analyze(SAMPLES / "tp2_pp2", run="auto")))
+    page = overview(view(analyze(SAMPLES / "tp2_pp2", job="auto")))
     assert {"sides", "waterfall"} <= set(graphs(page))
     assert "doubt: cpu" in text(page)
 
@@ -152,7 +152,7 @@ def test_memory_is_told_by_rank_and_by_what_the_allocator_holds() -> None:
 
 
 def test_a_changed_job_moves_beside_the_measured_one() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    report = analyze(SAMPLES / "tp2_pp2", job="auto")
     page = model_page(
         view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
     )
@@ -163,14 +163,14 @@ def test_a_changed_job_moves_beside_the_measured_one() -> None:
 
 
 def test_a_job_that_cannot_be_says_why() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    report = analyze(SAMPLES / "tp2_pp2", job="auto")
     page = model_page(view(report), AddressQuery({"tp": "64"}))
     assert "There can be no such job" in text(page)
     assert graphs(page) == []
 
 
 def test_the_plan_ranks_layouts_when_asked() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    report = analyze(SAMPLES / "tp2_pp2", job="auto")
     assert "Rank the layouts of 4 GPUs" in text(model_page(view(report), AddressQuery()))
     (table,) = found(model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
@@ -179,10 +179,10 @@ def test_the_plan_ranks_layouts_when_asked() -> None:
 
 
 def test_a_hardware_file_of_the_run_is_part_of_its_job(tmp_path: Path) -> None:
-    run = tmp_path / "run.toml"
+    run = tmp_path / "job.toml"
     (tmp_path / "mine.toml").write_text('preset = "cpu"\nmemory_bytes = 123456789\n')
     run.write_text('[hardware]\nfile = "mine.toml"\n')
-    report = analyze(SAMPLES / "tp2_pp2", run=run)
+    report = analyze(SAMPLES / "tp2_pp2", job=run)
     assert report.job is not None
     assert report.job.hardware["memory_bytes"] == 123456789
     assert "file" not in report.job.hardware

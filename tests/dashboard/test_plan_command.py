@@ -1,4 +1,4 @@
-"""stepsplit plan: a RUN.toml in, the screen or JSON out."""
+"""stepsplit plan: a job.toml in, the screen or JSON out."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def found(job: JobConfig) -> Plan:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    file = tmp_path / "RUN.toml"
+    file = tmp_path / "job.toml"
     file.write_text(RUN)
     return file
 

@@ -148,7 +148,7 @@ def test_calibrate_fits_the_compute_of_the_rules(
 ) -> None:
     job = tmp_path / "job.toml"
     job.write_text(RUN)
-    words = ("calibrate", trace, "--run", str(job))
+    words = ("calibrate", trace, "--job", str(job))
     [plain], [ruled] = (
         json_of(capsys, *words, *more)["stages"] for more in ((), ("--rules", rules))
     )

@@ -278,7 +278,7 @@ def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) ->
 def test_a_changed_model_is_beside_the_run_and_in_the_address(
     shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
-    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run = examine([SAMPLES / "tp2_pp2"], job="auto")
     run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
     page = browser.new_page()
     page.goto(f"{shared.url}/run/{run_id}/model")
@@ -313,7 +313,7 @@ def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # 
 def test_axe_finds_nothing_serious(shared: Shared, browser, scheme: str) -> None:  # type: ignore[no-untyped-def]
     from axe_playwright_python.sync_playwright import Axe
 
-    run = examine([SAMPLES / "tp2_pp2"], run="auto")
+    run = examine([SAMPLES / "tp2_pp2"], job="auto")
     run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
     page = browser.new_page(color_scheme=scheme)
     found = {}

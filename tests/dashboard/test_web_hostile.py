@@ -129,7 +129,7 @@ def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
 def test_a_run_toml_that_lies_fails_with_a_line(client: FlaskClient, store: Store) -> None:
     whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
     for lie in (b"\0", b"[model]\npreset = '/etc/passwd'", b"[hardware]\nfile = '/etc/passwd'"):
-        ended, error = _ingested(client, store, whole | {"run.toml": lie})
+        ended, error = _ingested(client, store, whole | {"job.toml": lie})
         assert ended == "failed" and error is not None
         assert "root:" not in error and "internal error" not in error
 
@@ -143,10 +143,10 @@ def test_a_run_toml_reads_no_file_of_the_server(
 ) -> None:
     whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
 
-    ended = _ingested(client, store, whole | {"run.toml": f"[hardware]\n{place}".encode()})
+    ended = _ingested(client, store, whole | {"job.toml": f"[hardware]\n{place}".encode()})
 
     named = place.split("'")[1]
-    told = f"run.toml: names {named}, which is not in the upload; "
+    told = f"job.toml: names {named}, which is not in the upload; "
     assert ended == ("failed", told + "upload that file too, and name it from here")
 
 

@@ -1,4 +1,4 @@
-"""stepsplit analyze PATH --run: recorded runs held against the model."""
+"""stepsplit analyze PATH --job: recorded runs held against the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = '[hardware]\npreset = "cpu"\n'
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    file = tmp_path / "run.toml"
+    file = tmp_path / "job.toml"
     file.write_text(CPU)
     return file
 
@@ -43,7 +43,7 @@ def conserved(report: Report) -> None:
 
 def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
     run_file.write_text('[hardware]\npreset = "a100-sxm-80gb"\n')
-    report = analyze(SAMPLES / "dp4", run=run_file)
+    report = analyze(SAMPLES / "dp4", job=run_file)
     predicted = prediction_of(report)
     assert predicted is not None
     assert predicted.mfu is not None
@@ -55,7 +55,7 @@ def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
 def test_what_the_recording_tells_need_not_be_stated(
     run_file: Path, sample: str, stages: list[int]
 ) -> None:
-    report = analyze(SAMPLES / sample, run=run_file)
+    report = analyze(SAMPLES / sample, job=run_file)
     conserved(report)
     assert report.gap is not None
     assert [one.stage for one in report.gap.stages] == stages
@@ -64,11 +64,11 @@ def test_what_the_recording_tells_need_not_be_stated(
 
 def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
     """Its device is a CPU, and run.json states model, mesh and batch."""
-    assert analyze(SAMPLES / "tp2_pp2", run="auto") == analyze(SAMPLES / "tp2_pp2", run=run_file)
+    assert analyze(SAMPLES / "tp2_pp2", job="auto") == analyze(SAMPLES / "tp2_pp2", job=run_file)
 
 
 def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None:
-    report = analyze(SAMPLES / "tp2_pp2", run="auto")
+    report = analyze(SAMPLES / "tp2_pp2", job="auto")
     assert report.gap is not None
     assert all(one.equal for one in report.gap.calls)
     large = [
@@ -85,7 +85,7 @@ def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None
 
 def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:
     """Four calls for two cost latency alone, and compute hides as much of them as predicted."""
-    report = analyze(SAMPLES / "dp4", run="auto")
+    report = analyze(SAMPLES / "dp4", job="auto")
     assert report.gap is not None
     (calls,) = report.gap.calls
     assert (calls.count, calls.predicted_count, calls.equal) == (4, 2, False)
@@ -99,7 +99,7 @@ def test_without_a_run_nothing_is_held_against_a_model() -> None:
 
 
 def test_json_on_standard_output_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--run", "auto", "--json", "-"]) == 0
+    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--job", "auto", "--json", "-"]) == 0
     told = capsys.readouterr().out
     report = from_json(told.encode())
     conserved(report)
@@ -108,7 +108,7 @@ def test_json_on_standard_output_is_the_whole_report(capsys: pytest.CaptureFixtu
 
 
 def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--run", str(run_file)]) == 0
+    assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--job", str(run_file)]) == 0
     told = capsys.readouterr().out
     assert "AGAINST THE MODEL, stage 1" in told
     assert "calls: as many and as large as predicted, to the byte" in told
@@ -135,7 +135,7 @@ def test_a_run_file_that_cannot_be_is_one_line_and_exit_2(
     run_file: Path, sample: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file.write_text(text)
-    assert cli.run(["analyze", str(SAMPLES / sample), "--run", str(run_file)]) == 2
+    assert cli.run(["analyze", str(SAMPLES / sample), "--job", str(run_file)]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("\n") == 1
@@ -144,22 +144,22 @@ def test_a_run_file_that_cannot_be_is_one_line_and_exit_2(
 
 
 def test_auto_lists_what_the_recording_does_not_tell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["analyze", str(SAMPLES / "built_ddp_host_stall"), "--run", "auto"]) == 2
+    assert cli.run(["analyze", str(SAMPLES / "built_ddp_host_stall"), "--job", "auto"]) == 2
     assert capsys.readouterr().err == (
         "stepsplit: the recording does not tell [model] layers, hidden, heads, vocab, [training]"
-        " seq_len, micro_batch and [hardware] preset: write them in a RUN.toml and give it with"
-        " --run\n"
+        " seq_len, micro_batch and [hardware] preset: write them in a job.toml and give it with"
+        " --job\n"
     )
 
 
 def test_a_run_file_that_is_missing_is_told_before_anything_is_read() -> None:
     with pytest.raises(DataError, match=r"nowhere\.toml: No such file"):
-        analyze("no recording either", run="nowhere.toml")
+        analyze("no recording either", job="nowhere.toml")
 
 
 def test_another_mesh_is_said(run_file: Path) -> None:
     run_file.write_text("[parallel]\ntp = 1\ndp = 2\n[training]\nglobal_batch = 48\n")
-    report = analyze(SAMPLES / "tp2_pp2", run=run_file)
+    report = analyze(SAMPLES / "tp2_pp2", job=run_file)
     conserved(report)
     assert report.gap is not None
     assert report.gap.notes[0] == (
@@ -169,7 +169,7 @@ def test_another_mesh_is_said(run_file: Path) -> None:
 
 
 def test_the_page_shows_what_is_printed() -> None:
-    gap = analyze(SAMPLES / "tp2_pp2", run="auto").gap
+    gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
     assert gap is not None
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as capture:

@@ -256,7 +256,7 @@ def found() -> Calibration:
 def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(hardware_text(found))
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
-    run_file = tmp_path / "RUN.toml"
+    run_file = tmp_path / "job.toml"
     run_file.write_text(text.replace('preset = "cpu"', 'file = "mine.toml"'))
     made = read_job(run_file)
     read = made.hardware
@@ -275,8 +275,8 @@ def test_keys_beside_the_file_replace_its_numbers(found: Calibration, tmp_path: 
     (tmp_path / "mine.toml").write_text(hardware_text(found))
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     beside = 'file = "mine.toml"\nname = "ours"\nefficiency.gemm = 0.11'
-    (tmp_path / "RUN.toml").write_text(text.replace('preset = "cpu"', beside))
-    read = read_job(tmp_path / "RUN.toml").hardware
+    (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', beside))
+    read = read_job(tmp_path / "job.toml").hardware
     assert (read.name, read.efficiency.gemm) == ("ours", 0.11)
     assert read.efficiency.memory == pytest.approx(found.hardware.efficiency.memory, rel=1e-5)
 
@@ -297,9 +297,9 @@ def test_a_wrong_file_is_named(
     odd = hardware_text(found).replace(sizes, "sizes_bytes = [9, 8]")
     (tmp_path / "odd.toml").write_text(odd)
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
-    (tmp_path / "RUN.toml").write_text(text.replace('preset = "cpu"', wrong))
+    (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', wrong))
     with pytest.raises(DataError) as told:
-        read_rates(tmp_path / "RUN.toml", read_job(tmp_path / "RUN.toml").hardware)
+        read_rates(tmp_path / "job.toml", read_job(tmp_path / "job.toml").hardware)
     assert all(word in str(told.value) for word in words)
 
 
@@ -327,7 +327,7 @@ def test_the_command_fits_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     rest.write_text('[model]\nlearned_positions = true\nnorm = "rms"\nbiases = false\n')
     out = tmp_path / "mine.toml"
     sample = str(SAMPLES / "tp2_pp2")
-    assert cli.run(["calibrate", sample, "--run", str(rest), "--out", str(out)]) == 0
+    assert cli.run(["calibrate", sample, "--job", str(rest), "--out", str(out)]) == 0
     screen = capsys.readouterr().out
     assert "cpu as told by 1 run: " in screen
     assert "all_reduce" in screen

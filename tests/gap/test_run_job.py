@@ -1,4 +1,4 @@
-"""The job of a recorded run: from run.json, the steps and a part of a RUN.toml."""
+"""The job of a recorded run: from run.json, the steps and a part of a job.toml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ biases = false
 
 
 def stated(text: str) -> TomlTable:
-    return table_of("RUN.toml", text.encode())
+    return table_of("job.toml", text.encode())
 
 
 def found_in(folder: Path) -> tuple[Recording, RunSplit]:
@@ -141,7 +141,7 @@ def test_what_nobody_tells_is_asked_for_by_name(found: RunSplit) -> None:
         job(found, spec)
     assert str(told.value) == (
         "the recording does not tell [model] layers, hidden, heads, vocab, [training] seq_len,"
-        " global_batch and [hardware] preset: write them in a RUN.toml and give it with --run"
+        " global_batch and [hardware] preset: write them in a job.toml and give it with --job"
     )
 
 
@@ -150,7 +150,7 @@ def test_the_file_that_lacks_them_is_named(found: RunSplit) -> None:
     with pytest.raises(UsageError) as told:
         job(found, spec, "[model]\nhidden = 64\n")
     assert str(told.value) == (
-        "the recording does not tell [model] vocab, ffn: write them in RUN.toml"
+        "the recording does not tell [model] vocab, ffn: write them in job.toml"
     )
 
 

@@ -38,7 +38,7 @@ from stepsplit.analyzer.validation.tables import Check
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "model.md").read_text()
-RUN = ROOT / "docs" / "RUN.toml"
+RUN = ROOT / "docs" / "job.toml"
 KEYS = {
     "model": {"preset", *MODEL_KEYS},
     "parallel": set(PARALLEL_KEYS),
@@ -125,12 +125,12 @@ def test_the_refusal_of_the_page_is_what_the_command_says() -> None:
 @for_each(("section", "key"), WRITTEN)
 def test_every_key_of_the_page_is_accepted_as_it_is_written(section: str, key: str) -> None:
     told = refusal(lines(section, key))
-    assert not told.startswith(f"RUN.toml: {section}"), told
-    assert "TOML" not in told.removeprefix("RUN.toml"), told
+    assert not told.startswith(f"job.toml: {section}"), told
+    assert "TOML" not in told.removeprefix("job.toml"), told
 
 
 def test_a_key_that_is_none_would_be_refused() -> None:
-    assert refusal(lines("parallel", "tensor = 2")).startswith("RUN.toml: parallel.tensor: unknown")
+    assert refusal(lines("parallel", "tensor = 2")).startswith("job.toml: parallel.tensor: unknown")
 
 
 @pytest.mark.parametrize("section", KEYS)

@@ -50,13 +50,13 @@ machine down, the limits are as much longer."""
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    file = tmp_path / "RUN.toml"
+    file = tmp_path / "job.toml"
     file.write_text(RUN)
     return file
 
 
 def told(program: str, run_file: Path) -> subprocess.CompletedProcess[str]:
-    """stepsplit model RUN.toml --json -, in an interpreter of its own."""
+    """stepsplit model job.toml --json -, in an interpreter of its own."""
     return subprocess.run(
         [sys.executable, "-c", program, "model", str(run_file), "--json", "-"],
         capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""Measurements that a RUN.toml names win over the closed form."""
+"""Measurements that a job.toml names win over the closed form."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def a_run(folder: Path, measured: str = "") -> Path:
         f"#  Rank  {i} Group  0 Pid  1 on node1 device  {i} [0x07] NVIDIA H100" for i in range(8)
     )
     (folder / "all_reduce.txt").write_text(SWEEP.format(devices=devices))
-    (folder / "RUN.toml").write_text(RUN + measured)
-    return folder / "RUN.toml"
+    (folder / "job.toml").write_text(RUN + measured)
+    return folder / "job.toml"
 
 
 def test_a_run_that_names_no_measurement_has_none(tmp_path: Path) -> None:
@@ -63,6 +63,6 @@ def test_a_measured_sweep_gives_the_time_of_its_own_sizes(tmp_path: Path) -> Non
 
 
 def test_a_file_without_measurements_is_refused_with_the_hint(tmp_path: Path) -> None:
-    path = a_run(tmp_path, 'measured = ["RUN.toml"]\n')
+    path = a_run(tmp_path, 'measured = ["job.toml"]\n')
     with pytest.raises(DataError, match=r"RUN\.toml: holds no sweep .*; name the output of nccl"):
         read_rates(path, read_job(path).hardware)

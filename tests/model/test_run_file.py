@@ -52,7 +52,7 @@ def run(
         "training": TRAINING | (training or {}),
         "hardware": device,
     }
-    return job_in(TomlTable("RUN.toml", "", tables))
+    return job_in(TomlTable("job.toml", "", tables))
 
 
 def refusal(**tables: Any) -> str:
@@ -62,7 +62,7 @@ def refusal(**tables: Any) -> str:
 
 
 def test_a_run_file_states_model_layout_recipe_and_hardware(tmp_path: Path) -> None:
-    path = tmp_path / "RUN.toml"
+    path = tmp_path / "job.toml"
     path.write_text("""
 [model]
 preset = "llama-3.1-70b"
@@ -314,7 +314,7 @@ def test_numbers_beside_a_preset_replace_its_own() -> None:
 
 
 def test_a_run_without_hardware_is_asked_for_it() -> None:
-    with pytest.raises(UsageError, match=r'^RUN.toml: on what\? write \[hardware\] preset = "'):
+    with pytest.raises(UsageError, match=r'^job.toml: on what\? write \[hardware\] preset = "'):
         job_of('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
 
 
@@ -392,7 +392,7 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
     ],
 )
 def test_a_wrong_key_is_named_with_its_hint(tables: Any, told: str) -> None:
-    assert refusal(**tables).startswith(f"RUN.toml: {told}")
+    assert refusal(**tables).startswith(f"job.toml: {told}")
 
 
 def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
@@ -403,7 +403,7 @@ def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
         device=H100 | {"peaks": {"bf16": math.inf}, "intra": {"ring": 0.5}, "learned": 3},
     )
     first, *others = re.findall(r"(?:model|parallel|training|hardware)\.[a-z0-9_.]+(?=:)", listed)
-    assert listed.startswith(f"RUN.toml: {first}: unknown key; write hidden, ")
+    assert listed.startswith(f"job.toml: {first}: unknown key; write hidden, ")
     assert f"; and {len(others)} more: {others[0]}: 0 is no count;" in listed
     assert [first, *others] == [
         "model.hiden",
@@ -436,7 +436,7 @@ def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
 )
 def test_a_count_is_a_whole_number_of_a_size_that_can_be(stated: Any, problem: str) -> None:
     told = refusal(model=SMALL | {"vocab": stated})
-    assert told == f"RUN.toml: model.vocab: {stated!r} {problem}; write a whole number from 1 up"
+    assert told == f"job.toml: model.vocab: {stated!r} {problem}; write a whole number from 1 up"
 
 
 def test_every_key_of_a_file_is_a_field_or_another_spelling_of_one() -> None:
@@ -467,7 +467,7 @@ def test_every_error_is_one_line() -> None:
     ],
 )
 def test_a_file_that_is_no_run_file_is_named(tmp_path: Path, text: bytes, told: str) -> None:
-    path = tmp_path / "RUN.toml"
+    path = tmp_path / "job.toml"
     path.write_bytes(text)
     with pytest.raises(DataError) as error:
         read_job(path)

@@ -70,7 +70,7 @@ def test_the_model_sets_the_limit() -> None:
     slow = runs("own", "step", (1.30e8, 1.31e8, 1.29e8), predicted={"step": 1.0e8})
     assert judged(slow, [], "step:model+20%").answer == "regressed"
     assert judged(slow, [], "step:model+50%").answer == "pass"
-    with pytest.raises(UsageError, match="the model says nothing of step; analyze it with --run"):
+    with pytest.raises(UsageError, match="the model says nothing of step; analyze it with --job"):
         judged(runs("own", "step", (1.0e8,)), [], "step:model+20%")
 
 

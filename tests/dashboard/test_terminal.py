@@ -21,7 +21,7 @@ def shown(width: int, report: Report | None = None) -> list[str]:
 
 def test_the_screen_answers_what_ran_where_it_went_and_why() -> None:
     text = "\n".join(shown(120))
-    for part in ("run ", "steps ", "compute", "bubble fraction", "busbw", "WHY"):
+    for part in ("run ", "steps ", "compute", "bubble fraction", "busbw", "BOTTLENECKS"):
         assert part in text
 
 
@@ -37,7 +37,7 @@ def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
             Strategy("pp", "pp", 2, "1f1b"), Strategy("recompute", detail="full"))  # fmt: skip
     report = analysis().report
     run = msgspec.structs.replace(report.run, strategies=seen)
-    line = "seen in the steps: ddp 2 on dp_replicate, tp 2, pp 2 (1f1b), recompute (full)"
+    line = "detected parallelism: ddp 2 on dp_replicate, tp 2, pp 2 (1f1b), recompute (full)"
     assert shown(160, msgspec.structs.replace(report, run=run))[1] == line
 
 
@@ -51,6 +51,6 @@ def test_the_screen_says_what_the_profiler_cost_and_what_the_fullest_rank_holds(
 
     lines = shown(160, msgspec.structs.replace(report, run=slowed, memory=rows))
 
-    assert lines[1].endswith("profiled +33.1 %")
+    assert lines[2].endswith("profiled +33.1 %)")
     held = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
     assert f"memory, most on r1: {held}" in lines

@@ -327,12 +327,12 @@ def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: P
     dump(tmp_path, 1, [TP], done(TP, 4, frames=frames))
     assert shown(hang_of(tmp_path), 100) == [
         "rank 1 holds everybody up: it has not called all_reduce 5 of TP (group 1)",
-        "2 dumps   1 call does not end   the oldest since 2026-09-21 14:13:20 UTC",
+        "2 dumps   1 unfinished call   oldest since 2026-09-21 14:13:20 UTC",
         "",
         "group  description  call             size  waiting  missing",
         "1      TP           all_reduce 5  4.00 kB  0        1",
         "",
-        "WHERE THEY ARE",
+        "LAST CALLS OF THESE RANKS",
         "rank 1  last called all_reduce 4 of TP (group 1): completed",
         "    data.py:7 load",
     ]

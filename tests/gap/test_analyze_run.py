@@ -12,7 +12,7 @@ from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
 from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
 from stepsplit.analyzer.report.report import step_median_ns
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.terminal import gap_section
+from stepsplit.dashboard.reporters.terminal import build_gap_section
 
 PAGE = Path(__file__).parents[2] / "docs" / "gap.md"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -110,7 +110,7 @@ def test_json_on_standard_output_is_the_whole_report(capsys: pytest.CaptureFixtu
 def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--job", str(run_file)]) == 0
     told = capsys.readouterr().out
-    assert "AGAINST THE MODEL, stage 1" in told
+    assert "MODEL COMPARISON, stage 1" in told
     assert "calls: as many and as large as predicted, to the byte" in told
 
 
@@ -173,7 +173,7 @@ def test_the_page_shows_what_is_printed() -> None:
     assert gap is not None
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as capture:
-        for part in gap_section(gap):
+        for part in build_gap_section(gap):
             console.print(part)
     printed = "\n".join(line.rstrip() for line in capture.get().splitlines())
     assert f"```\n{printed}\n```" in PAGE.read_text()

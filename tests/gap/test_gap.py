@@ -52,7 +52,7 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.gap.comm_gap import Wire
 from stepsplit.analyzer.gap.gap import Price, disagreements, gap_findings, gap_of, price_of
 from stepsplit.collectors import Mesh, RunSpec
-from stepsplit.dashboard.reporters.terminal import gap_section
+from stepsplit.dashboard.reporters.terminal import build_gap_section
 
 TWICE = ((60, 70), (70, 80))
 SUMS = ("all_reduce", "tp", 2, 20, 20)
@@ -474,7 +474,7 @@ def test_a_call_of_a_predicted_size_costs_what_is_predicted(layout: ParallelConf
 def screen(found: Gap) -> list[str]:
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as capture:
-        for part in gap_section(found):
+        for part in build_gap_section(found):
             console.print(part)
     return [line.rstrip() for line in capture.get().splitlines()]
 
@@ -489,16 +489,13 @@ def test_the_screen_shows_both_sides_and_the_parts(tmp_path: Path) -> None:
         return 1000 * price(like, message_bytes)
 
     assert screen(gap(tmp_path, found, expected, of=ms)) == [
-        "AGAINST THE MODEL   measured 120 ms, +20.1 % of 100 ms predicted (100-100 ms)",
-        "confidence high",
-        "            predicted  measured  difference",
-        "compute       80.0 ms   80.1 ms    +0.10 ms",
-        "collective    20.0 ms   40.0 ms    +20.0 ms",
-        "the difference is",
+        "MODEL COMPARISON   measured 120 ms, predicted 100 ms (100-100 ms), difference",
+        "+20.1 %   confidence high",
+        "difference by cause",
         "+20.0 ms  all_reduce on tp takes 2.00 times as long as the model says",
-        "+0.10 ms  smaller parts together",
-        "calls: as many and as large as predicted, to the byte",
-        "doubt: a guess",
+        "+0.10 ms  smaller differences together",
+        "calls: counts and bytes as predicted",
+        "caveat: a guess",
     ]
 
 
@@ -508,9 +505,9 @@ def test_the_screen_names_calls_that_differ_and_memory(tmp_path: Path) -> None:
     held = (MemoryRow(0, 3 * GIB, *[None] * 7),)
     told = screen(gap(tmp_path, ranks(tmp_path, TWICE), once, memory=held))
     assert told[-3:] == [
-        "calls that differ: stage 0 all_reduce on tp 2 of 1 predicted (8.00 kB of 4.00",
-        "kB)",
-        "peak memory: stage 0 3.0 GiB of 2.0 GiB predicted",
+        "calls that differ: stage 0 all_reduce on tp 2, predicted 1 (8.00 kB, predicted",
+        "4.00 kB)",
+        "peak memory: stage 0 3.0 GiB (model 2.0 GiB)",
     ]
 
 
@@ -535,6 +532,6 @@ def test_memory_is_compared_by_category(tmp_path: Path) -> None:
         ComparedMemory(0, 0, 2 * GIB, GIB, "gradients"),
     )
     assert screen(found)[-2:] == [
-        "weights: stage 0 1.07 GB of 1.07 GB predicted",
+        "weights: stage 0 1.07 GB (model 1.07 GB)",
         "gradients: stage 0 2.15 GB of 1.07 GB predicted",
     ]

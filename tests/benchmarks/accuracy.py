@@ -61,8 +61,8 @@ def rows_of(name: str, seed: int) -> list[tuple[str, ...]]:
     told = f"rank {first_blamed(found.report)[0]} {first_blamed(found.report)[1]}" if cause else ""
     return [
         _row(name, "truth", true, true, planted),
-        _row("", "HTA", hta, true, "nobody"),
-        _row("", "TraceLens", lens, true, "nobody"),
+        _row("", "HTA", hta, true, "none"),
+        _row("", "TraceLens", lens, true, "none"),
         _row("", "stepsplit", ours, true, told),
     ]
 

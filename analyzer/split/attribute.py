@@ -1,4 +1,4 @@
-"""Attribution of time: every instant of a step in exactly one bucket, axis and phase."""
+"""Attribution of time: each instant of a step belongs to exactly one bucket, axis and phase."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from stepsplit.analyzer.trace import (
     UInt8,
 )
 
-# In which phase of a step each call was made.
+# The phase of the step in which each call was issued.
 
 
 def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayout) -> list[str]:
-    """One of forward, backward, grad_sync, optimizer, other for each call of the rank.
+    """The phase of each call: forward, backward, grad_sync, optimizer or other.
 
-    A call belongs where the host made it; a message of a pipeline by its direction.
+    A call belongs to the phase in which the host issued it; a pipeline message is classified by its
+    direction.
     """
     calls, events = trace.calls, trace.events
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
@@ -75,7 +76,8 @@ def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayou
 
 @dataclass(frozen=True, slots=True)
 class _Marks:
-    """For each call, whether it was made in such a part of the step; early: before any backward."""
+    """For each call, whether it was issued in this part of the step; early: before the first
+    backward."""
 
     optimizer: Bool
     backward: Bool
@@ -84,16 +86,16 @@ class _Marks:
 
 
 def _syncing(trace: RankTrace, layout: RankLayout) -> Bool:
-    """Which calls bring gradients together, by their group and op."""
+    """Whether each call reduces gradients, by its group and op."""
     syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
     table = np.array([[op in of_group for op in OPS] for of_group in (*syncs, frozenset())])
     return np.asarray(table[trace.calls.group_id, trace.calls.op])
 
 
 def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
-    """The ops by which a group of these axes brings gradients together.
+    """The ops that reduce gradients on a group of these axes.
 
-    Data and context parallel ranks hold the same weights. On cp alone reduce_scatter belongs to
+    Data and context parallel ranks have the same weights. On cp alone, reduce_scatter belongs to
     attention.
     """
     if not axes or not axes <= DATA_AXES:
@@ -102,7 +104,7 @@ def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
 
 
 def _stages_ahead(trace: RankTrace, layout: RankLayout) -> Int64:
-    """By how many stages the peer of each message is later in the pipeline, 0 for no message.
+    """How many stages later in the pipeline the peer of each message is; 0 for collectives.
 
     Activations go to later stages, gradients to earlier ones.
     """
@@ -113,7 +115,7 @@ def _stages_ahead(trace: RankTrace, layout: RankLayout) -> Int64:
 
 
 def _boxes(events: Events, phase: str) -> Bool:
-    """Which events mark forwards (or backwards) of microbatches; of what stage is all the same."""
+    """Which events mark forwards (or backwards) of microbatches, of any stage."""
     marked = (any(mark.phase == phase for mark in marks_in(name, 0)) for name in events.names)
     return events.name_mask(tuple(marked))
 
@@ -124,7 +126,7 @@ def _spans(events: Events, mask: Bool) -> Intervals:
 
 
 def _before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:
-    """Which calls come before the first backward of their step."""
+    """Which calls were issued before the first backward of their step."""
     backward = events.start_ns[events.named("autograd::engine")]
     early = np.zeros(len(when), dtype=np.bool_)
     for window in windows:
@@ -134,16 +136,28 @@ def _before_backward(events: Events, windows: Sequence[StepWindow], when: Int64)
     return early
 
 
-# How much of the moving of data compute hides, by axis and operation.
+# Overlapped and exposed communication by axis and operation.
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How long one kind of communication moved data; rank is None for all ranks together.
+    """Overlap of one kind of communication with compute.
 
-    moved_ns is the time in which it moved any; hidden_ns the part of it under compute, exposed_ns
-    the part that held the rank up. What is left of it went on in a gap of compute, but was not
-    what the gap waited for. Kinds may move data at once: their times do not add up.
+    Time that is neither hidden nor exposed falls into a gap of compute that something else caused.
+    Kinds can transfer data concurrently, so their times do not add up.
+
+    Attributes:
+        rank: Global rank; None for the sum over all ranks.
+        axis: Mesh axis of the groups; None if unknown or along several axes.
+        op: Operation, such as "all_gather".
+        moved_ns: Time in which data was transferred, in ns.
+        hidden_ns: Part of moved_ns overlapped by compute, in ns.
+        exposed_ns: Part of moved_ns that blocked the rank, in ns.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [(row.axis, row.op, row.efficiency) for row in report.overlap if row.rank is None]
+        [('dp_shard', 'all_gather', 0.93)]
     """
 
     rank: int | None
@@ -155,7 +169,7 @@ class Overlap:
 
     @property
     def efficiency(self) -> float:
-        """hidden / moved, 0..1."""
+        """Overlapped fraction of the transfer time: hidden_ns / moved_ns, 0..1."""
         return self.hidden_ns / self.moved_ns
 
 
@@ -167,9 +181,9 @@ def overlaps_of(
     pieces: Pieces,
     compute: Intervals,
 ) -> tuple[Overlap, ...]:
-    """One rank's rows, by axis and op, for what moved inside the windows.
+    """The rows of one rank, by axis and op, for transfers inside the windows.
 
-    axes has one entry a group of the rank; waits are left out. The windows are in order.
+    axes has one entry per group of the rank; waits are excluded. The windows are in order.
     """
     moving = _chosen(pieces, np.isin(pieces.bucket, (COLLECTIVE, P2P)))
     blocking = held_up(moving, compute)
@@ -192,7 +206,7 @@ def overlaps_of(
 
 
 def overlaps_together(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
-    """The sums over the ranks, the kind that held ranks up longest first."""
+    """The sums over all ranks, by decreasing exposed time."""
     kinds = dict.fromkeys((row.axis, row.op) for row in rows)
     together = []
     for axis, op in kinds:
@@ -207,7 +221,7 @@ def overlaps_together(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
 
 
 def _by_kind(kind: Int64, pieces: Pieces, inside: Intervals) -> Iterator[tuple[int, Intervals]]:
-    """(kind of call, when any of its pieces ran inside of these), for the kinds that have some."""
+    """(kind, intervals of its pieces inside the given intervals), for kinds with any."""
     of_piece = kind[pieces.call]
     for number in distinct(of_piece).tolist():
         rows = of_piece == number
@@ -223,7 +237,7 @@ def _chosen(pieces: Pieces, rows: Bool) -> Pieces:
     )  # fmt: skip
 
 
-# Every instant of a step in exactly one bucket.
+# The bucket of each instant of a step.
 
 COMPUTE, IDLE = 0, 6
 
@@ -239,9 +253,9 @@ _BUCKET_OF = np.array(
 
 @dataclass(frozen=True, slots=True)
 class BucketBands:
-    """The instants of all windows of a rank, cut where the bucket changes; columns of one length.
+    """The windows of a rank, cut where the bucket changes; columns of one length.
 
-    window indexes the rank's steps, bucket buckets.BUCKETS. Sorted; fills each window.
+    window indexes the rank's steps, bucket indexes BUCKETS. Sorted; the bands of a window fill it.
     """
 
     window: Int32
@@ -252,9 +266,9 @@ class BucketBands:
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """The part of a rank's pieces that held it up, each instant once; columns of one length.
+    """The exposed part of a rank's pieces, each instant once; columns of one length.
 
-    For each communication bucket these add up to the bucket. call, owner: as in Pieces.
+    Per communication bucket they add up to the bucket. call and owner: as in Pieces.
     """
 
     window: Int32
@@ -267,9 +281,9 @@ class Exposed:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """One rank: a Split a window, and the intervals that they are the sums of.
+    """Attribution of one rank: a Split per window, and the intervals that it sums.
 
-    gap numbers the gap of compute in which each of the rank's calls held it up, -1 for none.
+    gap numbers the gap of compute in which each of the rank's calls was exposed, -1 for none.
     """
 
     splits: tuple[Split, ...]
@@ -279,7 +293,7 @@ class Attribution:
 
 
 def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attribution:
-    """The rank's windows split into buckets, to the nanosecond."""
+    """Splits the windows of a rank into buckets, to the nanosecond."""
     blocking = held_up(pieces, work.compute)
     sets = [
         work.compute,
@@ -291,7 +305,7 @@ def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attr
     band, mask = _sweep(windows, sets)
     splits = _splits(len(windows), band, mask)
     for window, split in zip(windows, splits, strict=True):
-        assert split.step_ns == window.end_ns - window.start_ns, f"time is lost in {window}"
+        assert split.step_ns == window.end_ns - window.start_ns, f"buckets do not fill {window}"
     band = _joined(band)
     exposed = _exposed(blocking, band)
     _check(splits, exposed)
@@ -301,10 +315,11 @@ def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attr
 
 
 def held_up(pieces: Pieces, compute: Intervals) -> Pieces:
-    """The gap rule: of each piece what lies in the gap of compute in which its call ends.
+    """Applies the gap rule: of each piece, keeps what lies in the compute gap in which its call
+    ends.
 
-    Communication still open when compute resumes blocked nothing, so a call that ends under compute
-    is dropped whole, and of the others only the last gap counts.
+    Communication that is still open when compute resumes blocked nothing. So a call that ends under
+    compute is dropped, and of the others only the last gap counts.
     """
     end = pieces.life_end_ns
     later = np.searchsorted(compute.start_ns, end, side="left")
@@ -324,7 +339,7 @@ def _of_bucket(pieces: Pieces, bucket: int) -> Intervals:
 
 
 def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[BucketBands, Int64]:
-    """All edges of all sets in one sort: between two edges the same sets are open (the mask)."""
+    """Sorts the edges of all sets once; mask gives the sets that are open between two edges."""
     window_start = np.array([w.start_ns for w in windows], dtype=np.int64)
     window_end = np.array([w.end_ns for w in windows], dtype=np.int64)
     at = np.concatenate(
@@ -353,7 +368,7 @@ def _splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
 
 
 def _joined(band: BucketBands) -> BucketBands:
-    """The band without edges at which the bucket stays the same."""
+    """Merges adjacent bands of the same bucket."""
     if not len(band.start_ns):
         return band
     same = (band.bucket[1:] == band.bucket[:-1]) & (band.window[1:] == band.window[:-1])
@@ -365,7 +380,7 @@ def _joined(band: BucketBands) -> BucketBands:
 
 
 def _exposed(blocking: Pieces, band: BucketBands) -> Exposed:
-    """Each exposed instant, given to the call of its bucket that began first."""
+    """Each exposed instant, assigned to the call of its bucket that started first."""
     parts = [_exposed_in(blocking, band, bucket) for bucket in range(COLLECTIVE, BUBBLE + 1)]
     order = np.argsort(np.concatenate([part.start_ns for part in parts]), kind="stable")
     columns = ("window", "bucket", "call", "owner", "start_ns", "end_ns")
@@ -392,28 +407,39 @@ def _exposed_in(blocking: Pieces, band: BucketBands, bucket: int) -> Exposed:
 
 
 def _check(splits: Sequence[Split], exposed: Exposed) -> None:
-    """What the calls own is what the buckets hold."""
+    """Asserts that the exposed time of the calls equals the communication buckets."""
     for bucket in range(COLLECTIVE, BUBBLE + 1):
         rows = exposed.bucket == bucket
         owned = int((exposed.end_ns - exposed.start_ns)[rows].sum())
         held = sum(split.buckets_ns[bucket] for split in splits)
-        assert owned == held, f"{BUCKETS[bucket]}: calls own {owned} ns of {held}"
+        assert owned == held, f"{BUCKETS[bucket]}: {owned} of {held} ns are assigned to calls"
 
 
-# Which numbers hold where only some of a job's ranks were recorded.
+# Which numbers are measured if only some ranks of a job were recorded.
 
 Holds = Literal["measured", "partly", "estimated"]
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How far waiting on one axis (None: along none alone) is measured.
+    """Which share of the waits on one mesh axis is measured rather than estimated.
 
-    Of the groups that the recorded ranks called, whole had all of their members recorded and alone
-    only one. Waits are measured in whole groups; where some members are there the others are
-    estimated from what was seen of the call, and for one member alone from how long such a call
-    takes. unmatched of calls lack a counterpart. compute, copy and idle hold whatever is missing,
-    and so does the sum.
+    Waits are measured in groups whose members were all recorded. With some members missing they are
+    estimated from the recorded members, with a single member from the usual time of such a call.
+    Compute, copy and idle time, and the sum of all buckets, are always measured.
+
+    Attributes:
+        axis: Mesh axis; None for groups along several axes.
+        groups: Number of groups that the recorded ranks used.
+        whole: Groups with all members recorded.
+        alone: Groups with a single member recorded.
+        calls: Calls of the recorded ranks on these groups.
+        unmatched: Calls without a matching call on the peers.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [(row.axis, row.holds) for row in report.coverage]
+        [('dp_shard', 'measured'), ('pp', 'partly')]
     """
 
     axis: str | None
@@ -425,7 +451,7 @@ class Coverage:
 
     @property
     def holds(self) -> Holds:
-        """Whether waits on this axis are measured, partly so, or estimated throughout."""
+        """Is "measured", "partly" (some calls are unmatched) or "estimated" (all are)."""
         if not self.unmatched:
             return "measured"
         return "estimated" if self.unmatched == self.calls else "partly"
@@ -434,7 +460,7 @@ class Coverage:
 def coverage_of(
     traces: Sequence[RankTrace], matched: Matched, layout: RankLayout
 ) -> tuple[Coverage, ...]:
-    """A row an axis on which the recorded ranks communicate."""
+    """One row per axis on which the recorded ranks communicate."""
     present = {trace.rank for trace in traces}
     there = [len(present & set(group.ranks)) for group in matched.groups]
     axis_of = [layout.axis_of(group) for group in matched.groups]

@@ -1,4 +1,4 @@
-"""algbw and busbw of each kind of collective, and the calls of a step by kind."""
+"""algbw and busbw of each kind of collective, and the number of calls per step by kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,30 @@ from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import OPS, Int64, RankTrace
 
-# How fast each kind of collective moved its data, its waiting left out.
+# Bandwidth of each kind of collective, waits excluded.
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """All calls of one op, dtype and size on one group, -1 where that is unknown; None is unknown.
-    busbw is as nccl-tests define it."""
+    """Statistics of all calls of one op, dtype and size on one group.
+
+    Attributes:
+        group: Index of the group in report.groups; -1 if unknown.
+        op: Operation, such as "all_reduce".
+        dtype: Data type; None if unknown.
+        message_bytes: Message size in bytes, as nccl-tests counts it; None if unknown.
+        count: Number of calls; a collective counts once for all members.
+        transfer_ns_median: Median transfer time in ns, waits excluded.
+        wait_ns_median: Median wait for the last member in ns.
+        algbw_bytes_per_s: message_bytes / transfer time; None if the size is unknown or calls are
+            unmatched.
+        busbw_bytes_per_s: algbw times the bus factor of nccl-tests; None like algbw.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> report.collectives[0].op, report.collectives[0].busbw_bytes_per_s
+        ('all_gather', 412300000000.0)
+    """
 
     group: int
     op: str
@@ -36,7 +53,7 @@ class CollectiveRow:
 def collective_stats(
     traces: Sequence[RankTrace], matched: Matched, arrivals: Arrivals
 ) -> tuple[CollectiveRow, ...]:
-    """One row a kind of call, the most transfer time first."""
+    """One row per kind of call, by decreasing transfer time."""
     found = [_collective(kind, rows, matched, arrivals) for kind, rows in kinds_of(traces, matched)]
     return tuple(sorted(found, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
 
@@ -64,13 +81,29 @@ def _collective(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrival
     )
 
 
-# How often each kind of call is made in a step.
+# Calls per step of each kind.
 
 
 @dataclass(frozen=True, slots=True)
 class StepCallsRow:
-    """The calls of one kind in a full step, those of all recorded ranks together: as most steps
-    have it, the least and the most that a step has. A collective counts at each member."""
+    """Calls of one kind per full step, summed over the recorded ranks.
+
+    A collective counts at each member.
+
+    Attributes:
+        group: Index of the group in report.groups; -1 if unknown.
+        op: Operation, such as "all_reduce".
+        dtype: Data type; None if unknown.
+        message_bytes: Message size in bytes; None if unknown.
+        calls: Calls in most steps.
+        least: Fewest calls in a step.
+        most: Most calls in a step.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> report.step_calls[0].op, report.step_calls[0].calls
+        ('all_gather', 128)
+    """
 
     group: int
     op: str
@@ -84,9 +117,10 @@ class StepCallsRow:
 def step_calls(
     traces: Sequence[RankTrace], steps: Sequence[Steps], matched: Matched
 ) -> tuple[StepCallsRow, ...]:
-    """A row for each kind of call that a full step has; a call is of the window that it began in.
+    """One row per kind of call in the full steps; a call belongs to the window in which it starts.
 
-    Most steps decide rank by rank: a call may begin just before or after the edge of a step.
+    The usual number is determined per rank, since a call may start just before or after a step
+    edge.
     """
     window, counted = _windows(steps, matched)
     rows = [
@@ -97,8 +131,8 @@ def step_calls(
 
 
 def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]]:
-    """(for each call which of its rank's full steps it began in, -1 for none; how many there are
-    by rank)."""
+    """(index of the full step in which each call starts, -1 for none; number of full steps per
+    rank)."""
     window = np.full(len(matched), -1, dtype=np.int64)
     for trace, own in enumerate(steps):
         rows = matched.of_trace(trace)
@@ -127,12 +161,12 @@ def _row(
     return StepCallsRow(kind.group, kind.op, kind.dtype or None, size, usual, least, most)
 
 
-# Which calls are of one kind: the same op, dtype and size on the same group.
+# Kinds of calls: the same op, dtype and size on the same group.
 
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """One op, dtype and size on one group; -1 and "" are unknown."""
+    """One op, dtype and size on one group; -1 and "" mean unknown."""
 
     group: int
     op: str
@@ -141,7 +175,7 @@ class CallKind:
 
 
 def kinds_of(traces: Sequence[RankTrace], matched: Matched) -> list[tuple[CallKind, Int64]]:
-    """Each kind with the rows of its calls, in the order of its first."""
+    """Each kind with the rows of its calls, in order of first occurrence."""
     names, dtype = _dtypes(traces)
     dtype, size = _known_by_any(matched, dtype, names.index(""))
     order, first = runs_of(labels_of(matched.group, matched.op, dtype, size))
@@ -155,7 +189,7 @@ def kinds_of(traces: Sequence[RankTrace], matched: Matched) -> list[tuple[CallKi
 
 
 def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
-    """(all names of dtypes, among them "" for unknown; which one each call has)."""
+    """(all dtype names, with "" for unknown; index of each call's dtype)."""
     names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
     number = {name: i for i, name in enumerate(names)}
     columns = [
@@ -166,9 +200,9 @@ def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
 
 
 def _known_by_any(matched: Matched, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:
-    """Each call's dtype and size; of a matched collective those of the member that knows most.
+    """The dtype and size of each call, for a matched collective from its best-informed member.
 
-    A root may know the size alone. The last dtype counts beside which no larger size was stated.
+    A root may know only the size. The dtype is the last one recorded with the largest size so far.
     """
     rows = np.flatnonzero((matched.key >= 0) & ~matched.is_message)
     order, first = runs_of(matched.key[rows])

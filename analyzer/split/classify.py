@@ -1,4 +1,4 @@
-"""What a rank worked on, by the kinds of its events; the names that mark work of a pipeline."""
+"""Work of a rank by event kind, and parsing of the names that mark pipeline work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.trace import Bool, EventKind, Events, RankTrace
 
-# What a rank worked on: computing, copying, or both at once with communication.
+# Compute, copies, and fused compute-and-communication kernels of a rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one rank worked on, each a sorted disjoint set; fused is a part of compute."""
+    """Work of one rank as sorted disjoint intervals; fused is a subset of compute."""
 
     compute: Intervals
     copy: Intervals
@@ -21,7 +21,7 @@ class Work:
 
 
 def work_of(trace: RankTrace) -> Work:
-    """The rank's work: kernels and copies of a device, else the ops of its training threads."""
+    """The work of a rank: device kernels and copies, else the ops of its training threads."""
     events, kinds = trace.events, trace.kinds
     return Work(
         _covered(events, kinds.computes),
@@ -34,7 +34,7 @@ def _covered(events: Events, mask: Bool) -> Intervals:
     return union(events.start_ns[mask], events.end_ns[mask])
 
 
-# The names by which annotations mark the work of a pipeline.
+# Names of the annotations that mark pipeline work.
 
 _ONE = re.compile(
     r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
@@ -50,12 +50,12 @@ _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OF_GPIPE = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
 
 MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
-"""How the names of each kind of mark begin; the first kind that a trace holds counts alone."""
+"""Name prefixes of each kind of mark; only the first kind present in a trace is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A stage's work on a microbatch, as a name tells it."""
+    """The work of a stage on a microbatch, parsed from an annotation name."""
 
     stage: int
     microbatch: int
@@ -63,9 +63,10 @@ class Mark:
 
 
 def marks_in(name: str, stage: int | None = None) -> tuple[Mark, ...]:
-    """What the name marks, several actions at once included; nothing for any other name.
+    """Parses an annotation name, including combined actions; empty for other names.
 
-    torch's GPipe names no stage: stage, the rank's pp coordinate, does, or they mark nothing.
+    torch's GPipe annotations have no stage: the caller passes stage, the rank's pp coordinate,
+    otherwise they are ignored.
     """
     if (one := _ONE.match(name)) is not None:
         phase = PHASE_OF_LETTER[one["letter"]]

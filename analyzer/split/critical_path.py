@@ -1,10 +1,10 @@
-"""The chain of work and transfers across ranks on which the end of each step hangs.
+"""Critical path of each step across ranks.
 
-It is followed from the end of the rank that ends last, back in time. Where that rank waited for
-another one, the chain goes on there, at the instant at which the wait ended: the other's arrival.
-A wait is thus on the chain only where nobody knows for whom it was, or that rank is not here, or
-two ranks wait for each other at one instant: a message that took longer than its link usually
-does, or clocks that are off by a little.
+The path is followed backward in time from the rank that finishes last. If that rank waited for
+another one, the path continues on the other rank at the end of the wait, which is the other's
+arrival. A wait stays on the path only if the awaited rank is unknown or not recorded, or if two
+ranks wait for each other at the same instant (a transfer slower than its link usually is, or small
+clock errors).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One rank on the common clock: its steps, and its time in parts of one bucket each.
+    """One rank on the common clock: its steps, and its time in intervals of one bucket each.
 
-    The parts are sorted and disjoint, their columns of one length. owner is the rank that a wait
-    was for, op indexes OPS and axis axes; owner is -1, op 0 and axes None where there is none.
+    The intervals are sorted and disjoint; their columns have one length. owner is the rank waited
+    for (-1: none), op indexes OPS (0: none), axis indexes axes (None: no axis).
     """
 
     rank: int
@@ -46,7 +46,22 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class PathPart:
-    """How much of a step's path one rank spent in one bucket, for communication on one axis."""
+    """Time that one rank contributes to the critical path of a step, per bucket and mesh axis.
+
+    The parts of a step add up to its length.
+
+    Attributes:
+        step: Step number.
+        rank: Global rank.
+        bucket: Bucket of that time, one of BUCKETS.
+        axis: Mesh axis for communication buckets; None for other buckets or an unknown axis.
+        ns: Duration in ns.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
+        713402880
+    """
 
     step: int
     rank: int
@@ -57,7 +72,20 @@ class PathPart:
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """A step from its first start to its last end over the ranks, and the rank that ended last."""
+    """Extent of the critical path of one step.
+
+    Attributes:
+        step: Step number.
+        start_ns: Earliest step start over all ranks, on the common clock in ns.
+        end_ns: Latest step end over all ranks, on the common clock in ns.
+        last_rank: Rank that finished last.
+        jumps: Number of times the path changes ranks.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [row.end_ns - row.start_ns for row in report.path_steps]
+        [183120341, 182990114]
+    """
 
     step: int
     start_ns: int
@@ -68,9 +96,9 @@ class PathStep:
 
 @dataclass(frozen=True, slots=True)
 class Jumps:
-    """Where the paths change ranks, back in time within each step; columns of one length.
+    """Rank changes of the paths, backward in time within each step; columns of one length.
 
-    from_rank waited until at_ns, on the common clock, for to_rank. op indexes OPS.
+    from_rank waited for to_rank until at_ns (common clock). op indexes OPS.
     """
 
     step: Int64
@@ -86,10 +114,10 @@ class Jumps:
 
 @dataclass(frozen=True, slots=True)
 class CriticalPaths:
-    """The path of each step. The parts of a step add up to its span, to the nanosecond.
+    """The critical path of each step; the parts of a step add up to its length, to the nanosecond.
 
-    Steps of ranks overlap a little, so the first part of a path may be of the step before on
-    another rank. Time of which a rank has no record is idle.
+    Steps of different ranks overlap slightly, so the first part of a path may belong to the
+    previous step on another rank. Time without a record on the rank counts as idle.
     """
 
     steps: tuple[PathStep, ...]
@@ -104,7 +132,7 @@ def timeline_of(
     axis: Sequence[str | None],
     clock: Clock,
 ) -> Timeline:
-    """The rank's timeline; steps has one number a window, axis one entry an exposed row."""
+    """The timeline of one rank; steps has one number per window, axis one entry per exposed row."""
     band, exposed = found.band, found.exposed
     alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
     axes = (None, *dict.fromkeys(name for name in axis if name is not None))
@@ -133,7 +161,7 @@ def timeline_of(
 
 
 def critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
-    """The critical path of each step that any rank has, in the order of their numbers."""
+    """The critical path of every step of any rank, by step number."""
     waits = _waits(ranks)
     steps: list[PathStep] = []
     parts: list[PathPart] = []
@@ -142,7 +170,7 @@ def critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
         begin, end, last = _span(ranks, number)
         stays = _stays(waits, last, begin, end)
         here = tuple(_parts(ranks, stays, number))
-        assert sum(part.ns for part in here) == end - begin, f"time is lost on the path of {number}"
+        assert sum(part.ns for part in here) == end - begin, f"path of step {number} is incomplete"
         parts += here
         jumps += [(number, stay) for stay in stays[:-1]]
         steps.append(PathStep(number, begin, end, ranks[last].rank, len(stays) - 1))
@@ -151,7 +179,7 @@ def critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """The waits of one rank for others that are here, in order; owner indexes the ranks."""
+    """The waits of one rank for other recorded ranks, in order; owner indexes the ranks."""
 
     part: list[int]
     start_ns: list[int]
@@ -161,9 +189,9 @@ class _Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """A stretch of the path on one rank, which begins where the wait of that part ends; -1: none.
+    """A segment of the path on one rank; it starts where the wait of that part ends (-1: no wait).
 
-    rank and owner, for whom the wait was, index the ranks.
+    rank and owner (the rank waited for) index the ranks.
     """
 
     rank: int
@@ -188,7 +216,7 @@ def _waits(ranks: Sequence[Timeline]) -> list[_Waits]:
 
 
 def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
-    """(first start, last end, the place of the rank that ends last) of a step over all ranks."""
+    """(first start, last end, index of the rank that ends last) of a step over all ranks."""
     edges = [
         (int(one.step_start_ns[window]), int(one.step_end_ns[window]), place)
         for place, one in enumerate(ranks)
@@ -199,9 +227,10 @@ def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
 
 
 def _stays(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_Stay]:
-    """The path from the end to the begin, back in time.
+    """The path segments from end back to begin.
 
-    seen holds the ranks of the present instant: to go to one of them again would go in a circle.
+    seen holds the ranks already visited at the current instant; going to one of them again would
+    loop.
     """
     stays: list[_Stay] = []
     at = before = end
@@ -222,7 +251,7 @@ def _stays(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_St
 
 
 def _parts(ranks: Sequence[Timeline], stays: Sequence[_Stay], step: int) -> Iterator[PathPart]:
-    """What the ranks did in the stays of one step, summed."""
+    """Sums the time of the segments of one step by rank, bucket and axis."""
     who = np.array([stay.rank for stay in stays])
     start = np.array([stay.start_ns for stay in stays], dtype=np.int64)
     end = np.array([stay.end_ns for stay in stays], dtype=np.int64)
@@ -236,7 +265,7 @@ def _parts(ranks: Sequence[Timeline], stays: Sequence[_Stay], step: int) -> Iter
 
 
 def _spent_ns(one: Timeline, stays: Intervals) -> Int64:
-    """The time of one rank's stays by bucket and axis: (buckets, axes)."""
+    """The time of the segments on one rank, by bucket and axis: shape (buckets, axes)."""
     both = meet(stays, Intervals(one.start_ns, one.end_ns))
     sums = np.zeros((len(BUCKETS), len(one.axes)), dtype=np.int64)
     cell = (one.bucket[both.right], one.axis[both.right])

@@ -1,4 +1,4 @@
-"""Kernel families of a rank, and what communication beside compute costs it."""
+"""Kernel families of a rank, and slowdown of compute under concurrent communication."""
 
 from __future__ import annotations
 
@@ -13,15 +13,26 @@ from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
 
-# What a rank computes: its kernels, or the ops of a CPU run, by family.
+# Compute of a rank by kernel family (GPU kernels, or ops of a CPU run).
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFamily:
-    """All compute of one family on one rank, over its full steps, or all where none is full.
+    """Compute of one kernel family on one rank, over its full steps (all steps if none is full).
 
-    Kernels that run side by side count their whole time each, so that total_ns may exceed the
-    steps' compute_ns. share is the family's part of the sum over all families, 0..1.
+    Concurrent kernels each count in full, so the sum of total_ns may exceed the compute time.
+
+    Attributes:
+        rank: Global rank.
+        family: Kernel family, such as "gemm" or "attention".
+        count: Number of kernels.
+        total_ns: Sum of their durations in ns.
+        share: total_ns over the sum of all families of the rank, 0..1.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> report.kernels[0].family, report.kernels[0].share
+        ('gemm', 0.62)
     """
 
     rank: int
@@ -33,12 +44,11 @@ class KernelFamily:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The compute that began in a rank's full steps, or in all where none is full.
+    """Compute events that start in the full steps of a rank (in all steps if none is full).
 
-    Columns of one length, sorted by start.
-
-    step is the step's number, name_id indexes the trace's names, whose families kinds has. took_ns
-    is the duration of a kernel; of an op of a CPU run, which holds others, what none of those took.
+    Columns of one length, sorted by start: step is the step number, name_id indexes names, kinds
+    gives the family of a name. took_ns is the duration of a kernel; for an op of a CPU run it is
+    the self time, without nested ops.
     """
 
     rank: int
@@ -53,9 +63,9 @@ class Computed:
 def kernel_families(
     traces: Sequence[RankTrace], steps: Sequence[Steps]
 ) -> tuple[KernelFamily, ...]:
-    """A row for each family of each rank, by rank and then the largest first.
+    """One row per rank and family, by rank and then by decreasing time.
 
-    steps has the windows of each trace.
+    steps has one entry per trace.
     """
     rows = []
     for trace, found in zip(traces, steps, strict=True):
@@ -64,7 +74,7 @@ def kernel_families(
 
 
 def computed(trace: RankTrace, steps: Steps) -> Computed:
-    """What the rank computed in its full steps, or in all where none is full."""
+    """The compute events of the full steps of a rank (of all steps if none is full)."""
     rows, events = np.flatnonzero(trace.kinds.computes), trace.events
     took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
     full = steps.counted
@@ -86,9 +96,9 @@ def computed(trace: RankTrace, steps: Steps) -> Computed:
 
 
 def own_ns(events: Events, rows: Int64) -> Int64:
-    """Of each of these nested events its time outside of those that it holds on its lane.
+    """Self time of nested events: the duration without the events nested inside on the same lane.
 
-    rows ascend. The sum over a lane is the time that the events cover.
+    rows ascend. The sum over a lane is the time that its events cover.
     """
     own = events.dur_ns[rows].copy()
     for lane in distinct(events.lane[rows]).tolist():
@@ -104,11 +114,12 @@ def own_ns(events: Events, rows: Int64) -> Int64:
 
 
 def _holders(start: Int64, end: Int64) -> Int64:
-    """The innermost event around each, -1 for none; of events sorted by start, outer ones first."""
+    """The innermost enclosing event of each, -1 for none; events are sorted by start, outer
+    first."""
     holder = np.full(len(start), -1, dtype=np.int64)
     left = np.arange(len(start))
     outer = np.empty(0, dtype=np.int64)
-    while len(left):  # once a level of nesting
+    while len(left):  # once per nesting level
         reach = np.maximum.accumulate(end[left])
         on_top = np.concatenate(([True], start[left][1:] >= reach[:-1]))
         level = left[on_top]
@@ -135,18 +146,19 @@ def _families(found: Computed) -> list[KernelFamily]:
     return sorted(rows, key=lambda row: (-row.total_ns, row.family))
 
 
-# How much slower kernels are while communication moves data beside them.
+# Slowdown of kernels under concurrent communication.
 
 LEAST_PLACES = 10
-"""Fewer kernels that ran both ways say little."""
+"""Minimum number of kernels that ran both with and without communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Compute under moving communication takes ratio times what it takes without.
+    """Slowdown of compute under concurrent data transfer: ratio of times with and without it.
 
-    places are the kernels of a step that were compared, under and alone how often they ran;
-    lost_ns is what the runs under communication took beyond what they take alone, in all steps.
+    places is the number of kernels of a step that were compared, under and alone the number of runs
+    with and without communication; lost_ns is the extra time of the runs under communication, over
+    all steps.
     """
 
     ratio: float
@@ -159,14 +171,15 @@ class Contention:
 def slowdown_under_communication(
     trace: RankTrace, steps: Steps, pieces: Pieces
 ) -> Contention | None:
-    """Kernels with communication moving data for at least half of their time, against the same
-    kernels in other steps without any; None where fewer than LEAST_PLACES ran both ways.
+    """Compares kernels that overlap with data transfer with the same kernels that do not.
 
-    A trace states no shapes, and kernels of one name beside communication are often of other
-    shapes than the rest, so only the n-th run of a name in a step is held against the n-th in other
-    steps, among the full steps that run that name equally often. The ratio is that of the medians,
-    each place weighted by the time that its runs under communication take alone. Runs that
-    communication only touches are left out.
+    Overlapped means for at least half of the kernel's time; None for fewer than LEAST_PLACES
+    comparable kernels.
+
+    A trace has no shapes, and kernels of the same name under communication often have other shapes.
+    So only the n-th run of a name in a step is compared with the n-th run in other full steps that
+    run the name equally often. The ratio is between medians; each kernel is weighted by its time
+    without communication. Runs overlapped for less than half their time are ignored.
     """
     rows = np.flatnonzero(trace.kinds.computes)
     start, took = trace.events.start_ns[rows], trace.events.dur_ns[rows]
@@ -187,14 +200,14 @@ def slowdown_under_communication(
 
 
 def _moving(pieces: Pieces) -> Intervals:
-    """When data moves; a call that only waits leaves the memory and the links alone."""
+    """The intervals in which data moves; a waiting call uses neither memory nor links."""
     moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
     return union(pieces.start_ns[moving], pieces.end_ns[moving])
 
 
 def _places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
-    """A number for each (name, n-th run in its step); -1 outside of full steps, and in those that
-    run the name more or less often than most do. start ascends."""
+    """A number for each (name, n-th run in its step); -1 outside full steps and in steps that run
+    the name more or less often than usual. start ascends."""
     full = [w for w in windows if w.kind == "full"]
     step = np.searchsorted([w.start_ns for w in full], start, side="right") - 1
     inside = step >= 0
@@ -212,14 +225,14 @@ def _places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
 
 
 def _medians(place: Int64, took: Int64) -> Int64:
-    """The median of each place, in their order; the lower of two in the middle."""
+    """The median of each place; for an even count the lower of the two middle values."""
     order = np.lexsort((took, place))
     _, first, count = np.unique(place[order], return_index=True, return_counts=True)
     return np.asarray(took[order][first + (count - 1) // 2])
 
 
 def _covered_ns(start: Int64, took: Int64, by: Intervals) -> Int64:
-    """For how long of each interval the set holds."""
+    """The time for which each interval is covered by the set."""
     sums = np.concatenate(([0], np.cumsum(by.end_ns - by.start_ns)))
 
     def until(at: Int64) -> Int64:

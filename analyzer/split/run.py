@@ -1,4 +1,4 @@
-"""The split of a whole recording: every rank, every step, on one clock."""
+"""Split of a whole recording: every rank and every step, on one clock."""
 
 from __future__ import annotations
 
@@ -72,27 +72,28 @@ from stepsplit.analyzer.split.transfers import (
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
 
-# A whole recording split: every rank, every step, on one clock.
+# The split of a whole recording.
 
 IdealBubble = Callable[[str, int, int, int, tuple[float, float, float] | None], float | None]
-"""(schedule, stages, microbatches, chunks, times_ns) -> the bubble fraction of equal stages;
-times_ns of a microbatch on a stage: forward, input and weight gradient."""
+"""(schedule, stages, microbatches, chunks, times_ns) -> ideal bubble fraction for equal stages;
+times_ns are the forward, input-gradient and weight-gradient times of one microbatch on one
+stage."""
 
 _UNKNOWN = "unknown"
 
 _NO_GRID = Note(
     "no_grid",
-    "forwards and backwards are not marked, and the messages do not tell them: no pipeline grid; "
-    "profile_run and torch's interleaved schedules mark them",
+    "no pipeline grid: forwards and backwards are not annotated and cannot be inferred from the "
+    "messages; record with profile_run or one of torch's interleaved schedules to annotate them",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The pipeline schedule as run: microbatches a step, chunks a rank, and its ideal bubble.
+    """The pipeline schedule as run: microbatches per step, chunks per rank, ideal bubble.
 
-    times_ns is what one microbatch takes on a stage: forward, input and weight gradient; None where
-    the backward is not split.
+    times_ns are the forward, input-gradient and weight-gradient times of one microbatch on one
+    stage; None if the backward is not split.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class RunSplit:
-    """Everything that the split knows of a recording."""
+    """Result of split_run: the splits of all ranks and everything derived from them."""
 
     ranks: tuple[RankSplit, ...]
     layout: RankLayout
@@ -124,7 +125,7 @@ class RunSplit:
 def split_run(
     traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> RunSplit:
-    """The split of all ranks. traces are in the order of their ranks, at least one."""
+    """Splits all ranks of a recording; traces are in rank order and not empty."""
     layout = layout_of(spec, traces)
     work = [work_of(trace) for trace in traces]
     matched, alignment = _matched_and_aligned(traces)
@@ -161,9 +162,10 @@ def split_run(
 
 
 def _matched_and_aligned(traces: Sequence[RankTrace]) -> tuple[Matched, Alignment]:
-    """The calls and the clocks; of several hosts, once more by the clocks that the first try gave.
+    """Matches the calls and aligns the clocks, a second time with aligned clocks for several hosts.
 
-    Messages between hosts whose windows begin apart are told by time, and time by collectives.
+    Messages between hosts whose recordings start at different times are matched by time, which
+    needs clocks aligned by collectives first.
     """
     matched = match(traces)
     alignment = align(traces, matched)
@@ -176,7 +178,7 @@ def _matched_and_aligned(traces: Sequence[RankTrace]) -> tuple[Matched, Alignmen
 def _schedule(
     layout: RankLayout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> Schedule:
-    """The schedule that run.json states, else by the order of work on all stages."""
+    """The schedule named in run.json, else inferred from the order of work on all stages."""
     by_rank = {rank.trace.rank: rank for rank in ranks}
     line = next(line for line in layout.pipelines if all(rank in by_rank for rank in line))
     boxes = {(g.rank, g.step): g.boxes for rank in line for g in by_rank[rank].grids}
@@ -195,7 +197,7 @@ def _named(schedule: Schedule | None) -> str | None:
 def _ideal_ns(
     holes: Sequence[StageHoles], schedule: Schedule | None
 ) -> Mapping[tuple[int, int], int]:
-    """The bubble that the schedule itself costs each (rank, step)."""
+    """The ideal bubble of the schedule for each (rank, step), in ns."""
     ideal = (schedule.ideal_bubble_fraction if schedule else None) or 0.0
     return {(hole.rank, hole.step): int(hole.window_ns * ideal) for hole in holes}
 
@@ -208,14 +210,14 @@ def _time(index: int, rank: RankSplit, work: Workload, together: Together) -> Ra
 
 
 def _check(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
-    """Every instant of skew and bubble is blamed once."""
+    """Asserts that every instant of skew and bubble is blamed exactly once."""
     splits = [step.split for rank in ranks for step in rank.steps]
     for bucket, caused in (
         (SKEW, [b.skew_ns for b in blamed]),
         (BUBBLE, [b.bubble_ns for b in blamed]),
     ):
         held = sum(split.buckets_ns[bucket] for split in splits)
-        assert sum(caused) == held, f"{BUCKETS[bucket]}: {sum(caused)} ns blamed of {held}"
+        assert sum(caused) == held, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {held} ns"
 
 
 def _notes(
@@ -243,26 +245,27 @@ def _notes(
 
 
 def _unmatched(rank: int, count: int, total: int) -> Note:
-    lack = f"{count} of {total} collectives and messages have no counterpart in the recording"
+    lack = f"{count} of {total} collectives and messages have no matching call on the peer ranks"
     return Note(
-        "unmatched", f"{lack}: their wait is an estimate, none where sizes are unknown", rank
+        "unmatched", f"{lack}: their wait time is estimated (not available without sizes)", rank
     )
 
 
 def _absent(missing: Sequence[int], world_size: int) -> Note:
-    text = f"{len(missing)} of {world_size} ranks are not in the recording: {units.listed(missing)}"
+    text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
+    text += units.listed(missing)
     return Note("ranks_missing", text)
 
 
-# What else a split recording tells: why ranks idle, what computes slowly, where the end hangs.
+# Detail of the split: idle causes, kernel families, slow kernels, stragglers, critical path.
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """The detail of a recording; idle and contention have one entry a rank of the split.
+    """Derived results of a recording; idle and contention have one entry per rank.
 
-    An idle cause's window indexes the steps of its rank; contention is None where the rank's
-    recording does not tell it.
+    The window of an idle cause is an index into the steps of its rank; contention is None if it
+    cannot be measured on that rank.
     """
 
     idle: tuple[tuple[IdleCause, ...], ...]
@@ -277,7 +280,7 @@ class Detail:
 
 
 def detail_of(ranks: Sequence[RankSplit], together: Together) -> Detail:
-    """The detail of all ranks, at least one."""
+    """Computes the detail of all ranks; ranks is not empty."""
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
     matched, arrivals, layout = together.matched, together.arrivals, together.layout
@@ -301,7 +304,7 @@ def detail_of(ranks: Sequence[RankSplit], together: Together) -> Detail:
 
 
 def _contention(one: RankSplit) -> Contention | None:
-    """Of a device: what a CPU's ops take says more of who else had the core."""
+    """Contention on GPU ranks only: op times of a CPU run depend mostly on who shares the core."""
     if not one.trace.on_device:
         return None
     return slowdown_under_communication(one.trace, one.windows, one.pieces)
@@ -313,12 +316,12 @@ def _overlaps(one: RankSplit, together: Together) -> tuple[Overlap, ...]:
     return overlaps_of(one.trace.rank, one.trace.calls, axes, windows, one.pieces, compute)
 
 
-# One rank of a recording split: its steps, and what they are made of.
+# The split of one rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What only all ranks together tell; the clocks are in the order of the traces."""
+    """What needs all ranks: matched calls, arrivals, clocks (in trace order) and rank layout."""
 
     matched: Matched
     arrivals: Arrivals
@@ -328,9 +331,9 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class RankSplit:
-    """One rank: steps and grids on the common clock, what they are made of on its own.
+    """The split of one rank: steps and grids on the common clock, everything else on its own clock.
 
-    steps and grids have one entry a window, axis and phase one a row of the exposed pieces.
+    steps and grids have one entry per window, axis and phase one entry per exposed row.
     """
 
     trace: RankTrace
@@ -353,7 +356,7 @@ class RankSplit:
 def split_rank(
     index: int, trace: RankTrace, work: Work, windows: Steps, together: Together
 ) -> RankSplit:
-    """The split of the rank whose trace has that index."""
+    """Splits one rank; index is the position of its trace."""
     clock, layout = together.alignment.clocks[index], together.layout
     rows = together.matched.of_trace(index)
     pieces = pieces_of(trace, rows, together.arrivals, clock, layout)
@@ -380,7 +383,7 @@ def split_rank(
 
 
 def _axes(trace: RankTrace, found: Attribution, layout: RankLayout) -> tuple[str | None, ...]:
-    """The axis of the group of each exposed row."""
+    """The mesh axis of each exposed row."""
     axes = (*(layout.axis_of(group) for group in trace.groups), None)
     return tuple(axes[group] for group in trace.calls.group_id[found.exposed.call].tolist())
 
@@ -393,7 +396,7 @@ def _steps(
     estimated: set[int],
     clock: Clock,
 ) -> tuple[StepSplit, ...]:
-    """The steps on the common clock; one that a guessed call held up is estimated."""
+    """The step splits on the common clock; a step blocked by an estimated call is estimated."""
     covered = [covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
     return tuple(
         StepSplit(
@@ -415,7 +418,8 @@ def _grids(
     bands: Sequence[BucketBands],
     clock: Clock,
 ) -> tuple[StepGrid, ...]:
-    """The boxes that begin in each window; bands and what comes out are on the common clock."""
+    """The grid of each window, from the boxes that start in it; the result is on the common
+    clock."""
     own = np.array([(box.start_ns, box.end_ns) for box in boxes], dtype=np.int64).reshape(-1, 2)
     start, end = clock.common_ns(own[:, 0]).tolist(), clock.common_ns(own[:, 1]).tolist()
     moved = [
@@ -430,7 +434,7 @@ def _grids(
 
 
 def _cut(band: BucketBands, window: int, clock: Clock) -> BucketBands:
-    """The band of one window, on the common clock."""
+    """The bucket bands of one window, on the common clock."""
     rows = slice(*band.window.searchsorted([window, window + 1]).tolist())
     start, end = clock.common_ns(band.start_ns[rows]), clock.common_ns(band.end_ns[rows])
     return BucketBands(band.window[rows], band.bucket[rows], start, end)

@@ -1,4 +1,4 @@
-"""Steps: where each step of a rank begins and ends, and which are the same across ranks."""
+"""Steps: start and end of each step on a rank, and which steps of different ranks correspond."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from stepsplit.analyzer.trace import (
     RankTrace,
 )
 
-# Which steps of different ranks are the same: those whose matched calls are.
+# Corresponding steps of different ranks: those that share matched calls.
 
 _NONE = np.iinfo(np.int64).min
-"""The number of a call that no rank has numbered yet."""
+"""Marks a call that has no step number yet."""
 
 
 def agreed(steps: Sequence[Steps], matched: Matched) -> list[Steps]:
-    """The steps with one numbering, the first rank's; a rank that shares no call keeps its own."""
+    """Renumbers the steps of all ranks like the first rank's; a rank without shared calls keeps its
+    own."""
     calls = [_calls(own, i, matched) for i, own in enumerate(steps)]
     numbered = {0: steps[0]}
     number_of = np.full(int(matched.key.max(initial=-1)) + 1, _NONE, dtype=np.int64)
@@ -48,7 +49,7 @@ def agreed(steps: Sequence[Steps], matched: Matched) -> list[Steps]:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The matched calls of a rank that began in its windows, window by window."""
+    """The matched calls of a rank that start in one of its windows, sorted by window."""
 
     key: Int64
     window: Int64
@@ -67,13 +68,14 @@ def _calls(steps: Steps, trace: int, matched: Matched) -> _Calls:
 
 
 def _number(number_of: Int64, calls: _Calls, steps: Steps) -> None:
-    """Notes for each key of a matched call the number of the step that it began in."""
+    """Writes, for each matched call, the number of the step in which it started."""
     number = np.array([window.step for window in steps.windows], dtype=np.int64)
     number_of[calls.key] = number[calls.window]
 
 
 def _votes(calls: _Calls, number_of: Int64) -> dict[int, int]:
-    """{window: the number that most of its calls have on other ranks, of equals the first}."""
+    """{window: step number}: the number that most of its calls have on other ranks, the first if
+    tied."""
     number = number_of[calls.key]
     told = number != _NONE
     label = labels_of(calls.window[told], number[told])
@@ -89,19 +91,20 @@ def _renumbered(steps: Steps, votes: Mapping[int, int]) -> Steps:
     shift = shifts.most_common(1)[0][0] if shifts else 0
     if not shift:
         return steps
-    note = Note("steps_renumbered", f"its step numbers are {-shift:+d} off the first rank's")
+    text = f"step numbers differ from the first rank's by {-shift:+d} and were renumbered"
+    note = Note("steps_renumbered", text)
     moved: tuple[StepWindow, ...] = tuple(replace(w, step=w.step + shift) for w in steps.windows)
     return Steps(moved, (*steps.notes, note))
 
 
-# Where each step of a rank begins and ends.
+# Start and end of each step of a rank.
 
 STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """One step: its number, and its window on the rank's own clock in ns."""
+    """One step: its number, its kind, and its start and end on the rank's own clock in ns."""
 
     step: int
     kind: Kind
@@ -111,14 +114,15 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The rank's windows in order; they touch and never overlap. notes say what was assumed."""
+    """The windows of a rank in order, adjacent and without overlap; notes list the assumptions
+    made."""
 
     windows: tuple[StepWindow, ...]
     notes: tuple[Note, ...]
 
     @property
     def counted(self) -> tuple[StepWindow, ...]:
-        """The full steps, over which sums and medians are taken; all of them where none is full."""
+        """The full steps, used for sums and medians; all steps if none is full."""
         return tuple(w for w in self.windows if w.kind == "full") or self.windows
 
 
@@ -130,7 +134,8 @@ class _HostStep:
 
 
 def steps_of(trace: RankTrace) -> Steps:
-    """The windows of the rank's steps: as marked, else from what repeats, else the whole trace."""
+    """Finds the steps of a rank by ProfilerStep marks, else by repetition, else as one whole
+    step."""
     marked = _marked(trace.events)
     repeats = repeats_of(trace) if not marked else None
     if repeats is not None:
@@ -148,7 +153,7 @@ def steps_of(trace: RankTrace) -> Steps:
         windows = [_cut_off(w, marked) for w in windows]
     kept = tuple(w for w in windows if w.end_ns > w.start_ns)
     notes = tuple(
-        Note("empty_step", f"step {w.step} has no time of its own and is left out", trace.rank)
+        Note("empty_step", f"step {w.step} is empty and was dropped", trace.rank)
         for w in windows
         if w.end_ns <= w.start_ns
     )
@@ -156,19 +161,19 @@ def steps_of(trace: RankTrace) -> Steps:
 
 
 def _inferred(told_by: str, rank: int) -> Note:
-    text = f"no ProfilerStep in the trace: steps are taken from {told_by}"
+    text = f"no ProfilerStep in the trace: steps were inferred from {told_by}"
     return Note("steps_inferred", text, rank)
 
 
 def _repeated(events: Events, ends_ns: Int64) -> list[_HostStep]:
-    """The steps between these ends, and at either edge what the recording cut off of another."""
+    """The steps between these ends, plus the incomplete ones at both edges of the recording."""
     first, last = int(events.start_ns.min()), int(events.end_ns.max())
     edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
     return [_HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
 
 
 def _cut_off(window: StepWindow, marked: Sequence[_HostStep]) -> StepWindow:
-    """The first and the last step of those that repeat may begin before or end after the trace."""
+    """Marks the first and the last inferred step as partial: the recording may cut them off."""
     outer = window.step in (marked[0].step, marked[-1].step)
     return replace(window, kind="partial") if outer else window
 
@@ -189,13 +194,13 @@ def _whole(trace: RankTrace) -> Steps:
     rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
     window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
     note = Note(
-        "no_steps", "no ProfilerStep in the trace: all of it is taken as one step", trace.rank
+        "no_steps", "no ProfilerStep in the trace: the whole trace counts as one step", trace.rank
     )
     return Steps((window,) if window.end_ns > window.start_ns else (), (note,))
 
 
 def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
-    """Each from the end of the step before to its own, also where the marks overlap."""
+    """Each window runs from the end of the previous step to its own, even if the marks overlap."""
     edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
     return [
         StepWindow(step.step, "full", start, end)
@@ -204,7 +209,8 @@ def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
 
 
 def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow]:
-    """A step ends with the last kernel that it launched on the main compute stream."""
+    """Windows on the device: a step ends with the last kernel that it launched on the main compute
+    stream."""
     events = trace.events
     device = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
     launched = events.launch_ns()
@@ -228,8 +234,10 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
 
 
 def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
-    """Which of these events of the device, given as rows, are kernels on the stream that computes
-    most; all of them where no kernel computes."""
+    """Whether each device event (given by row) is a kernel on the stream with the most compute.
+
+    True for all events if no kernel computes.
+    """
     events = trace.events
     computes = trace.kinds.computes
     busy = np.bincount(
@@ -242,9 +250,10 @@ def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
 
 
 def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
-    """full for the steps that communicate as most do, other for the rest.
+    """The kind of each step: full for the usual communication sequence, other for the rest.
 
-    A call belongs to the step in which the host made it: on the device the edges shift.
+    A call belongs to the step in which the host issued it, because step boundaries shift on the
+    device.
     """
     calls = trace.calls
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
@@ -257,7 +266,7 @@ def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
 
 
 def _signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
-    """Each step's calls as groups and ops, each group's in the order in which they were made."""
+    """The sequence of (group, op) of each step, in issue order within each group."""
     calls = trace.calls
     rows = np.lexsort((when, calls.group_id, step_of))
     pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
@@ -265,31 +274,31 @@ def _signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> li
     return [pairs[low:high].tobytes() for low, high in pairwise(edges)]
 
 
-# Where the steps of a trace lie that marks none: told from what comes again in every step.
+# Steps of a trace without ProfilerStep marks, inferred from what repeats.
 
 _FEWEST_CALLS, _FEWEST_TIMES = 4, 3
-"""A step that its calls tell has so many calls at least, and comes again so many times."""
+"""Minimum calls per period and minimum number of periods to infer steps from the call sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The instants on the host at which one step ends and the next begins; what told them."""
+    """Host times at which one step ends and the next begins, and what they were inferred from."""
 
     ends_ns: Int64
     told_by: str
 
 
 def repeats_of(trace: RankTrace) -> Repeats | None:
-    """The ends of the steps by the optimizer, else by the sequence of calls; None if untold."""
+    """Infers step boundaries from optimizer steps, else from the sequence of calls, else None."""
     ends = _optimizer_ends(trace.events)
     if len(ends):
-        return Repeats(ends, "the optimizer's steps")
+        return Repeats(ends, "optimizer steps")
     ends = _sequence_ends(trace)
-    return Repeats(ends, "the sequence of collectives, which repeats") if len(ends) else None
+    return Repeats(ends, "the repeating sequence of collectives") if len(ends) else None
 
 
 def _optimizer_ends(events: Events) -> Int64:
-    """When each step's last optimizer is done; several may follow upon one backward."""
+    """The end of the last optimizer of each step; several optimizers may follow one backward."""
     marks = events.named("Optimizer.step#") & events.of(Category.ANNOTATION, Category.OP)
     ends = np.sort(events.end_ns[marks])
     backward = np.sort(events.start_ns[events.named("autograd::engine")])
@@ -302,9 +311,10 @@ def _optimizer_ends(events: Events) -> Int64:
 
 
 def _sequence_ends(trace: RankTrace) -> Int64:
-    """When the host made the last call of each period of the sequence of calls.
+    """The issue time of the last call of each period of the call sequence.
 
-    A period counts if one of its calls comes once in it: it is then a step's, not a layer's.
+    Only a period in which some call occurs exactly once counts: such a call is issued per step, not
+    per layer.
     """
     calls = trace.calls
     known = np.flatnonzero(calls.issued_ns >= 0)
@@ -321,7 +331,7 @@ def _sequence_ends(trace: RankTrace) -> Int64:
 
 
 def _is_period(kind: Int64, at: Int64) -> bool:
-    """Whether what lies between the places of the rarest call is always the same."""
+    """Whether the calls between consecutive occurrences of the rarest call are always the same."""
     if len(at) < _FEWEST_TIMES:
         return False
     length = np.diff(at)
@@ -331,13 +341,13 @@ def _is_period(kind: Int64, at: Int64) -> bool:
     return bool((kind[:-period] == kind[period:]).all())
 
 
-# How the steps of a run differ: their usual time, their tail, and what held the slow ones up.
+# Step time variation: median, tail, and the causes of slow steps.
 
 LEAST_STEPS = 6
-"""Fewer steps do not tell which of them are unusual."""
+"""Minimum number of steps for detecting slow ones."""
 
 LEAST_EXCESS = 0.03
-"""A step that is longer by less is not slow, however even the others are."""
+"""A step must exceed the median by at least this fraction to be slow."""
 
 SIGMAS = 5.0
 
@@ -346,10 +356,22 @@ _SIGMA_OF_MAD = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
-    """The full steps of one rank, or of all (rank is None: each step as long as on its last rank).
+    """Step time statistics over the full steps of one rank, or of the run.
 
-    p99_ns is by nearest rank: the least time that at least 99 % of the steps do not exceed, which
-    for fewer than 100 steps is the longest. slow_steps are the numbers of the slow ones.
+    For the run (rank is None) the duration of a step is that of its slowest rank.
+
+    Attributes:
+        rank: Global rank; None for the whole run.
+        steps: Number of full steps.
+        median_ns: Median step time in ns.
+        p99_ns: 99th percentile (nearest rank) in ns; equals longest_ns for fewer than 100 steps.
+        longest_ns: Longest step time in ns.
+        slow_steps: Numbers of the slow steps (outliers), ascending.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [row.median_ns for row in report.step_times if row.rank is None]
+        [182034112]
     """
 
     rank: int | None
@@ -362,11 +384,23 @@ class StepDurations:
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """A slow step of the run, and where its excess over the median step began.
+    """A slow step of the run, and the bucket and rank where its excess over the median arose.
 
-    bucket is what most exceeded its own median, on the rank where it did by excess_in_bucket_ns;
-    waits (skew and bubble) are taken only where nothing else explains half of the excess, for
-    they are what the other ranks see of it.
+    Waits (skew and bubble) are reported only if no other bucket explains half of the excess,
+    because a wait is usually the effect of a delay on another rank.
+
+    Attributes:
+        step: Step number.
+        step_ns: Step time on the slowest rank in ns.
+        excess_ns: step_ns minus the median step time of the run in ns.
+        rank: Rank on which the bucket exceeded its median most.
+        bucket: Name of that bucket, one of BUCKETS.
+        excess_in_bucket_ns: Time of that bucket beyond its median on that rank in ns.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [(row.step, row.rank, row.bucket) for row in report.slow_steps]
+        [(14, 3, 'idle')]
     """
 
     step: int
@@ -379,7 +413,7 @@ class SlowStep:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """The steps of each rank and of the run; run is None where no step is full on every rank."""
+    """Step time statistics by rank and of the run; run is None if no step is full on every rank."""
 
     ranks: tuple[StepDurations, ...]
     run: StepDurations | None
@@ -387,10 +421,10 @@ class Variation:
 
 
 def variation_of(steps: Sequence[StepSplit]) -> Variation:
-    """How the full steps differ.
+    """Computes step time statistics over the full steps.
 
-    A step is slow that takes longer than the median by SIGMAS standard deviations (by MAD) and by
-    LEAST_EXCESS, of LEAST_STEPS or more.
+    A step is slow if it exceeds the median by SIGMAS standard deviations (estimated from the MAD)
+    and by LEAST_EXCESS; at least LEAST_STEPS steps are needed.
     """
     by_rank = defaultdict[int, dict[int, StepSplit]](dict)
     for one in steps:
@@ -405,7 +439,7 @@ def variation_of(steps: Sequence[StepSplit]) -> Variation:
 
 
 _Splits = Mapping[int, Mapping[int, StepSplit]]
-"""The step splits by rank and step."""
+"""Step splits by rank and step number."""
 
 
 def _of_step(by_rank: _Splits, step: int) -> list[StepSplit]:
@@ -425,7 +459,7 @@ def _times(rank: int | None, length_ns: Mapping[int, int]) -> StepDurations:
 
 
 def _middle(values: Int64) -> int:
-    """The median, the mean of the two in the middle rounded down."""
+    """The median; for an even count the mean of the two middle values, rounded down."""
     ordered = np.sort(values)
     return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
 

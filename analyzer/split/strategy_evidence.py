@@ -1,4 +1,4 @@
-"""Evidence of strategies in a step: calls, their order, and the passes around them."""
+"""Evidence for the strategies used in a step: calls, their order, and the passes around them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 from stepsplit.collectors.run_spec import AXES
 
-# How the ranks that see different data keep one model: ddp, zero-1, zero-2, fsdp, hsdp.
+# Data parallel strategies: ddp, zero-1, zero-2, fsdp, hsdp.
 
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
 FORWARD, BACKWARD, AFTER = range(3)
-"""The parts of a step. AFTER is behind the last backward, where optimizers work; gradients that are
-summed between a backward and the next forward are summed AFTER too."""
+"""The parts of a step. AFTER follows the last backward, where optimizers run; gradients reduced
+between a backward and the next forward also count as AFTER."""
 
 _LATE = (BACKWARD, AFTER)
 
 _RETURNS = ("all_gather", "broadcast")
 
 _LEAST_WEIGHTS = 0.2
-"""Weights that come back after the optimizer are at least so many bytes for one of gradients:
-fp8 of fp32 is 0.25, evaluations and checkpoints gather less."""
+"""Minimum bytes of updated weights per byte of gradients: fp8 weights of fp32 gradients give 0.25,
+evaluations and checkpoints gather less."""
 
 _DDP = "DistributedDataParallel.forward"
 
@@ -42,9 +42,9 @@ _MEGATRON = "MODEL_PARALLEL_GROUP"
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """How a group is used for tensors; counts and bytes a step, shape (parts, ops).
+    """Tensor traffic on a group: counts and bytes per step, shape (parts, ops).
 
-    marked: FSDP says that these calls are its own.
+    marked: FSDP annotations mark these calls.
     """
 
     group: Group
@@ -58,27 +58,27 @@ class _Use:
 
     @property
     def sums(self) -> bool:
-        """Whether gradients are brought together on all ranks or on their owners."""
+        """Whether gradients are reduced, on all ranks or on their owners."""
         return any(self.called(part, *_SUMS) for part in _LATE)
 
     @property
     def scatters(self) -> bool:
-        """Whether each rank gets its own part of the sums alone."""
+        """Whether each rank gets only its own part of the reduced gradients."""
         return any(self.called(part, "reduce_scatter", "reduce") for part in _LATE)
 
     @property
     def shards(self) -> bool:
-        """Whether weights are gathered before they are used."""
+        """Whether weights are gathered before use."""
         return self.called(FORWARD, "all_gather") and self.scatters
 
     @property
     def hands_on(self) -> bool:
-        """Whether weights may be handed on at all."""
+        """Whether weights may be gathered or broadcast at all."""
         return any(self.called(p, *_RETURNS) for p in (FORWARD, AFTER))
 
     @property
     def returns_weights(self) -> bool:
-        """Whether about as many bytes as of gradients come back after the backward."""
+        """Whether weights of about the size of the gradients are gathered after the backward."""
         back = self.bytes[AFTER, _codes(*_RETURNS)].sum()
         summed = self.bytes[BACKWARD:, _codes(*_SUMS)].sum()
         return self.called(AFTER, *_RETURNS) and bool(back >= _LEAST_WEIGHTS * summed)
@@ -93,7 +93,7 @@ class DataParallel:
 
 
 def data_strategies(seen: RankEvidence, taken: Collection[Group]) -> DataParallel:
-    """What the rank's groups of data parallel ranks do; taken are those that do something else."""
+    """Strategies of the rank's data parallel groups; taken are groups used for something else."""
     uses = [use for use in _uses(seen) if use.group not in taken and _is_data(seen, use)]
     groups, sharded = tuple(use.group for use in uses), [use for use in uses if use.shards]
     if not sharded:
@@ -104,14 +104,14 @@ def data_strategies(seen: RankEvidence, taken: Collection[Group]) -> DataParalle
 
 
 def wrapped(seen: RankEvidence, groups: Collection[Group]) -> list[Strategy]:
-    """DistributedDataParallel around the groups of cp, whose ranks hold the same weights."""
+    """DistributedDataParallel around the cp groups, whose ranks have the same weights."""
     uses = [use for use in _uses(seen) if use.group in groups and use.called(BACKWARD, *_SUMS)]
     sizes = [len(use.group.ranks) for use in uses] if _says(seen, _DDP) else []
     return [Strategy("ddp", "cp", size) for size in sizes]
 
 
 def sums_of(seen: RankEvidence, groups: Collection[Group]) -> int:
-    """After how many of its backward passes, over all steps, the rank sums over the groups."""
+    """After how many backward passes, over all steps, the rank reduces gradients on the groups."""
     summing = np.zeros(len(seen.row), dtype=np.bool_)
     for group in groups:
         summing |= seen.on(group)
@@ -120,7 +120,7 @@ def sums_of(seen: RankEvidence, groups: Collection[Group]) -> int:
 
 
 def _copies_shards(use: _Use) -> bool:
-    """Whether the group adds up the shards of several whole models."""
+    """Whether the group reduces shards across replicas of the model."""
     return use.marked or "dp_replicate" in use.axes
 
 
@@ -135,11 +135,11 @@ def _use(seen: RankEvidence, group: Group, mask: Bool) -> _Use:
 
 
 def _is_data(seen: RankEvidence, use: _Use) -> bool:
-    """Whether the group brings together gradients of ranks that see different data.
+    """Whether the group reduces gradients of data parallel ranks.
 
-    A group of unknown axis does where nothing is summed in a forward; embeddings of the first and
-    the last stage are summed as gradients are, and a group of experts lies within one of data.
-    Without marks of steps nobody knows whether weights come after one step or before the next.
+    A group of unknown axis does if nothing is reduced in a forward. Groups across stages do not:
+    embeddings of the first and last stage are reduced like gradients. Without ProfilerStep marks it
+    is unknown whether weights are gathered after one step or before the next.
     """
     if not use.sums or len({seen.layout.stage(rank) for rank in use.group.ranks}) > 1:
         return False
@@ -153,9 +153,9 @@ def _is_data(seen: RankEvidence, use: _Use) -> bool:
 
 
 def _sharded(seen: RankEvidence, use: _Use, copies: int) -> Strategy:
-    """Weights in parts: gathered for each use (fsdp), or kept from forward to backward (zero-2).
+    """Sharded weights: gathered for each use (fsdp), or kept from forward to backward (zero-2).
 
-    Megatron-LM's distributed optimizer, which is ZeRO-1, may gather them in the next forward.
+    Megatron-LM's distributed optimizer (ZeRO-1) may gather them in the next forward.
     """
     axis, size = axis_named(use.axes - {"ep"}, "dp_shard"), len(use.group.ranks)
     again = use.called(BACKWARD, "all_gather")
@@ -170,7 +170,8 @@ def _sharded(seen: RankEvidence, use: _Use, copies: int) -> Strategy:
 
 
 def _replicated(seen: RankEvidence, use: _Use) -> list[Strategy]:
-    """Whole weights on each rank; who owns a part of them, or of the gradients, hands it on."""
+    """Replicated weights: ddp, or zero-1 / zero-2 if updated weights are gathered after the
+    optimizer."""
     axis, size = axis_named(use.axes - {"ep"}, "dp_replicate"), len(use.group.ranks)
     if not use.returns_weights and not _says(seen, _ZERO):
         return [] if use.scatters else [Strategy("ddp", axis, size)]
@@ -178,9 +179,10 @@ def _replicated(seen: RankEvidence, use: _Use) -> list[Strategy]:
 
 
 def _stage(seen: RankEvidence, use: _Use, axis: str, size: int) -> tuple[str, str, int, str]:
-    """ZeRO-2 keeps no whole gradients: it scatters them as they come, or of each microbatch.
+    """Distinguishes ZeRO-1 from ZeRO-2.
 
-    ZeRO-1 sums them once. With one microbatch, summed behind the backward, both look the same.
+    ZeRO-2 reduce-scatters gradients during the backward or after each microbatch; ZeRO-1 reduces
+    them once. With one microbatch, reduced after the backward, both have the same traffic.
     """
     if _is_megatron(seen) or _says(seen, _ZERO):
         return "zero-1", axis, size, ""
@@ -204,7 +206,7 @@ def _codes(*ops: str) -> list[int]:
     return [OP_CODE[op] for op in ops]
 
 
-# What a job did at once, or spared memory by, in one word.
+# Names of the detected strategies.
 
 NAMES = (
     "ddp",
@@ -227,16 +229,28 @@ NAMES = (
     "mixed precision",
     "loss scaling",
 )
-"""In the order in which people read them; those that a prediction's messages have are its words."""
+"""In display order; names that predicted messages also have are spelled like those."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A way of training that the steps show beyond doubt; its name is one of NAMES.
+    """A parallelism or memory strategy detected in the recorded steps.
 
-    axis is the mesh's along which size ranks share the work, None where it lies along none. detail
-    is the kind, where there are several, or what else is seen: the schedule of pp, ring, all-gather
-    or ulysses of cp, full or selective of recompute.
+    Only strategies with unambiguous evidence are listed.
+
+    Attributes:
+        name: One of "ddp", "zero-1", "zero-2", "fsdp", "hsdp", "tp", "sp", "vocabulary", "loss",
+            "cp", "ep", "pp", "gradient accumulation", "recompute", "offload", "autocast", "fp8",
+            "mixed precision", "loss scaling".
+        axis: Mesh axis along which ranks share the work; None if it has none.
+        size: Number of ranks along the axis; None without an axis.
+        detail: The variant or further evidence: the schedule of pp, "ring", "all-gather" or
+            "ulysses" for cp, "full" or "selective" for recompute; "" if there is none.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [strategy.in_words for strategy in report.run.strategies]
+        ['fsdp 8 on dp_shard', 'tp 2', 'pp 2 (1f1b)']
     """
 
     name: str
@@ -246,41 +260,44 @@ class Strategy:
 
     @property
     def in_words(self) -> str:
-        """Its name, over how many ranks of which axis, and what else is seen."""
+        """Name, number of ranks, axis and detail in one line, such as "fsdp 8 on dp_shard"."""
         size = f" {self.size}" if self.size is not None else ""
         axis = f" on {self.axis}" if self.axis not in (None, "tp", self.name) else ""
         return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
 
 
 def accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
-    """How many microbatches a step adds the gradients of up, as its strategies tell it; None where
-    it does not, as in a pipeline."""
+    """Microbatches per step with gradient accumulation, from the detected strategies; None if there
+    is none, as in a pipeline."""
     said = [one.detail for one in strategies if one.name == "gradient accumulation"]
     count = re.match(r"\d+", said[0]) if said else None
     return int(count.group()) if count else None
 
 
 def axis_named(axes: Collection[str], unknown: str) -> str:
-    """The axes of a group as one word, in the usual order of a mesh; unknown for no axis."""
+    """The axes of a group joined in mesh order, such as "dp_shard x cp"; unknown if there are
+    none."""
     return " x ".join(sorted(axes, key=AXES.index)) or unknown
 
 
-# What one rank does in its full steps, as far as it tells how the job is parallel.
+# Calls of one rank in its full steps, as evidence of its strategies.
 
 Counts = npt.NDArray[np.float64]
 
 CALL, BACKWARD_BEGINS = "X", "|"
 
 _SHARDS = ("FSDP::", "FullyShardedDataParallel._")
-"""What PyTorch's fully sharded data parallelism marks its own gathers and sums with."""
+"""Prefixes of the annotations of PyTorch's fully sharded data parallelism."""
 
 _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """A rank's calls in its full steps, a row each in the order of the trace's; columns of one
-    length. part is FORWARD, BACKWARD or AFTER, -1 unknown; shards: FSDP made the call."""
+    """The calls of a rank in its full steps, one row each in trace order; columns of one length.
+
+    part is FORWARD, BACKWARD or AFTER, -1 if unknown; shards: issued by FSDP.
+    """
 
     trace: RankTrace
     layout: RankLayout
@@ -306,31 +323,31 @@ class RankEvidence:
 
     @property
     def is_tensor(self) -> Bool:
-        """Which calls may move tensors, not losses, norms or flags."""
+        """Which calls may move tensors, as opposed to losses, norms or flags."""
         size = self.message_bytes
         return (size < 0) | (size > SCALAR_BYTES)
 
     def of(self, *ops: str) -> Bool:
-        """Which calls are of one of these ops."""
+        """Which calls have one of these ops."""
         return np.isin(self.op, [OP_CODE[op] for op in ops])
 
     def on(self, group: Group) -> Bool:
-        """Which calls are made on that group."""
+        """Which calls use this group."""
         ids = [i for i, one in enumerate(self.trace.groups) if one == group]
         return np.isin(self.group, ids)
 
     def groups(self) -> list[Group]:
-        """The groups of more than one rank on which the rank calls anything."""
+        """The groups of more than one rank that the rank uses."""
         used = sorted(set(self.group[self.group >= 0].tolist()))
         found = dict.fromkeys(self.trace.groups[i] for i in used)
         return [group for group in found if len(group.ranks) > 1]
 
     def counts(self, mask: Bool) -> Counts:
-        """How many of these calls a step makes, shape (parts, ops)."""
+        """Number of these calls per step, shape (parts, ops)."""
         return self._per_step(mask, None)
 
     def bytes_of(self, mask: Bool) -> Counts:
-        """How many bytes these calls move a step, shape (parts, ops)."""
+        """Bytes of these calls per step, shape (parts, ops)."""
         return self._per_step(mask, np.maximum(self.message_bytes, 0))
 
     def _per_step(self, mask: Bool, weights: Int64 | None) -> Counts:
@@ -341,8 +358,8 @@ class RankEvidence:
         return np.bincount(place, each, size).reshape(3, len(OPS)) / max(1, len(self.steps))
 
     def story(self, mask: Bool) -> str:
-        """The forward work of all steps as letters: X for each of these calls that is made in a
-        forward, those of landmarks, and | where a backward begins."""
+        """The forward work of all steps as a string: X for each of these calls issued in a forward,
+        the letters of the landmarks, and | at the start of a backward."""
         mask = mask & (self.part == FORWARD)
         marks = self.marks.outside & (self.steps.at(self.marks.start_ns) >= 0)
         called, begins = self.when[mask], self.passes.start_ns
@@ -357,7 +374,7 @@ class RankEvidence:
 
 
 def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -> RankEvidence:
-    """What the rank does; leads marks the first row of each of its calls."""
+    """Collects the evidence of a rank; leads marks the first row of each of its calls."""
     steps, marks = host_steps(trace, windows), landmarks_of(trace.events)
     steps = whole_trace(trace) if steps.on_device else steps
     when, passes = issued_ns(trace, steps), passes_of(marks, steps)
@@ -378,23 +395,23 @@ def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -
 
 
 def once_each(story: str) -> str:
-    """The story with each letter once where it stands several times in a row."""
+    """The string with runs of the same letter collapsed to one."""
     letters = np.frombuffer(story.encode("ascii"), dtype=np.uint8)
     new = np.ones(len(letters), dtype=np.bool_)
     new[1:] = letters[1:] != letters[:-1]
     return letters[new].tobytes().decode("ascii")
 
 
-# Forward, backward and what follows: where in a step each instant lies.
+# Forward, backward and what follows: the part of the step of each instant.
 
 _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The backward passes of a rank's steps in order of time; step indexes its full steps.
+    """The backward passes of a rank in order of time; step indexes its full steps.
 
-    resumes_ns is when forward work goes on after each, the largest int64 for never.
+    resumes_ns is the start of the next forward work, the largest int64 if there is none.
     """
 
     start_ns: Int64
@@ -406,9 +423,9 @@ class Passes:
         return len(self.step)
 
     def part_of(self, when: Int64, steps: HostSteps, ends: Bool) -> Int64:
-        """FORWARD, BACKWARD or AFTER for each instant; -1 outside of steps with a backward.
+        """FORWARD, BACKWARD or AFTER for each instant; -1 outside steps with a backward.
 
-        Between a backward and the next forward of a step, ends tells what belongs to the backward.
+        Between a backward and the next forward, ends marks what belongs to the backward.
         """
         step = steps.at(when)
         known = (step >= 0) & np.isin(step, self.step)
@@ -423,12 +440,12 @@ class Passes:
         return np.where(known, part, -1)
 
     def latest(self, when: Int64) -> Int64:
-        """The pass that began last before each instant, -1 for none."""
+        """The last pass that started before each instant, -1 for none."""
         return np.searchsorted(self.start_ns, when, side="right") - 1
 
 
 def passes_of(marks: Landmarks, steps: HostSteps) -> Passes:
-    """The backward passes: work of autograd that no forward work interrupts."""
+    """Finds the backward passes: autograd work without forward work in between."""
     engine = union(marks.engine.start_ns, marks.engine.end_ns)
     step = steps.at(engine.start_ns)
     kept = step >= 0
@@ -446,10 +463,10 @@ def passes_of(marks: Landmarks, steps: HostSteps) -> Passes:
     )
 
 
-# The ops by which one tells where in the model a rank is.
+# Ops that locate a call in the model.
 
 PRODUCT, ATTENTION, EMBEDDING, ROUTING = "LAEK"
-"""Letters of the kinds: products with weights, attention, look-ups, the choice of experts."""
+"""Letters of the kinds: matrix products (GEMM), attention, embedding look-ups, expert routing."""
 
 _KINDS = {
     "aten::linear": PRODUCT,
@@ -470,10 +487,10 @@ _WRAPS = ("autograd::", "torch::", "c10d", "_c10d", "nn.Module", "ProfilerStep")
 
 @dataclass(frozen=True, slots=True)
 class Landmarks:
-    """Landmarks in order of time: when they begin and their letters, as codes of ASCII.
+    """Landmark ops in order of time: start and letter (ASCII code).
 
-    outside: which are forward work, in no backward and no optimizer. engine is autograd's work,
-    optimizer that of optimizers.
+    outside: forward work, outside any backward or optimizer. engine has the intervals of autograd,
+    optimizer those of optimizers.
     """
 
     start_ns: Int64
@@ -484,7 +501,6 @@ class Landmarks:
 
 
 def landmarks_of(events: Events) -> Landmarks:
-    """The landmarks of a rank."""
     letters = np.array([ord(_letter(name)) for name in events.names], dtype=np.int64)
     rows = np.flatnonzero(events.of(Category.OP) & (letters[events.name_id] != ord(" ")))
     start = events.start_ns[rows]
@@ -500,7 +516,7 @@ def landmarks_of(events: Events) -> Landmarks:
 
 
 def spans_of(events: Events, *prefixes: str) -> Intervals:
-    """The instants in which the host was in something whose name begins so."""
+    """The intervals of host events whose name has one of these prefixes."""
     named = events.name_mask(tuple(name.startswith(prefixes) for name in events.names))
     mask = named & events.of(Category.OP, Category.ANNOTATION)
     return union(events.start_ns[mask], events.end_ns[mask])
@@ -521,10 +537,10 @@ _MARK = "ProfilerStep#"
 
 @dataclass(frozen=True, slots=True)
 class HostSteps:
-    """The full steps of a rank in order of time, each from start_ns to end_ns.
+    """The full steps of a rank in order, each from start_ns to end_ns.
 
-    marked: ProfilerStep says when the host began and ended them. Else they are taken from what
-    repeats, and of a device the times are its own: on_device.
+    marked: ProfilerStep marks give the host times. Otherwise the steps are inferred from repetition
+    and, for a device trace, use device times: on_device.
     """
 
     number: tuple[int, ...]
@@ -537,7 +553,7 @@ class HostSteps:
         return len(self.number)
 
     def at(self, when: Int64) -> Int64:
-        """The index of the step at each instant, -1 where there is none."""
+        """The index of the step at each instant, -1 for none."""
         step = np.searchsorted(self.start_ns, when, side="right") - 1
         within = step >= 0
         within[within] = when[within] < self.end_ns[step[within]]
@@ -545,7 +561,7 @@ class HostSteps:
 
 
 def host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
-    """The full steps of the rank (all of them where none is full) as its host went through them."""
+    """The full steps of the rank (all steps if none is full) in host time."""
     marks = _marks(trace.events)
     counted = [w for w in steps.counted if not marks or w.step in marks]
     spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
@@ -553,7 +569,7 @@ def host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
 
 
 def whole_trace(trace: RankTrace) -> HostSteps:
-    """All that the host did, taken as one step."""
+    """The whole trace as one host step."""
     first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
     return _of([StepWindow(0, "full", first, last)], marked=False, on_device=False)
 
@@ -569,7 +585,7 @@ def _of(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSt
 
 
 def issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
-    """When each call was made, on the clock of the steps; -1 where nothing tells."""
+    """The issue time of each call, on the clock of the steps; -1 if unknown."""
     starts = trace.events.start_ns[trace.calls.event]
     if steps.on_device:
         return starts
@@ -578,13 +594,14 @@ def issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
 
 
 def issued_in(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
-    """The index of the step in which each call was made; -1 for none, and for all rows but the
-    first of a call of several kernels."""
+    """The index of the step in which each call was issued; -1 for none, and for all but the first
+    row of a call with several kernels."""
     return np.where(leads, steps.at(issued_ns(trace, steps)), -1)
 
 
 def _marks(events: Events) -> dict[int, StepWindow]:
-    """The marked steps by number: each from the end of the one before, the first from its start."""
+    """The marked steps by number, each from the end of the previous one, the first from its
+    start."""
     rows = np.flatnonzero(events.named(_MARK) & events.of(Category.ANNOTATION, Category.OP))
     found: dict[int, StepWindow] = {}
     begin = int(events.start_ns[rows[0]]) if len(rows) else 0

@@ -315,11 +315,11 @@ def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attr
 
 
 def held_up(pieces: Pieces, compute: Intervals) -> Pieces:
-    """Applies the gap rule: of each piece, keeps what lies in the compute gap in which its call
-    ends.
+    """Applies the gap rule: keeps of each piece the part in the gap in which its call ends.
 
-    Communication that is still open when compute resumes blocked nothing. So a call that ends under
-    compute is dropped, and of the others only the last gap counts.
+    A gap is an interval without compute. Communication that is still open when compute resumes
+    blocked nothing. So a call that ends under compute is dropped, and of the others only the last
+    gap counts.
     """
     end = pieces.life_end_ns
     later = np.searchsorted(compute.start_ns, end, side="left")

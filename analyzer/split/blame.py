@@ -1,4 +1,4 @@
-"""Blame: which rank caused each wait, and by what."""
+"""Blame: which rank caused each wait, and why."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
 from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
 
-# All waiting that held some rank up, in one table.
+# The exposed waits of all ranks in one table.
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedWaits:
-    """The exposed waits of all ranks, rank by rank and in order of time; columns of one length.
+    """The exposed waits of all ranks, by rank and time; columns of one length.
 
-    who and waited_for index the ranks that wait and that are waited for (-1: not here); origin
-    numbers the pairs of axis and bucket.
+    who and waited_for index the waiting and the awaited rank (-1: not recorded); origin numbers the
+    pairs of axis and bucket.
     """
 
     who: Int64
@@ -42,17 +42,17 @@ class ExposedWaits:
 
     @property
     def origins(self) -> int:
-        """How many pairs of axis and bucket there can be."""
+        """The number of pairs of axis and bucket."""
         return 2 * len(self.axes)
 
     def by_axis(self, amounts: Sequence[int]) -> Iterator[tuple[str | None, int, int]]:
-        """(axis, skew, bubble) of amounts by origin."""
+        """Yields (axis, skew, bubble) from amounts by origin."""
         for i, axis in enumerate(self.axes):
             yield axis, amounts[2 * i], amounts[2 * i + 1]
 
     @classmethod
     def of(cls, ranks: Sequence[RankTime]) -> ExposedWaits:
-        """The waits of these ranks."""
+        """Collects the waits of these ranks."""
         index = {one.rank: i for i, one in enumerate(ranks)}
         axes = tuple(dict.fromkeys(axis for one in ranks for axis in one.axis))
         number = {axis: i for i, axis in enumerate(axes)}
@@ -75,12 +75,13 @@ class ExposedWaits:
         )
 
 
-# How much time a rank had spent in each bucket up to an instant.
+# Cumulative time of a rank in each bucket.
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """A band of buckets, sorted and disjoint; sums_ns[i] is what was spent before its i-th part."""
+    """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
+    i-th."""
 
     start_ns: Int64
     end_ns: Int64
@@ -89,13 +90,13 @@ class Activity:
 
     @classmethod
     def of(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
-        """The activity of such a band, of one part at least."""
+        """The activity of these intervals, at least one."""
         spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
         spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
         return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
 
     def spent_ns(self, at_ns: Int64) -> Int64:
-        """For each instant the time spent in each bucket before it: (instants, buckets)."""
+        """The time in each bucket before each instant, shape (instants, buckets)."""
         part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
         spent = self.sums_ns[part].copy()
         within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
@@ -103,20 +104,20 @@ class Activity:
         return spent
 
 
-# Who caused the waiting, and by what.
+# The cause of each wait.
 #
-# A wait ends when the rank that came last arrives. Its lag behind the waiter is what it did more
-# of than the waiter since the two were last level, which they were when the waiter last waited
-# for a call of the same ranks. What it did more of is the cause: computing, copying, moving data,
-# or nothing at all (its host was late). Where it waited more itself, blame passes on to those
-# that it waited for, in the shares of those waits, and from there on.
+# A wait ends when the last rank arrives. Its delay relative to the waiting rank is the additional
+# time it spent per bucket since their last sync point: the end of the waiting rank's previous wait
+# in a call of the same ranks. That bucket is the cause: compute, copy, transfer, or idle (late
+# host). If the last rank waited longer itself, the blame is passed on, transitively, to the ranks
+# that it waited for, in proportion to those waits.
 
 Float = npt.NDArray[np.float64]
 
 CAUSES = ("compute", "imbalance", "host", "copy", "transfer")
 
 _ROUNDS = 24
-"""Through how many ranks blame is passed on at most."""
+"""Maximum number of ranks through which blame is passed on."""
 
 _SETTLED = 1e-4
 
@@ -125,7 +126,7 @@ _Key = tuple[int | None, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Waiting that one rank (None: nobody in particular) caused on one axis in one step."""
+    """Waits that one rank (None: no single rank) caused on one axis in one step."""
 
     rank: int | None
     cause: str
@@ -138,10 +139,10 @@ class Blame:
 def blame(
     ranks: Sequence[RankTime], schedule_ns: Mapping[tuple[int, int], int]
 ) -> tuple[Blame, ...]:
-    """All skew and bubble of all ranks, each instant once, by who caused it.
+    """Attributes all skew and bubble of all ranks to causes, each instant once.
 
-    schedule_ns is the ideal bubble of each (rank, step): that much of its bubble is the schedule's,
-    first of all where nobody did more than the others.
+    schedule_ns is the ideal bubble of each (rank, step). That much of its bubble is attributed to
+    the schedule, starting with waits that no rank caused by above-average work.
     """
     waits = ExposedWaits.of(ranks)
     if not len(waits.length_ns):
@@ -155,7 +156,8 @@ def blame(
 def _of_schedule(
     waits: ExposedWaits, lags: Lags, schedule_ns: Mapping[tuple[int, int], int]
 ) -> Float:
-    """The part of each wait that the schedule itself costs: of what nobody is behind first."""
+    """The part of each wait that the schedule itself causes, first from waits without another
+    cause."""
     part = np.zeros(len(waits.length_ns))
     bubble = waits.bucket == BUBBLE
     innocent = np.where(bubble, waits.length_ns * (1 - _behind(waits, lags)), 0.0)
@@ -171,7 +173,7 @@ def _of_schedule(
 
 
 def _behind(waits: ExposedWaits, lags: Lags) -> Float:
-    """Which part of each wait somebody is behind who did more than his fair share of work."""
+    """Fraction of each wait caused by a rank with above-average work."""
     guilty = 1 - lags.passed - lags.fair
     found = guilty
     for _ in range(_ROUNDS):
@@ -182,9 +184,10 @@ def _behind(waits: ExposedWaits, lags: Lags) -> Float:
 
 
 def _carried(waits: ExposedWaits, lags: Lags, schedule: Float) -> Float:
-    """How much of the waiting of each origin ends up with the cause of each wait: (waits, origins).
+    """The waiting time of each origin that ends at the cause of each wait, shape (waits, origins).
 
-    An origin is an (axis, bucket) of the waits. What went round too often stays where it is.
+    An origin is an (axis, bucket) of the waits. What is left after the last round stays where it
+    is.
     """
     moving = np.zeros((len(waits.length_ns), waits.origins))
     moving[np.arange(len(moving)), waits.origin] = waits.length_ns - schedule
@@ -198,7 +201,7 @@ def _carried(waits: ExposedWaits, lags: Lags, schedule: Float) -> Float:
 
 
 def _shares(waits: ExposedWaits, lags: Lags, carried: Float, schedule: Float) -> dict[_Key, Float]:
-    """For each (rank, cause, step) what it is to blame for, by origin."""
+    """The waits caused by each (rank, cause, step), by origin."""
     found: dict[_Key, Float] = {}
     alone = np.where(lags.passed < 1, 1 - lags.passed, 1.0)
     nobody = np.full(len(carried), -1)
@@ -215,7 +218,8 @@ def _shares(waits: ExposedWaits, lags: Lags, carried: Float, schedule: Float) ->
 
 
 def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount: Float) -> None:
-    """Adds the amounts of each (owner, step) to those of the cause; an owner of -1 is nobody."""
+    """Adds the amounts of each (owner, step) to the shares of a cause; owner -1 means no single
+    rank."""
     label = labels_of(owner, step)
     first = firsts_of(label)
     sums = np.zeros((len(first), amount.shape[1]))
@@ -227,7 +231,7 @@ def _add(found: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount
 
 
 def _rows(waits: ExposedWaits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
-    """The shares in whole ns, which add up to the waits of each origin exactly."""
+    """The shares in whole ns, which add up exactly to the waits of each origin."""
     keys = list(shares)
     table = np.stack([shares[key] for key in keys])
     whole = np.zeros(table.shape, dtype=np.int64)
@@ -243,7 +247,7 @@ def _rows(waits: ExposedWaits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...
 
 
 def _apportioned(amount: Float, total: int) -> Int64:
-    """The amounts in whole numbers that sum to the total, by largest remainders."""
+    """Rounds the amounts to whole numbers that add up to total (largest remainders)."""
     scale = total / float(amount.sum()) if amount.any() else 0.0
     exact = amount * scale
     whole = np.floor(exact).astype(np.int64)
@@ -255,7 +259,7 @@ def _apportioned(amount: Float, total: int) -> Int64:
     return whole
 
 
-# Of each wait: what the rank that came last did more of than the one that waited for it.
+# For each wait: what the last rank did in addition to what the waiting rank did.
 
 COMPUTE, COPY, IDLE = (BUCKETS.index(name) for name in ("compute", "copy", "idle"))
 
@@ -264,17 +268,17 @@ _MOVING = [BUCKETS.index(name) for name in ("collective", "p2p")]
 _WAITING = [SKEW, BUBBLE]
 
 _LITTLE = 0.01
-"""Work beyond that of the peers is told apart only where it is such a part of all work."""
+"""Minimum excess over the peers' compute, as a fraction, to distinguish slower from more work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lags:
-    """For each wait the shares of its causes, 0..1.
+    """The causes of each wait as fractions, 0..1.
 
-    direct has one column a cause of blame.CAUSES, passed is what the owner itself waited for: the
-    two add up to 1 where the owner is known, which is a rank of the recording. named: the owner is
-    known by its number at least. fair is the part of direct that is compute such as anybody's.
-    low and high bound the owner's waits, as rows, to which what is passed on goes.
+    direct has one column per cause in CAUSES, passed is the part that the owner itself waited; they
+    add up to 1 if known, that is if the owner is a recorded rank. named: the owner's rank number is
+    known. fair is the part of direct that is average compute. low and high delimit the owner's
+    waits (rows) that receive the passed part.
     """
 
     direct: Float
@@ -287,14 +291,15 @@ class Lags:
     length_ns: Int64
 
     def mean_of(self, amount: Float) -> Float:
-        """Of each wait's range of the owner's waits, the sum of an amount over their length."""
+        """The sum of amount over the length of the owner's waits, for each wait's range."""
         sums = np.concatenate(([0.0], np.cumsum(amount)))
         length = np.concatenate(([0], np.cumsum(self.length_ns)))
         total = length[self.high] - length[self.low]
         return np.where(total > 0, (sums[self.high] - sums[self.low]) / np.maximum(total, 1), 0.0)
 
     def passed_on(self, amount: Float) -> Float:
-        """Amounts (waits, origins) handed to the waits of the ranges, by their length."""
+        """Distributes amounts (waits, origins) over the waits of the ranges, in proportion to their
+        length."""
         length = np.concatenate(([0], np.cumsum(self.length_ns)))
         density = amount / np.maximum(length[self.high] - length[self.low], 1)[:, np.newaxis]
         edges = np.zeros((len(amount) + 1, amount.shape[1]))
@@ -305,7 +310,7 @@ class Lags:
 
 
 def lags_of(ranks: Sequence[RankTime], waits: ExposedWaits) -> Lags:
-    """The causes of each wait."""
+    """Computes the causes of each wait."""
     level = np.concatenate([one.level_ns for one in ranks])
     came = np.concatenate([one.came_ns for one in ranks])
     late = np.concatenate([one.late_ns for one in ranks])
@@ -322,7 +327,7 @@ def lags_of(ranks: Sequence[RankTime], waits: ExposedWaits) -> Lags:
 
 
 def _spent(ranks: Sequence[RankTime], who: Int64, since: Int64, until: Int64) -> Int64:
-    """What ranks spent in each bucket from one instant to another; nothing for an unknown rank."""
+    """Time per bucket that ranks spent between two instants; 0 for an unknown rank."""
     found = np.zeros((len(who), len(BUCKETS)), dtype=np.int64)
     until = np.maximum(until, since)
     for i, one in enumerate(ranks):
@@ -335,7 +340,7 @@ def _spent(ranks: Sequence[RankTime], who: Int64, since: Int64, until: Int64) ->
 def _ranges(
     ranks: Sequence[RankTime], waits: ExposedWaits, since: Int64, until: Int64
 ) -> tuple[Int64, Int64]:
-    """The rows of the owner's waits that end between two instants."""
+    """The row range of the owner's waits that end between two instants."""
     low, high = (np.zeros(len(waits.waited_for), dtype=np.int64) for _ in range(2))
     for i, one in enumerate(ranks):
         rows = np.flatnonzero(waits.waited_for == i)
@@ -372,7 +377,7 @@ def _shared(
 
 
 def _beyond_peers(ranks: Sequence[RankTime], waits: ExposedWaits) -> tuple[Float, Float]:
-    """(which part of the owner's compute is beyond its peers', how much of that is more work)."""
+    """(fraction of the owner's compute beyond its peers', fraction of that which is more work)."""
     beyond, extra = np.zeros(len(waits.waited_for)), np.zeros(len(waits.waited_for))
     for i, one in enumerate(ranks):
         rows = np.flatnonzero(waits.waited_for == i)
@@ -384,16 +389,16 @@ def _beyond_peers(ranks: Sequence[RankTime], waits: ExposedWaits) -> tuple[Float
     return beyond, extra
 
 
-# What blame knows of a rank: what it did, what it waited for, when it was level with others.
+# Input of the blame analysis for one rank: activity, waits and sync points.
 
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
     """One rank on the common clock; the columns of its exposed waits have one length.
 
-    window indexes step and the workload; owner is the rank that was waited for, -1 unknown, and
-    axis where. came_ns is when this rank arrived at the call, late_ns when the owner did, and
-    level_ns when, before that, this rank last waited for a call of the same ranks.
+    window indexes step and the workload; owner is the rank waited for (-1: unknown), axis the mesh
+    axis. came_ns is this rank's arrival at the call, late_ns the owner's, and level_ns the last
+    sync point: the end of this rank's previous wait in a call of the same ranks.
     """
 
     rank: int
@@ -421,7 +426,8 @@ def rank_time(
     arrivals: Arrivals,
     workload: Workload,
 ) -> RankTime:
-    """The rank's time; axis has one entry an exposed row, rows are the rank's in arrivals."""
+    """Builds the input for one rank; axis has one entry per exposed row, rows are the rank's in
+    arrivals."""
     band, exposed = found.band, found.exposed
     waits = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
     call = exposed.call[waits]
@@ -447,10 +453,10 @@ def rank_time(
 
 
 def _level_ns(trace: RankTrace, rows: slice, found: Attribution, arrivals: Arrivals) -> Int64:
-    """For each call when the last of the same ranks was over that held this rank up before.
+    """For each call, the end of the previous call of the same ranks that blocked this rank.
 
-    Calls of one gap of compute held it up together: of these only an earlier gap's count. The
-    smallest int64 where there is none.
+    Calls in one gap of compute blocked it together, so only calls of an earlier gap count. The
+    smallest int64 if there is none.
     """
     calls = trace.calls
     start, end = arrivals.start_ns[rows], arrivals.end_ns[rows]
@@ -467,14 +473,14 @@ def _level_ns(trace: RankTrace, rows: slice, found: Attribution, arrivals: Arriv
     return before_call
 
 
-# Why a rank computes longer than others: the same kernels slower, or more of them.
+# Why a rank computes longer than others: slower kernels, or more work.
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Of each rank's compute in each of its windows, 0..1: which part is beyond that of its peers.
+    """The fraction of a rank's compute beyond that of its peers, per window, 0..1.
 
-    slower: the same kernels took longer than the median rank's; more: it ran more of them. Each of
+    slower: the same kernels took longer than on the median rank; more: it ran more kernels. Both of
     shape (windows,).
     """
 
@@ -485,7 +491,7 @@ class Workload:
 def workloads(
     traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]]
 ) -> list[Workload]:
-    """The workload of every rank, each kernel known by its name."""
+    """The workload of every rank; kernels are identified by name."""
     names: dict[str, int] = {}
     for trace in traces:
         for name in trace.events.names:
@@ -502,7 +508,7 @@ def workloads(
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """How often each kernel ran in each window, and how long in all: (windows, names)."""
+    """Number of runs and total time of each kernel per window, shape (windows, names)."""
 
     count: Int64
     total_ns: Int64
@@ -523,7 +529,7 @@ def _table(trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int
 
 
 def _usual_ns(tables: Sequence[_Table]) -> Float:
-    """How long one run of each kernel takes on the median rank that has it."""
+    """The duration of each kernel on the median rank that runs it."""
     count = np.stack([table.count.sum(axis=0) for table in tables])
     total = np.stack([table.total_ns.sum(axis=0) for table in tables])
     mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
@@ -534,7 +540,7 @@ def _usual_ns(tables: Sequence[_Table]) -> Float:
 
 
 def _fair_ns(work: Sequence[Float], windows: Sequence[Sequence[StepWindow]]) -> list[Float]:
-    """What the median rank had to do in each rank's windows, by the numbers of the steps."""
+    """The work of the median rank in the steps of each rank's windows."""
     done: dict[int, list[float]] = {}
     for own, amounts in zip(windows, work, strict=True):
         for window, amount in zip(own, amounts.tolist(), strict=True):

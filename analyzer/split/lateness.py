@@ -20,26 +20,42 @@ from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 
-# Which ranks come last to collectives more often than chance has it, and by how much.
+# Stragglers: ranks that arrive last at collectives more often than by chance, and by how much.
 
 _CHANCE = 1e-4
 
 _LATE_NS = 20_000
 
 _OF_STEPS = 0.01
-"""A straggler is less likely than this by chance, is later than this in the median call in which it
-comes last, and costs its group more than this share of its steps."""
+"""Straggler criteria: p-value below _CHANCE, median lateness above _LATE_NS, and a cost to the
+group above this fraction of the step time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How often one rank came last, of the collectives or messages on one axis that it was in.
+    """How often one rank arrived last at the collectives or messages on one axis.
 
-    Only calls count whose members, so many each, are all there, and each call once. last is in how
-    many of them all others waited for this rank; late_ns how much later than the median member (of
-    two in the middle the earlier) it then came, the median and the sum. p_value is the chance of
-    coming last so often where all members are alike, 1 at no more than its share; None for
-    messages, where it is the schedule that decides which end waits.
+    Only calls with all members recorded count, each once. Lateness is measured from the median
+    arrival (for two members: from the earlier one).
+
+    Attributes:
+        rank: Global rank.
+        axis: Mesh axis; None if unknown or along several axes.
+        message: True for sends and receives, False for collectives.
+        members: Number of members per call.
+        calls: Number of calls.
+        last: Number of calls in which all other members waited for this rank.
+        late_ns_median: Median lateness over those calls in ns.
+        late_ns_total: Summed lateness over those calls in ns.
+        p_value: Probability of arriving last this often if all members are alike; 1 if last is at
+            most the rank's share of the calls. None for messages, where the schedule decides who
+            waits.
+        straggler: Whether the rank is a straggler on this axis.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [(row.rank, row.axis, row.last_fraction) for row in report.lateness if row.straggler]
+        [(3, 'tp', 0.97)]
     """
 
     rank: int
@@ -55,7 +71,7 @@ class Lateness:
 
     @property
     def last_fraction(self) -> float:
-        """In which part of the calls that it was in the rank came last, 0..1."""
+        """Fraction of the calls in which the rank arrived last, 0..1."""
         return self.last / self.calls
 
 
@@ -66,10 +82,10 @@ def lateness_of(
     layout: RankLayout,
     steps: Sequence[Sequence[StepSplit]],
 ) -> tuple[Lateness, ...]:
-    """A row for each rank, axis, kind of call and size of group; steps are those of each trace.
+    """One row per rank, axis, kind of call and group size; steps has one entry per trace.
 
-    A straggler is also last more often than its share in more than half of its steps: the calls of
-    one step hang together, so that one slow step would else look like many late calls.
+    A straggler must also arrive last more often than its share in more than half of its steps:
+    calls of one step are correlated, so a single slow step would look like many late calls.
     """
     seen = _seen(matched, arrivals, np.array([trace.rank for trace in traces]))
     axes = (*(layout.axis_of(group) for group in matched.groups), None)
@@ -91,9 +107,10 @@ def lateness_of(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A row a member of each complete call: is it the last, and how late; columns of one length.
+    """One row per member of each complete call: whether it arrived last and how late; columns of
+    one length.
 
-    row indexes Matched, members is how many the call has.
+    row indexes Matched, members is the number of members of the call.
     """
 
     row: Int64
@@ -103,7 +120,7 @@ class _Seen:
 
 
 def _seen(matched: Matched, arrivals: Arrivals, ranks: Int64) -> _Seen:
-    """The members; nobody is last whom some member did not wait for, as it had left already."""
+    """The members of complete calls; a call has no last member if one of the others left before."""
     row = np.flatnonzero((matched.key >= 0) & matched.leads)
     row = row[np.lexsort((arrivals.start_ns[row], matched.key[row]))]
     start = arrivals.start_ns[row]
@@ -119,7 +136,7 @@ def _seen(matched: Matched, arrivals: Arrivals, ranks: Int64) -> _Seen:
 
 
 def _steps(trace: Int64, at_ns: Int64, steps: Sequence[Sequence[StepSplit]]) -> Int64:
-    """In the how manieth step of its trace each call began, -1 for before the first."""
+    """The index of the step of its trace in which each call started, -1 before the first."""
     found = np.full(len(trace), -1, dtype=np.int64)
     for rows in _parts(trace):
         starts = np.array([one.start_ns for one in steps[trace[rows[0]]]], dtype=np.int64)
@@ -150,16 +167,17 @@ def _row(
 
 
 def _in_most_steps(step: Int64, last: Bool, members: int) -> bool:
-    """Whether it was last more often than its share in more than half of the steps."""
+    """Whether the rank was last more often than its share in more than half of the steps."""
     calls = np.bincount(step + 1)
     often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
     return 2 * int(often.sum()) > int((calls > 0).sum())
 
 
 def chance_of(last: int, calls: int, members: int) -> float:
-    """The chance of coming last at least so often in calls of so many equal members.
+    """The probability of arriving last at least this often, for equal members.
 
-    The upper tail of the binomial distribution of probability 1 / members; 1 at or below its mean.
+    The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
+    mean.
     """
     if last * members <= calls:
         return 1.0
@@ -173,33 +191,45 @@ def chance_of(last: int, calls: int, members: int) -> float:
     return min(1.0, float(np.exp(first + terms).sum()))
 
 
-# Which ranks take longer than their peers for the same kernels.
+# Ranks that are slower than their peers on the same kernels.
 
 Float = npt.NDArray[np.float64]
 
 LEAST_RATIO = 1.05
-"""Devices of one kind differ by less, without anything being wrong."""
+"""Healthy devices of one type differ by less."""
 
 LEAST_COUNT = 12
-"""Fewer runs of a kernel do not tell its noise."""
+"""Minimum runs of a kernel to estimate its noise."""
 
 FALSE_ALARMS = 1e-3
-"""How many a recording of balanced ranks may give, if its noise is normal."""
+"""Expected false positives per recording of balanced ranks with normal noise."""
 
 _LEAST_STEPS = 3
 
 _LEAST_SIGMAS = 6.0
-"""Kernels' noise has longer tails, and what is estimated from few runs is often too small."""
+"""Lower limit, because kernel times have heavier tails than a normal distribution and sigmas
+estimated from few runs are often too small."""
 
 _SIGMA_OF_MAD, _SIGMA_OF_MEDIAN = 1.4826, 1.2533
-"""Of normal noise: sigma / MAD, and sqrt(n) times the sigma of a median of n / sigma."""
+"""For normal noise: sigma / MAD, and sqrt(n) * (sigma of the median of n values) / sigma."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowKernel:
-    """A kernel that takes one rank ratio times as long as it takes its peers.
+    """A kernel that is slower on one rank than on its peers.
 
-    lost_ns is what that costs the rank in a step; count is how often the rank ran it.
+    Attributes:
+        rank: Global rank.
+        kernel: Kernel name.
+        family: Kernel family, such as "gemm".
+        ratio: Duration on this rank over that on the median rank, above 1.
+        lost_ns: Time that this costs the rank per step in ns.
+        count: Number of runs on this rank.
+
+    Example:
+        >>> report = analyze("runs/exp1")
+        >>> [(row.rank, row.family, row.ratio) for row in report.slow_kernels]
+        [(3, 'gemm', 1.4)]
     """
 
     rank: int
@@ -212,9 +242,9 @@ class SlowKernel:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """The slow kernels of one family on one rank: together they take ratio times their peers'.
+    """The slow kernels of one family on one rank; ratio is their total time over that of the peers.
 
-    lost_ns is what that costs the rank in a step; kernel is the one that costs most.
+    lost_ns is the cost per step; kernel is the most expensive kernel.
     """
 
     rank: int
@@ -229,7 +259,7 @@ class SlowRank:
 class _Alike:
     """The runs of one kernel on the ranks that ran it equally often in each step.
 
-    took_ns is of shape (ranks, runs), in the order of time; counts has the runs of each step.
+    took_ns has shape (ranks, runs), in order of time; counts is the number of runs per step.
     """
 
     kernel: str
@@ -240,13 +270,13 @@ class _Alike:
 
 
 def slow_kernels(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> tuple[SlowKernel, ...]:
-    """The kernels that a rank runs slower than its peers, what costs most first.
+    """Finds the kernels that are slower on one rank than on its peers, by decreasing cost.
 
-    A trace states no shapes, so the n-th run of a name in a step is compared with the n-th on each
-    other rank, in the steps that are full on all, and only among ranks that ran it equally often
-    in each of them. A rank's ratio is the median over those runs, against the median rank's. It
-    counts where it is LEAST_RATIO at least, and further from 1 than the noise of runs and steps
-    and the spread of the ranks (each by MAD) let expect once in 1 / FALSE_ALARMS recordings.
+    A trace has no shapes, so the n-th run of a name in a step is compared with the n-th run on the
+    other ranks, in steps that are full on all ranks, and only among ranks that ran it equally often
+    in each step. The ratio of a rank is the median over those runs, relative to the median rank. It
+    counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
+    between ranks (each from the MAD) by more than is expected once in 1 / FALSE_ALARMS recordings.
     """
     everyone = [computed(trace, found) for trace, found in zip(traces, steps, strict=True)]
     common = set.intersection(*(set(one.steps) for one in everyone)) if everyone else set()
@@ -258,7 +288,7 @@ def slow_kernels(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> tuple[S
 
 
 def slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
-    """The slow kernels summed by rank and family, what costs most first."""
+    """The slow kernels summed by rank and family, by decreasing cost."""
     together = defaultdict[tuple[int, str], list[SlowKernel]](list)
     for one in kernels:
         together[one.rank, one.family].append(one)
@@ -294,7 +324,7 @@ def _alike(everyone: Sequence[Computed], common: Sequence[int]) -> Iterator[_Ali
 
 
 def _by_kernel(one: Computed, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
-    """Of each kernel its name_id, its counts by step, and its durations in order of time."""
+    """Per kernel: name_id, counts per step, and durations in order of time."""
     rows = np.flatnonzero(np.isin(one.step, common))
     rows = rows[np.argsort(one.name_id[rows], kind="stable")]
     first = np.flatnonzero(np.diff(one.name_id[rows], prepend=-1))
@@ -324,9 +354,11 @@ def _slow(one: _Alike, sigmas: float, steps: int) -> Iterator[SlowKernel]:
 
 
 def _noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
-    """How far chance puts each rank from the middle: by its runs, by its steps, by the ranks.
+    """The standard deviation of each rank's ratio, from its runs, its steps and the spread of the
+    ranks.
 
-    The middle is of few ranks itself; of two ranks it moves as far the other way.
+    The median rank itself is uncertain with few ranks; with two, it shifts by as much in the other
+    direction.
     """
     parts = np.split(beyond, np.cumsum(counts)[:-1], axis=1)
     by_step = np.stack([np.median(p, axis=1) for p in parts if p.shape[1]], axis=1)
@@ -338,13 +370,13 @@ def _noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
 
 
 def _sigma_of_median(values: Float, by_rank: Float) -> Float:
-    """The standard deviation of each rank's median of such values, of shape (ranks, n)."""
+    """The standard deviation of each rank's median of these values, shape (ranks, n)."""
     sigma = _SIGMA_OF_MAD * np.median(np.abs(values - by_rank[:, None]), axis=1)
-    # A rank whose few values happen to agree is as noisy as its peers.
+    # A rank whose few values agree by chance is as noisy as its peers.
     sigma = np.maximum(sigma, np.median(sigma))
     return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(values.shape[1]))
 
 
 def _low_median(values: Float) -> float:
-    """The lower of the two in the middle: of two ranks the faster is the usual one."""
+    """The lower middle value: for two ranks the faster one is the reference."""
     return float(np.sort(values)[(len(values) - 1) // 2])

@@ -1,4 +1,4 @@
-"""Clock synchronization: offsets and drift of hosts from collectives and causality."""
+"""Clock synchronization: offset and drift of each host, from collectives and causality."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from stepsplit.analyzer.arrays import distinct, firsts_of, labels_of, most_of, r
 from stepsplit.analyzer.split.matching import TOGETHER, Alignment, Clock, Matched
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, wall_lead_ns
 
-# One clock for all ranks: from collectives that end together, else from what causality allows.
+# One clock for all ranks: from collectives that end simultaneously, else from causality bounds.
 
 
 def align(traces: Sequence[RankTrace], matched: Matched) -> Alignment:
-    """The clocks of the ranks against the first rank's.
+    """Aligns the clocks of all ranks with the first rank's.
 
-    Kernels of one all_reduce, all_gather or reduce_scatter end together. They join first the ranks
-    of each host, then the hosts: the one that has most of such calls in common with ranks whose
-    clocks are known, then the next. gloo's worker threads do not end together: there, and without
-    such a call, the ranks of a host share its wall clock. What is left is placed within the bounds
-    of causality; what nothing joins keeps its wall clock, with a note.
+    Kernels of one all_reduce, all_gather or reduce_scatter end simultaneously. They align first the
+    ranks of each host, then the hosts: always the one with the most such calls shared with aligned
+    ranks. gloo's worker threads do not end simultaneously; there, and without such calls, ranks of
+    a host share its wall clock. Other ranks are placed within the causality bounds. A rank without
+    any link keeps its wall clock, with a note.
     """
     joining = _Joining(traces, matched)
     while joining.left:
@@ -35,7 +35,7 @@ def align(traces: Sequence[RankTrace], matched: Matched) -> Alignment:
 
 
 class _Joining:
-    """The clocks that are known so far, and what they say of when each call ended."""
+    """The clocks aligned so far, and the end times of calls that follow from them."""
 
     def __init__(self, traces: Sequence[RankTrace], matched: Matched) -> None:
         self.clocks: dict[int, Clock] = {}
@@ -50,7 +50,7 @@ class _Joining:
         self._unlinked: list[int] = []
 
     def join(self) -> None:
-        """Finds the clocks of one more body, the one that can be joined best."""
+        """Aligns one more clock domain, the one with the best evidence."""
         body = max(self.left, key=self._reasons)
         self.left.remove(body)
         fit = self._fit(body) if self.clocks else EXACT
@@ -61,25 +61,26 @@ class _Joining:
             self._learn(trace, clock)
 
     def notes(self) -> tuple[Note, ...]:
-        """Which ranks kept their wall clocks though others have other ones."""
+        """Notes on ranks that kept their wall clocks without a link to the others."""
         return tuple(
             Note(
                 "clock_unaligned",
-                f"rank {self._traces[i].rank} shares no collective and no host with rank "
-                f"{self._traces[0].rank}: its wall clock is taken as it is",
+                f"rank {self._traces[i].rank} shares neither a collective nor a host with rank "
+                f"{self._traces[0].rank}: its wall clock is used uncorrected",
                 self._traces[i].rank,
             )
             for i in sorted(self._unlinked)
         )
 
     def _reasons(self, body: Body) -> tuple[int, bool, int, int]:
-        """How well the body can be joined now; of equal ones the first."""
+        """The evidence for aligning this domain now, as a sort key; the first one if tied."""
         shared = len(self._known.shared(self._own[body.traces][0]))
         touching = sum(self._causality.touching(self._rows(trace)) for trace in body.traces)
         return shared, body.host in self._of_host, touching, -body.traces[0]
 
     def _fit(self, body: Body) -> ClockFit | None:
-        """The body's clock by ends, within the bounds of causality; None where no call joins it."""
+        """The domain's clock from shared ends, within the causality bounds; None without shared
+        calls."""
         rows, end_ns = self._own[body.traces]
         known = np.isin(rows, self._known.shared(rows))
         if not known.any():
@@ -109,7 +110,7 @@ class _Joining:
         )
 
     def _by_host(self, trace: int, host: str) -> Clock | None:
-        """The wall clock that the rank shares with another of its host, if one is known."""
+        """The wall clock of an aligned rank on the same host, if any."""
         mate, wall = self._of_host.get(host), int(self._wall[trace])
         if mate is None:
             return None
@@ -118,7 +119,8 @@ class _Joining:
         return Clock(one.rank, one.host, mate.offset_ns, wall, mate.pivot_ns, mate.drift_ppm, sigma)
 
     def _by_bounds(self, trace: int) -> Clock:
-        """The middle of what causality allows, as of a round trip; else the wall clock, bounded."""
+        """The middle of the causality bounds, as for a round trip; else the wall clock, clamped to
+        them."""
         one, wall = self._traces[trace], int(self._wall[trace])
         bounds = self._bounds(trace, Clock(one.rank, one.host, 0, wall))
         if bounds.low_ns is not None and bounds.high_ns is not None and bounds.both:
@@ -135,11 +137,11 @@ class _Joining:
         return clock.common_ns(matched.start_ns[rows]), clock.common_ns(matched.end_ns[rows])
 
     def _bounds(self, trace: int, clock: Clock) -> Bounds:
-        """What causality leaves of the offset between that clock and the common one."""
+        """The causality bounds of the offset between this clock and the common one."""
         return self._causality.bounds(self._rows(trace), *self._common(trace, clock))
 
     def _learn(self, trace: int, clock: Clock) -> None:
-        """When the rank's calls began and ended, on the common clock, is known from here on."""
+        """Records when the rank's calls started and ended on the common clock."""
         rows = self._ends.of_trace(trace)
         ended = clock.common_ns(self._ends.end_ns[rows] - clock.wall_ns)
         self._known.learn(rows, ended, float(clock.sigma_ns or 0))
@@ -148,7 +150,7 @@ class _Joining:
 
 @dataclass(frozen=True, slots=True)
 class ClockFit:
-    """offset_ns holds at pivot_ns; drift is in ns per ns, 0 where none can be told."""
+    """offset_ns holds at pivot_ns; drift is in ns per ns, 0 if not measurable."""
 
     offset_ns: float
     pivot_ns: float
@@ -157,12 +159,12 @@ class ClockFit:
     residual_ns: float
 
     def common_ns(self, wall_ns: Int64) -> Int64:
-        """Times of the fitted clock on the one that it was fitted to."""
+        """Maps times of the fitted clock to its reference clock."""
         drift = self.drift * (wall_ns - round(self.pivot_ns)).astype(np.float64)
         return wall_ns - round(self.offset_ns) - np.rint(drift).astype(np.int64)
 
     def then(self, other: ClockFit) -> ClockFit:
-        """The clock against a third, given the second's against that."""
+        """Composes two fits: this clock against the reference of other."""
         pivot = np.array([round(self.pivot_ns)], dtype=np.int64)
         offset = int((pivot - other.common_ns(self.common_ns(pivot)))[0])
         return ClockFit(
@@ -172,30 +174,30 @@ class ClockFit:
         )  # fmt: skip
 
     def doubted(self, sigma_ns: float) -> ClockFit:
-        """The same, where what it was fitted to is itself in doubt."""
+        """Adds the uncertainty of the reference."""
         return replace(self, sigma_ns=float(np.hypot(self.sigma_ns, sigma_ns)))
 
     def moved(self, by_ns: int) -> ClockFit:
-        """The same, moved by what it is then in doubt about too."""
+        """Shifts the offset, and adds the shift to the uncertainty."""
         doubt = self.sigma_ns + abs(by_ns)
         return replace(self, offset_ns=self.offset_ns + by_ns, sigma_ns=doubt)
 
 
-# Ranks of one host whose clocks are known to each other: what one of them tells holds for all.
+# Clock domains: ranks of one host whose clocks are aligned with each other.
 
 EXACT = ClockFit(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Some ranks of a host, and the clock of each against that of the first; never empty."""
+    """A clock domain: ranks of a host, and the clock of each against the first; never empty."""
 
     host: str
     traces: tuple[int, ...]
     clocks: tuple[ClockFit, ...]
 
     def ends_ns(self, ends: Ends) -> tuple[Int64, Int64]:
-        """(the rows of all of its ranks, their ends on its first rank's wall clock)."""
+        """(rows of all its ranks, their ends on the wall clock of its first rank)."""
         rows = [ends.of_trace(trace) for trace in self.traces]
         at = [c.common_ns(ends.end_ns[r]) for c, r in zip(self.clocks, rows, strict=True)]
         return np.concatenate(rows), np.concatenate(at)
@@ -204,7 +206,7 @@ class Body:
 def bodies_of(
     traces: Sequence[RankTrace], matched: Matched, ends: Ends, wall_ns: Int64
 ) -> list[Body]:
-    """The ranks in bodies: those of a host that calls join; a rank without a host is alone."""
+    """The clock domains: ranks of a host linked by calls; a rank without a host name is alone."""
     hosts = [trace.host or f"rank {trace.rank}" for trace in traces]
     causality, rows = Causality(matched), [ends.of_trace(i) for i in range(len(traces))]
     found = []
@@ -219,7 +221,8 @@ def bodies_of(
 
 
 class _Growing:
-    """A body that begins with the first of some ranks, given with their rows of ends."""
+    """A clock domain under construction, starting with the first of some ranks (given with their
+    rows)."""
 
     def __init__(
         self,
@@ -236,7 +239,8 @@ class _Growing:
         self._take(next(iter(rows)), EXACT)
 
     def body(self, host: str) -> Body:
-        """It and all that calls join to it, those with most calls in common first."""
+        """Adds all ranks linked by calls, those with the most shared calls first, and returns the
+        domain."""
         while self._left:
             new = max(self._left, key=lambda trace: len(self._known.shared(self._left[trace])))
             shared = self._known.shared(self._left[new])
@@ -246,7 +250,7 @@ class _Growing:
         return Body(host, tuple(self._clocks), tuple(self._clocks.values()))
 
     def _bounded(self, trace: int, fit: ClockFit) -> ClockFit:
-        """The clock, moved where an end of its calls would come before what it needs."""
+        """The clock, shifted if an end of its calls would precede a start that it depends on."""
         rows = self._matched.of_trace(trace)
         return fit.moved(self._causality.bounds(rows, *self._edges(trace, fit)).least_move())
 
@@ -257,17 +261,17 @@ class _Growing:
         self._causality.learn(self._matched.of_trace(trace), *self._edges(trace, clock))
 
     def _edges(self, trace: int, clock: ClockFit) -> tuple[Int64, Int64]:
-        """When the rank's calls began and ended, by that clock."""
+        """The starts and ends of the rank's calls on this clock."""
         rows, wall = self._matched.of_trace(trace), self._wall[trace]
         begin, end = self._matched.start_ns[rows] + wall, self._matched.end_ns[rows] + wall
         return clock.common_ns(begin), clock.common_ns(end)
 
 
-# What causality says of a clock: nothing ends before that which it needs has begun.
+# Causality bounds of a clock: a call cannot end before the calls that it depends on have started.
 #
-# No member of a collective ends before the last has started, and no receive ends before its send
-# has begun. Each such pair of a rank here and ranks on the common clock bounds this rank's
-# offset, from above or from below.
+# A member of a collective cannot end before the last member has started, and a receive cannot end
+# before its send has started. Each such pair between a rank and the aligned ranks is an upper or
+# lower bound of the rank's offset.
 
 _MUTUAL = [OP_CODE[op] for op in (*TOGETHER, "barrier")]
 
@@ -278,37 +282,37 @@ _NEVER = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The offset lies in [low_ns, high_ns]; None is no bound on that side."""
+    """The offset lies in [low_ns, high_ns]; None means unbounded on that side."""
 
     low_ns: int | None
     high_ns: int | None
 
     @property
     def both(self) -> bool:
-        """Whether the offset is bounded, without contradiction, from both sides."""
+        """Whether the offset has consistent bounds on both sides."""
         return self.low_ns is not None and self.high_ns is not None and self.low_ns <= self.high_ns
 
     @classmethod
     def all_of(cls, bounds: Iterable[Bounds]) -> Bounds:
-        """What all of these leave."""
+        """The intersection of all bounds."""
         every = tuple(bounds)
         low = [one.low_ns for one in every if one.low_ns is not None]
         high = [one.high_ns for one in every if one.high_ns is not None]
         return cls(max(low, default=None), min(high, default=None))
 
     def least_move(self) -> int:
-        """By how much an offset of 0 must move to lie within; 0 where the bounds contradict."""
+        """The smallest shift of offset 0 that satisfies the bounds; 0 if they are inconsistent."""
         return self.nearest(0) if self.both else 0
 
     def nearest(self, offset_ns: int) -> int:
-        """The offset within the bounds that is nearest; as it is where they contradict."""
+        """The closest offset within the bounds; unchanged if they are inconsistent."""
         low = offset_ns if self.low_ns is None else self.low_ns
         high = offset_ns if self.high_ns is None else self.high_ns
         return offset_ns if low > high else min(max(offset_ns, low), high)
 
 
 class Causality:
-    """When the calls of ranks whose clocks are known began and ended, on the common clock."""
+    """The start and end of calls of the aligned ranks, on the common clock."""
 
     def __init__(self, matched: Matched) -> None:
         mutual = np.isin(matched.op, _MUTUAL)
@@ -320,7 +324,7 @@ class Causality:
         self._forget()
 
     def blank(self) -> Causality:
-        """The same calls, of which nothing is known yet."""
+        """A copy with the same calls and without any times."""
         other = copy(self)
         other._forget()
         return other
@@ -331,19 +335,19 @@ class Causality:
         self._first_end = np.full(self._calls, _NEVER[1])
 
     def learn(self, rows: slice, start_ns: Int64, end_ns: Int64) -> None:
-        """The rows of one more rank, on the common clock."""
+        """Records the rows of one more rank, on the common clock."""
         begins, needs = self._begins[rows], self._needs[rows]
         self._touched[self._shared[rows][self._shared[rows] >= 0]] = True
         np.maximum.at(self._last_start, begins[begins >= 0], start_ns[begins >= 0])
         np.minimum.at(self._first_end, needs[needs >= 0], end_ns[needs >= 0])
 
     def touching(self, rows: slice) -> int:
-        """How many of the rows are of a call that a known rank made too."""
+        """The number of rows whose call is shared with an aligned rank."""
         shared = self._shared[rows]
         return int(self._touched[shared[shared >= 0]].sum())
 
     def bounds(self, rows: slice, start_ns: Int64, end_ns: Int64) -> Bounds:
-        """The bounds on the offset of a rank whose rows are these, on the clock to be bounded."""
+        """The bounds of the offset of a rank with these rows."""
         begins, needs = self._begins[rows], self._needs[rows]
         high = _slack(end_ns[needs >= 0], self._last_start[needs[needs >= 0]])
         low = _slack(self._first_end[begins[begins >= 0]], start_ns[begins >= 0])
@@ -351,20 +355,20 @@ class Causality:
 
 
 def _slack(end_ns: Int64, start_ns: Int64) -> int | None:
-    """By how much the ends come after the starts at least; None where no pair is known."""
+    """The smallest distance from start to end; None if no pair is known."""
     known = (end_ns != _NEVER[1]) & (start_ns != _NEVER[0])
     return int((end_ns[known] - start_ns[known]).min()) if known.any() else None
 
 
-# When calls that end together ended, as far as the clocks of their members are known.
+# End times of calls that end simultaneously on all members.
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """One row a member of each all_reduce, all_gather and reduce_scatter of a device.
+    """One row per member of each all_reduce, all_gather and reduce_scatter on a device.
 
-    kind is one number for each (group, op, size), its members' ends have a bias each; end_ns is by
-    the member's wall clock.
+    kind is one number for each (group, op, size), with one bias per member; end_ns is on the
+    member's wall clock.
     """
 
     call: Int64
@@ -378,7 +382,8 @@ class Ends:
 
 
 def ends_of(traces: Sequence[RankTrace], matched: Matched, wall_ns: Int64) -> Ends:
-    """The ends of the matched calls; gloo's worker threads do not end together and are left out."""
+    """The ends of the matched calls, without gloo, whose worker threads do not end
+    simultaneously."""
     on_device = np.array([trace.on_device for trace in traces])
     together = np.isin(matched.op, [OP_CODE[op] for op in TOGETHER]) & (matched.shared >= 0)
     rows = np.flatnonzero(together & on_device[matched.trace])
@@ -392,7 +397,7 @@ def ends_of(traces: Sequence[RankTrace], matched: Matched, wall_ns: Int64) -> En
 
 
 class Known:
-    """The calls that ended at a known time, the mean of their members', and how sure that is."""
+    """The known end time of each call, the mean over the aligned members, and its uncertainty."""
 
     def __init__(self, ends: Ends) -> None:
         calls = int(ends.call.max(initial=-1)) + 1
@@ -401,18 +406,18 @@ class Known:
         self._doubt_ns = np.full(calls, np.inf)
 
     def learn(self, rows: Int64, common_ns: Int64, sigma_ns: float) -> None:
-        """The ends of one more rank, on the common clock."""
+        """Records the ends of one more rank, on the common clock."""
         call = self._ends.call[rows]
         self._sum_ns[call] += common_ns
         self._count[call] += 1
         self._doubt_ns[call] = np.minimum(self._doubt_ns[call], sigma_ns)
 
     def shared(self, rows: Int64) -> Int64:
-        """Which of these rows are of a known call."""
+        """Selects the rows whose call has a known end."""
         return rows[self._count[self._ends.call[rows]] > 0]
 
     def fit(self, rows: Int64, end_ns: Int64) -> ClockFit:
-        """The clock by which these rows, of known calls and at least one, ended then."""
+        """Fits the clock to the known ends of these rows, at least one."""
         call = self._ends.call[rows]
         there = np.rint(self._sum_ns[call] / self._count[call]).astype(np.int64)
         kind = self._ends.kind[rows]
@@ -421,34 +426,36 @@ class Known:
         return found.doubted(theirs).doubted(float(np.median(self._doubt_ns[call])))
 
 
-# One clock against another, from the ends of calls that end together: offset, drift, and doubt.
+# Offset, drift and uncertainty of a clock, from the ends of shared calls.
 #
-# What is measured is apart_ns = (end here) - (end there). It holds the offset and the drift of
-# the clock, a bias of the call's kind (where a rank sits in a ring or tree decides by how much
-# its kernel outlives others'; one number for each group, op and size), and noise with outliers.
+# The measurement is apart_ns = (end on this clock) - (end on the reference). It contains the offset
+# and drift of the clock, a bias for the kind of call (group, op and size: the position of a rank in
+# the ring or tree decides how long its kernel runs on), and noise with outliers.
 
 Float = npt.NDArray[np.float64]
 
 BIAS_NS = 1_500
-"""How far the ends of one kind of call lie apart for good: 1 to 7 us on real hosts of 8 GPUs."""
+"""Systematic difference between the ends of one kind of call: 1 to 7 us on real hosts with 8
+GPUs."""
 
 _BINS, _FEWEST, _SHORTEST_NS = 32, 6, 10_000_000
 
 _USUAL, _MOST = 2e-5, 1e-4
-"""Free-running clocks of computers drift by some 20 ppm, two against each other by 100 at most: the
-doubt where the data say nothing, and where they say little."""
+"""Free-running computer clocks drift by about 20 ppm, two against each other by at most 100 ppm:
+the uncertainty of the drift without data, and its upper limit."""
 
 _SURE, _WORTH_NS = 3.0, 2_000
-"""A drift counts if it is so many times its own doubt, and moves the clock by so much in all."""
+"""A drift is applied if it exceeds its uncertainty by this factor and the clock shift by this
+time."""
 
 _NORMAL = 1.4826
-"""The standard deviation of normal noise over the median of its size."""
+"""For normal noise: standard deviation / median absolute value."""
 
 
 def fitted(at_ns: Int64, apart_ns: Int64, kind: Int64) -> ClockFit:
-    """The clock that explains the ends apart; kind is the same for calls of one bias. At least one.
+    """Fits offset and drift to the differences of ends; kind is the same for calls with one bias.
 
-    at_ns is when, on the clock that is fitted.
+    At least one call; at_ns is the time on the fitted clock.
     """
     start = int(apart_ns[len(apart_ns) // 2])
     apart = (apart_ns - start).astype(np.float64)
@@ -464,7 +471,7 @@ def fitted(at_ns: Int64, apart_ns: Int64, kind: Int64) -> ClockFit:
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """The median of each kind and how many calls it has; of_row has the median of each row's."""
+    """Median and number of calls of each kind; of_row is the median of each row's kind."""
 
     middle: Float
     count: Int64
@@ -480,7 +487,8 @@ def _middle_of_kinds(level: Float, kind: Int64) -> _Kinds:
 
 
 def _together(kinds: _Kinds, noise_ns: float) -> tuple[float, float]:
-    """(offset, its standard deviation): the mean of kinds, each with its own bias and noise."""
+    """(offset, its standard deviation): the weighted mean over kinds, each with its bias and
+    noise."""
     spread = BIAS_NS**2 + (1.25 * noise_ns) ** 2 / kinds.count
     middle = float(np.median(np.repeat(kinds.middle, np.minimum(kinds.count, 99))))
     sane = np.abs(kinds.middle - middle) <= 4 * np.sqrt(spread)
@@ -490,16 +498,16 @@ def _together(kinds: _Kinds, noise_ns: float) -> tuple[float, float]:
 
 
 def _noise(level: Float, kind: Int64) -> float:
-    """The standard deviation of what is left when each kind has its own middle."""
+    """The standard deviation of the residuals around the median of each kind."""
     left = np.abs(level - _middle_of_kinds(level, kind).of_row)
     free = max(len(level) - len(distinct(kind)) - 2, 1)
     return _NORMAL * float(np.median(left)) * float(np.sqrt(len(level) / free))
 
 
 def _drift(since: Float, apart: Float, kind: Int64) -> tuple[float, float]:
-    """(ns per ns, its doubt): 0 where span and noise do not allow to tell it.
+    """(drift in ns per ns, its uncertainty); 0 if span and noise allow no measurement.
 
-    The biases of kinds are taken out first.
+    The biases of the kinds are removed first.
     """
     span = float(np.ptp(since))
     if len(since) < len(distinct(kind)) + _FEWEST or span < _SHORTEST_NS:
@@ -516,7 +524,7 @@ def _drift(since: Float, apart: Float, kind: Int64) -> tuple[float, float]:
 
 
 def _slope(since: Float, apart: Float) -> float:
-    """Theil and Sen's: the median slope between the medians of stretches of time."""
+    """Theil-Sen slope: the median slope between the medians of time bins."""
     order = np.argsort(since, kind="stable")
     parts = np.array_split(order, min(_BINS, max(len(order) // 3, 2)))
     x = np.array([np.median(since[part]) for part in parts])

@@ -107,10 +107,9 @@ def lateness_of(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One row per member of each complete call: whether it arrived last and how late; columns of
-    one length.
+    """One row per member of each complete call: whether it was last, and by how much.
 
-    row indexes Matched, members is the number of members of the call.
+    Columns of one length: row indexes Matched, members is the number of members of the call.
     """
 
     row: Int64
@@ -354,8 +353,7 @@ def _slow(one: _Alike, sigmas: float, steps: int) -> Iterator[SlowKernel]:
 
 
 def _noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
-    """The standard deviation of each rank's ratio, from its runs, its steps and the spread of the
-    ranks.
+    """The standard deviation of each rank's ratio, from its runs, its steps and the other ranks.
 
     The median rank itself is uncertain with few ranks; with two, it shifts by as much in the other
     direction.

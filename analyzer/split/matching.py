@@ -1,10 +1,9 @@
-"""Matching of calls across ranks, and the clocks that they are compared on."""
+"""Matching of calls across ranks, and the clocks on which they are compared."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,17 +21,18 @@ from stepsplit.analyzer.trace import (
     wall_lead_ns,
 )
 
-# How a rank's clock maps to the one that all ranks share.
+# Mapping of a rank's clock to the common clock.
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
     """A rank's clock: t_reference = t - offset_ns - drift_ppm / 10^6 * (t - pivot).
 
-    t is the rank's wall clock. own times count from the trace's own t0, common ones from the run's;
-    wall_ns lies between these two, pivot_ns is the wall time, from the run's t0, at which offset_ns
-    holds. drift_ppm is None where none can be told from noise, sigma_ns (one standard deviation of
-    the offset) and residual_ns (the median distance of the ends of calls) where nothing joins.
+    t is the rank's wall clock. Own times count from the t0 of the trace, common times from the t0
+    of the run; wall_ns is the difference. offset_ns holds at pivot_ns, a wall time relative to the
+    run's t0. drift_ppm is None if it cannot be distinguished from noise. sigma_ns (standard
+    deviation of the offset) and residual_ns (median distance of the ends of calls) are None if no
+    call links the clock.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Clock:
         return (self.drift_ppm or 0.0) * 1e-6
 
     def common_ns(self, own_ns: Int64) -> Int64:
-        """The rank's own times on the common clock."""
+        """Maps own times to the common clock."""
         common: Int64 = own_ns + (self.wall_ns - self.offset_ns)
         if self._rate:
             since = own_ns + (self.wall_ns - self.pivot_ns)
@@ -57,7 +57,7 @@ class Clock:
         return common
 
     def own_ns(self, common_ns: Int64) -> Int64:
-        """Times of the common clock on the rank's own."""
+        """Maps common times to the rank's own clock."""
         own: Int64 = common_ns - (self.wall_ns - self.offset_ns)
         if self._rate:
             since = common_ns + (self.offset_ns - self.pivot_ns)
@@ -65,41 +65,41 @@ class Clock:
         return own
 
     def common_at(self, own_ns: int) -> int:
-        """One own time on the common clock."""
+        """Maps a single own time to the common clock."""
         return int(self.common_ns(np.array([own_ns], dtype=np.int64))[0])
 
     def offset_at(self, common_ns: int) -> int:
-        """How far the clock is ahead at that common time."""
+        """How far this clock is ahead at a common time."""
         wall = int(self.own_ns(np.array([common_ns], dtype=np.int64))[0]) + self.wall_ns
         return wall - common_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The clocks, one a trace; common times count from t0_unix_ns."""
+    """The clocks, one per trace; common times count from t0_unix_ns."""
 
     clocks: tuple[Clock, ...]
     t0_unix_ns: int
     notes: tuple[Note, ...]
 
 
-# Which calls of different ranks are the same collective or message.
+# Calls of different ranks that belong to the same collective or message.
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
-"""Collectives whose members all bring the same size, and whose kernels end together."""
+"""Collectives whose members all pass the same size, and whose kernels end simultaneously."""
 
 _TOGETHER_CODES = [OP_CODE[op] for op in TOGETHER]
 
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The calls of all ranks in one table, in the order of (trace, call); columns of one length.
+    """The calls of all ranks in one table, ordered by (trace, call); columns of one length.
 
-    trace indexes the traces and call that trace's Calls; group indexes groups (-1 unknown). shared
-    is one number for all rows of one collective or message, -1 where a rank has it alone; key is
-    the same where every member's call is there, else -1. leads marks the first of a rank's rows of
-    one call, which may be several kernels.
-    start_ns is the arrival (on gloo, of the call) and end_ns the end, on the rank's own clock.
+    trace indexes the traces and call the Calls of that trace; group indexes groups (-1: unknown).
+    shared is one number for all rows of a collective or message, -1 if only one rank has it; key is
+    the same if every member's call is recorded, else -1. leads marks a rank's first row of a call,
+    which may consist of several kernels. start_ns is the arrival (on gloo: of the call) and end_ns
+    the end, on the rank's own clock.
     """
 
     trace: Int32
@@ -128,9 +128,10 @@ class Matched:
 
 
 def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Matched:
-    """The table of all calls, each joined with its counterparts on the other ranks.
+    """Builds the table of all calls and matches them across ranks.
 
-    What only time can tell is told by the wall clocks of hosts, or by those of an alignment.
+    Calls that only time can distinguish are compared on the wall clocks of the hosts, or on the
+    clocks of an alignment.
     """
     groups, group = _global_groups(traces)
     column = [trace.calls for trace in traces]
@@ -152,7 +153,7 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
 
 
 def _arrival_ns(trace: RankTrace) -> Int64:
-    """When each call's rank arrived: its kernel's start, or on gloo the host's call."""
+    """The arrival at each call: the start of its kernel, or on gloo the host's call."""
     start = trace.events.start_ns[trace.calls.event]
     if trace.on_device:
         return start
@@ -161,9 +162,10 @@ def _arrival_ns(trace: RankTrace) -> Int64:
 
 
 def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:
-    """All groups, and each trace's calls' index into them.
+    """(all groups, index of the group of each trace's calls).
 
-    A group is its ranks; where a rank is in several of the same ranks, its name too.
+    A group is identified by its ranks, and by its name if a rank has several groups of the same
+    ranks.
     """
     several = {ranks for trace in traces for ranks in _repeated(trace.groups)}
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -190,7 +192,7 @@ def _repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
 def _with_unnamed(
     traces: Sequence[RankTrace], groups: list[Group], columns: list[Int32]
 ) -> tuple[tuple[Group, ...], list[Int32]]:
-    """The same, with calls of no named group given to the world where they are its collectives."""
+    """Assigns calls without a group to the world group if they are its collectives."""
     world = world_of_unnamed(traces)
     if world is None:
         return tuple(groups), columns
@@ -218,7 +220,7 @@ def _with_keys(rows: Matched, traces: Sequence[RankTrace], alignment: Alignment 
 
 
 def _first_kernels(rows: Matched, shared: Int64) -> Bool:
-    """Which rows are the first of their rank in a call; a row of no call is one."""
+    """Whether each row is its rank's first in a call; true for a row without a call."""
     leads = shared < 0
     known = np.flatnonzero(~leads)
     in_time = known[np.argsort(rows.start_ns[known], kind="stable")]
@@ -234,7 +236,7 @@ def _at(of_label: Bool, label: Int64) -> Bool:
 def _by_clocks(
     rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None, own_ns: Int64
 ) -> Int64:
-    """Own times by the wall clocks, or on the clock that an alignment gives all ranks."""
+    """Converts own times to wall-clock times, or to the common clock of an alignment."""
     if alignment is None:
         return own_ns + wall_lead_ns(traces)[rows.trace]
     parts = [clock.common_ns(own_ns[rows.of_trace(i)]) for i, clock in enumerate(alignment.clocks)]
@@ -242,7 +244,8 @@ def _by_clocks(
 
 
 def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
-    """Whose clock each trace is by: its host's, or the common one where it is joined to that."""
+    """The clock of each trace: that of its host, or "common" if it is linked to the common
+    clock."""
     if alignment is None:
         return [trace.host for trace in traces]
     joined = [clock.sigma_ns is not None for clock in alignment.clocks]
@@ -250,7 +253,7 @@ def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[st
 
 
 def _members(rows: Matched, label: Int64, count: int) -> Int64:
-    """How many ranks made each call; of a message, how many ends of it are there."""
+    """The number of ranks in each call; for a message, the number of recorded ends."""
     known = np.flatnonzero(label >= 0)
     who = np.where(rows.is_message[known], known, rows.trace[known])
     first = firsts_of(labels_of(label[known], who))
@@ -258,7 +261,8 @@ def _members(rows: Matched, label: Int64, count: int) -> Int64:
 
 
 def _agreed(rows: Matched, label: Int64, count: int) -> Bool:
-    """Whether the members agree on what the call is; sizes differ only where ops allow it."""
+    """Whether the members of a call have the same op, and the same size unless the op allows
+    others."""
     op = np.minimum(rows.op, OP_CODE["send"]).astype(np.int64)
     same_op = least_of(label, op, count) == most_of(label, op, count)
     size = rows.message_bytes
@@ -270,34 +274,34 @@ def _agreed(rows: Matched, label: Int64, count: int) -> Bool:
 
 
 def _two_ends(rows: Matched, label: Int64, count: int) -> Bool:
-    """Whether a message is between two ranks."""
+    """Whether the rows of a message are from two ranks."""
     trace = rows.trace.astype(np.int64)
     apart: Bool = most_of(label, trace, count) > least_of(label, trace, count)
     return apart
 
 
 def _expected(rows: Matched, label: Int64, count: int) -> Int64:
-    """How many members each call has when all are there."""
+    """The number of members of each call when complete."""
     sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
     return most_of(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
 
 
 def _notes(groups: Sequence[Group]) -> tuple[Note, ...]:
-    text = "collectives of no named group are taken for those of all ranks, which ran the same ones"
+    text = "collectives without a process group were assigned to the group of all ranks"
     return (Note("groups_inferred", text),) if any(g.name == NAME for g in groups) else ()
 
 
-# What makes rows of different ranks the same call: a sequence number, else a place in an order.
+# Identity of calls across ranks: by sequence number, else by position in order.
 
 _NUMBERED, _ORDERED, _MESSAGE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRows:
-    """The calls of all ranks; columns of one length. Times are by the clocks known so far.
+    """The calls of all ranks, times on the clocks known so far; columns of one length.
 
-    trace indexes the traces; those of one clock, such as a host's, have the same name in clocks, ""
-    where it is not known. group is -1 where unknown.
+    trace indexes the traces. clocks names the clock of each trace: equal names mean one clock, such
+    as a host's; "" is unknown. group is -1 if unknown.
     """
 
     trace: Int32
@@ -312,28 +316,29 @@ class CallRows:
     clocks: tuple[str, ...]
 
     def share_a_clock(self, one: Int64, other: Int64) -> bool:
-        """Whether the rows, each of one trace, are by one clock."""
+        """Whether two sets of rows, each from one trace, use one clock."""
         clocks = {self.clocks[int(self.trace[rows[0]])] for rows in (one, other)}
         return len(clocks) == 1 and clocks != {""}
 
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """One label for all rows of a call, -1 for a row that is like no other; what was ambiguous."""
+    """One label for all rows of a call, -1 for a row without a counterpart; notes on
+    ambiguities."""
 
     label: Int64
     notes: tuple[Note, ...]
 
 
 def call_rows(
-    traces: Listed[RankTrace],
+    traces: Sequence[RankTrace],
     trace: Int32,
     group: Int32,
     start_ns: Int64,
     end_ns: Int64,
-    clocks: Listed[str],
+    clocks: Sequence[str],
 ) -> CallRows:
-    """The columns that identities need, from those of the whole table; clocks has one a trace."""
+    """Builds the columns for identities from those of the whole table; clocks has one per trace."""
     calls = [one.calls for one in traces]
     return CallRows(
         trace=trace,
@@ -350,7 +355,7 @@ def call_rows(
 
 
 def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
-    """The labels of the collectives and messages among the rows, each given by its row numbers."""
+    """Labels the collectives and messages, each given by row numbers."""
     way = np.full(len(rows.trace), -1, dtype=np.int64)
     place, channel = (np.full(len(rows.trace), -1, dtype=np.int64) for _ in range(2))
     numbered = _numbered(rows, collective)
@@ -364,15 +369,15 @@ def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
         ambiguous |= _place_messages(rows, message, channel, place)
         way[message] = _MESSAGE
     label = np.where(place != -1, labels_of(way, channel, place), -1)
-    text = "ranks repeat the same calls without sequence numbers, and their clocks do not tell "
-    note = Note("order_ambiguous", text + "which is which: the pairing closest in time is taken")
+    text = "calls repeat without sequence numbers, and the clocks are not accurate enough to match "
+    note = Note("order_ambiguous", text + "them across ranks: the pairing closest in time is used")
     return Identities(label, (note,) if ambiguous else ())
 
 
 def _numbered(rows: CallRows, collective: Int64) -> Bool:
-    """Which collectives are told by their sequence number alone.
+    """Whether each collective is identified by its sequence number alone.
 
-    A replayed graph repeats its numbers: a group with such a call goes by order.
+    A replayed CUDA graph repeats its numbers: a group with such a call is matched by order.
     """
     seq = rows.seq[collective]
     label = labels_of(rows.group[collective], rows.trace[collective])
@@ -386,7 +391,7 @@ def _numbered(rows: CallRows, collective: Int64) -> Bool:
 
 
 def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
-    """Writes the place of each call in its group's order; says whether some were ambiguous."""
+    """Writes the position of each call in its group's order; returns whether any was ambiguous."""
     ambiguous = False
     order, first = runs_of(rows.group[plain].astype(np.int64))
     for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
@@ -418,7 +423,7 @@ def _sequence(rows: CallRows, chosen: Int64) -> CallSequence:
 
 
 def _channels(rows: CallRows, message: Int64) -> Int64:
-    """A number for each (group, source, destination) that messages take."""
+    """A number for each (group, source, destination) of the messages."""
     sends = rows.op[message] == OP_CODE["send"]
     mine, theirs = rows.rank[message], rows.peer[message]
     source, target = np.where(sends, mine, theirs), np.where(sends, theirs, mine)
@@ -426,7 +431,10 @@ def _channels(rows: CallRows, message: Int64) -> Int64:
 
 
 def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:
-    """A receive matches the n-th send of its channel, once windows that begin apart are shifted."""
+    """Matches each receive with the n-th send of its channel; returns whether any was ambiguous.
+
+    Recordings that start on different messages are shifted against each other first.
+    """
     ambiguous = False
     sends = (rows.op[message] == OP_CODE["send"]).astype(np.int64)
     for ends in _pairs_of_ends(rows, message, channel[message], sends):
@@ -443,7 +451,7 @@ def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64
 def _pairs_of_ends(
     rows: CallRows, message: Int64, channel: Int64, sends: Int64
 ) -> list[tuple[Int64, Int64]]:
-    """(sends, receives) of each channel that has both, in order of time."""
+    """(sends, receives) of each channel with both, in order of time."""
     both: dict[int, dict[int, Int64]] = {}
     order, first = runs_of(channel * 2 + sends)
     for part in np.split(order, first[1:]):
@@ -453,10 +461,10 @@ def _pairs_of_ends(
 
 
 def _received(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
-    """Which send each receive belongs to.
+    """Matches the receives with the sends.
 
-    Windows that begin on the same message are the rule, so that only times which fit another
-    pairing plainly better, or receives that would end before their sends began, speak against it.
+    Recordings usually start on the same message. Another pairing is used only if its times fit
+    clearly better, or if receives would otherwise end before their sends start.
     """
     likely = len(sent) == len(received) and not _out_of_order(rows, sent, received)
     one = CallSequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
@@ -466,25 +474,26 @@ def _received(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
 
 
 def _out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
-    """Whether, on one clock, some receive would end before its send began."""
+    """Whether some receive would end before its send starts, on one clock."""
     early = rows.end_ns[received] < rows.start_ns[sent]
     return rows.share_a_clock(sent, received) and bool(early.any())
 
 
-# Collectives of which a trace names no group: the world's, where all ranks agree that they are.
+# Collectives without a process group in the trace.
 #
-# Old traces, and some frameworks today, record communication kernels without arguments. Where
-# every rank of the job is there and all ran the same communication kernels in the same order, and
-# no kernel ends before the last of its fellows has begun, they are one collective of all ranks.
+# Old traces, and some frameworks, record communication kernels without arguments. They are treated
+# as collectives of all ranks if every rank of the job is recorded, all ran the same communication
+# kernels in the same order, and no kernel ends before the last member's kernel has started.
 
 NAME = "unnamed"
 
 EARLY_NS = 100_000
-"""How much before the last arrival a kernel may seem to end, on clocks joined by the kernels."""
+"""Tolerance for kernels that seem to end before the last arrival, on clocks aligned by the
+kernels."""
 
 
 def world_of_unnamed(traces: Sequence[RankTrace]) -> Group | None:
-    """The group of all ranks, if the calls without a group are its collectives; else None."""
+    """The group of all ranks if the calls without a group are its collectives, else None."""
     rows = [_unnamed(trace) for trace in traces]
     everybody = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
     if not everybody or not len(rows[0]) or len({len(one) for one in rows}) > 1:
@@ -493,11 +502,11 @@ def world_of_unnamed(traces: Sequence[RankTrace]) -> Group | None:
         return None
     if not _together(traces, rows):
         return None
-    return Group(NAME, tuple(trace.rank for trace in traces), "all ranks, told by order")
+    return Group(NAME, tuple(trace.rank for trace in traces), "all ranks, inferred from call order")
 
 
 def _unnamed(trace: RankTrace) -> Int64:
-    """The events of the calls without group and peer, in order of their start."""
+    """The events of the calls without group and peer, by start."""
     calls = trace.calls
     events = calls.event[(calls.group_id < 0) & (calls.peer < 0)]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
@@ -508,39 +517,38 @@ def _names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
 
 
 def _together(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
-    """Whether the n-th kernels overlap on all ranks, once their median ends are laid together."""
+    """Whether the n-th kernels of all ranks overlap, after aligning the median ends."""
     start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
     end = np.stack([t.events.end_ns[r] for t, r in zip(traces, rows, strict=True)])
     apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
     return bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all())
 
 
-# Two recordings of one sequence of calls, without sequence numbers: which call is which.
+# Pairing of two recordings of one call sequence without sequence numbers.
 #
-# Windows of two ranks may begin and end on different calls, and a recording may have lost some.
-# What the calls are (op, size) rules most pairings out; of the rest the right one is told by
-# time: the members of a call end together, so that under the right pairing their ends are apart
-# by one constant, the offset of the clocks, whatever it is.
+# Recordings of two ranks may start and end on different calls, and some calls may be missing.
+# Op and size rule out most pairings. Time decides between the rest: the members of a call end
+# simultaneously, so under the right pairing the ends differ by a constant, the clock offset.
 
 MAX_SHIFT = 64
-"""By how many calls windows without sequence numbers may begin apart."""
+"""Maximum number of calls by which recordings without sequence numbers may be shifted."""
 
 _RESUME = 8
-"""How many calls must agree again after one that a recording lost."""
+"""Number of calls that must agree again after a missing one."""
 
 _TOGETHER_NS = 50_000
-"""How far the ends of a call may scatter where its members end together; on gloo they do not."""
+"""Maximum scatter of the ends of calls whose members end simultaneously; on gloo they do not."""
 
 _PLAIN, _NOISE_NS, _TELLING = 3.0, 10_000, 4
-"""A pairing is plainly better than another if its ends scatter so many times less, noise aside, and
-if so many calls meet that their scatter says anything."""
+"""A pairing is clearly better if its ends scatter less by this factor beyond this noise, with at
+least this many paired calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The n-th call of the one is the place[n]-th of the other; -1 for a call that has no fellow.
+    """The n-th call of the first sequence pairs with the place[n]-th of the second; -1 if unpaired.
 
-    ambiguous: another pairing fits as well, and only the wall clocks chose.
+    ambiguous: another pairing fits equally well, and only the wall clocks decided.
     """
 
     place: Int64
@@ -549,7 +557,7 @@ class Pairing:
 
 @dataclass(frozen=True, slots=True)
 class CallSequence:
-    """Calls in order: kind of shape (n, k), each column -1 where unknown, and when they ended."""
+    """Calls in order: kind of shape (n, k), -1 for unknown columns, and their end times."""
 
     kind: Int64
     end_ns: Int64
@@ -561,10 +569,10 @@ class CallSequence:
 def paired(
     one: CallSequence, other: CallSequence, *, one_clock: bool, likely: int | None = None
 ) -> Pairing:
-    """The best pairing of two sequences, whose ends are by wall clocks.
+    """Finds the best pairing of two sequences, whose end times are on wall clocks.
 
-    Of pairings that fit alike the likely one is taken, else on one clock the one plainly closest in
-    time, else the one in which most calls meet and whose windows begin closest together.
+    Among equally good pairings, the likely one is used; else, on one clock, the one clearly closest
+    in time; else the one that pairs the most calls with the smallest shift.
     """
     shifts = [s for s in _by_size(MAX_SHIFT) if _agrees(one, other, s)]
     if not shifts:
@@ -577,8 +585,10 @@ def paired(
 
 
 def _closest(one: CallSequence, other: CallSequence, alike: list[int]) -> int:
-    """The pairing closest in time, where it is plainly closer than the one in which most meet: on a
-    busy machine gloo ends a call on one rank about when it ends the next on another."""
+    """The pairing closest in time if it is clearly closer than the one that pairs most calls.
+
+    On a busy machine, gloo may end a call on one rank about when it ends the next one on another.
+    """
     best = min(alike, key=lambda shift: _apart_ns(one, other, shift))
     usual = max(alike, key=lambda shift: _count(one, other, shift))
     limit = _PLAIN * _apart_ns(one, other, best) + _NOISE_NS
@@ -586,7 +596,7 @@ def _closest(one: CallSequence, other: CallSequence, alike: list[int]) -> int:
 
 
 def _fitting(one: CallSequence, other: CallSequence, shifts: list[int]) -> list[int]:
-    """The pairings whose ends scatter least, and those that cannot be told from them."""
+    """The pairings with the least scatter, and those that are not distinguishable from them."""
     met = [_count(one, other, shift) for shift in shifts]
     if max(met) < _TELLING:
         return shifts
@@ -608,16 +618,17 @@ def _by_size(around: int) -> list[int]:
 
 
 def _meeting(one: CallSequence, other: CallSequence, shift: int) -> tuple[slice, slice]:
-    """The calls of both that a shift brings together."""
+    """The slices of both sequences that a shift pairs."""
     low, high = max(shift, 0), min(shift + len(one), len(other))
     high = max(high, low)
     return slice(low - shift, high - shift), slice(low, high)
 
 
 def _agrees(one: CallSequence, other: CallSequence, shift: int) -> bool:
-    """Whether all calls that meet are of one kind.
+    """Whether all paired calls are of one kind.
 
-    At least half of the shorter must meet, or any two calls of a kind would do.
+    At least half of the shorter sequence must be paired; otherwise any two calls of a kind would
+    do.
     """
     mine, theirs = _meeting(one, other, shift)
     count = _count(one, other, shift)
@@ -626,7 +637,7 @@ def _agrees(one: CallSequence, other: CallSequence, shift: int) -> bool:
 
 
 def _alike(one: Int64, other: Int64) -> Bool:
-    """Which calls are of one kind; what one of the two does not know fits any."""
+    """Whether each pair of calls is of one kind; unknown columns match any."""
     return np.asarray(((one == other) | (one < 0) | (other < 0)).all(axis=1))
 
 
@@ -647,7 +658,7 @@ def _placed(one: CallSequence, other: CallSequence, shift: int) -> Int64:
 
 
 def _resumed(one: CallSequence, other: CallSequence) -> Pairing:
-    """The pairing where calls are missing: where kinds differ it resumes at the next agreement."""
+    """The pairing with missing calls: after a mismatch it continues at the next agreement."""
     place = np.full(len(one), -1, dtype=np.int64)
     at, there = 0, 0
     while at < len(one) and there < len(other):
@@ -667,7 +678,7 @@ def _resumed(one: CallSequence, other: CallSequence) -> Pairing:
 def _next_agreement(
     one: CallSequence, other: CallSequence, at: int, there: int
 ) -> tuple[int, int] | None:
-    """How many calls to pass over on either side until several agree again, the fewest."""
+    """The smallest number of calls to skip on either side until several agree again."""
     for skipped in range(1, MAX_SHIFT + 1):
         for mine in range(skipped + 1):
             left = one.kind[at + mine : at + mine + _RESUME]

@@ -1,4 +1,4 @@
-"""The mesh of a run: coordinates of each rank, axis of each group."""
+"""The device mesh of a run: coordinates of each rank, axis of each group."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from stepsplit.analyzer.split.mesh_inference import Exchanges, exchanges, lines_
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh, RunSpec
 
-# Which rank sits where: the mesh, the pipeline coordinate of each rank, the axis of each group.
+# Rank layout: mesh, pipeline coordinate of each rank, axis of each group.
 
 Lines = Mapping[str, RankLine]
 
 DATA_AXES: frozenset[str] = frozenset({*DATA_PARALLEL, "cp"})
-"""Axes along which ranks train the same weights on different data, and sum their gradients."""
+"""Axes along which ranks train the same weights on different data and reduce their gradients."""
 
 STAGE_AXES = frozenset({"tp", "cp", "ep"})
-"""Axes within a stage: communication along them is a part of its forwards and backwards."""
+"""Axes within a stage: communication along them is part of its forwards and backwards."""
 
 NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
-"""What a layout may be taken from where run.json states no mesh."""
+"""Possible sources of a layout that run.json does not define."""
 
-_NO_MESH = "run.json states no mesh"
+_NO_MESH = "run.json has no mesh"
 
-_UNKNOWN = "no mesh known: every wait counts as skew, none as bubble"
+_UNKNOWN = "unknown mesh: all waits count as skew, none as bubble"
 
 _EVIDENCE = {
-    NAMES: "the names of the groups, which do not make up all ranks",
-    MESSAGES: "the messages between ranks",
-    USE: "the ranks of the groups and the operations on them",
+    NAMES: "process group names, which do not cover all ranks",
+    MESSAGES: "messages between ranks",
+    USE: "the ranks and operations of the process groups",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where ranks sit; mesh and source are None where unknown.
+    """Coordinates of the ranks; mesh and source are None if unknown.
 
     pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
-    told holds the axes of groups of which more is known than the mesh tells, as of experts.
+    told holds the axes of groups that the mesh does not describe, such as expert groups.
     """
 
     mesh: Mesh | None
@@ -59,18 +59,18 @@ class RankLayout:
         *notes: Note,
         told: Mapping[Group, frozenset[str]] | None = None,
     ) -> RankLayout:
-        """The layout whose pipelines are these."""
+        """The layout with these pipelines."""
         stages = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
         return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, told or {})
 
     def stage(self, rank: int) -> int:
-        """The rank's pp coordinate, 0 where there is no pipeline."""
+        """The rank's pp coordinate, 0 without a pipeline."""
         return self.stage_of.get(rank, 0)
 
     def axes_of(self, group: Group) -> frozenset[str]:
-        """The axes along which the group's ranks differ; none where nobody knows.
+        """The axes along which the group's ranks differ; empty if unknown.
 
-        A group of experts lies along their own axes, whatever the mesh makes of its ranks.
+        Expert groups have their own axes, whatever the mesh says about their ranks.
         """
         if group in self.told:
             return self.told[group]
@@ -84,7 +84,7 @@ class RankLayout:
         return frozenset(axis for axis in axes if len(spread[axis]) > 1)
 
     def axis_of(self, group: Group) -> str | None:
-        """The axis along which the group lies; None for a group along several or of one rank."""
+        """The single axis of the group; None for several axes or a group of one rank."""
         if len(group.ranks) < 2:
             return None
         axes = self.axes_of(group)
@@ -95,7 +95,7 @@ class RankLayout:
 
 
 def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
-    """The layout that run.json states, else what group names, messages and use tell."""
+    """The layout from run.json, else inferred from group names, messages and usage."""
     groups = _all_groups(spec, traces)
     if spec is not None and spec.mesh is not None:
         told = expert_axes(groups)
@@ -103,7 +103,7 @@ def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
     world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
     lines = named_lines(groups)
     if (mesh := mesh_of(lines, groups, world_size)) is not None:
-        note = Note("mesh_inferred", f"{_NO_MESH}: taken from the names of the groups")
+        note = Note("mesh_inferred", f"{_NO_MESH}: inferred from process group names")
         told = expert_axes(groups)
         return RankLayout.along(mesh, NAMES, _pipelines(mesh), note, told=told)
     if world_size == 1:
@@ -112,14 +112,14 @@ def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
 
 
 def described_axis(group: Group) -> str | None:
-    """The axis that a group's description names, as DeviceMesh, Megatron and DeepSpeed do."""
+    """The axis in a group's description, as written by DeviceMesh, Megatron and DeepSpeed."""
     return one_axis(group.description)
 
 
 def _inferred(
     traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
 ) -> RankLayout:
-    """The layout by messages and the use of groups, where names alone do not make up the world."""
+    """The layout inferred from messages and group usage, if names do not cover the world."""
     found = exchanges(traces)
     pipelines = named_pipelines(groups, lines, world_size) or found.pipelines
     stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
@@ -129,26 +129,26 @@ def _inferred(
     mesh = mesh_of(seen, groups, world_size)
     if mesh is not None and set(_pipelines(mesh)) >= set(pipelines) and _clear(traces, found, seen):
         source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
-        text = f"{_NO_MESH}: taken from {_EVIDENCE[source]}"
+        text = f"{_NO_MESH}: inferred from {_EVIDENCE[source]}"
         note = Note("mesh_inferred", text)
         return RankLayout.along(mesh, source, _pipelines(mesh), note, told=told)
     if pipelines:
         source = MESSAGES if pipelines == found.pipelines else NAMES
-        note = Note("mesh_inferred", f"{_NO_MESH}: stages taken from {_EVIDENCE[source]}")
+        note = Note("mesh_inferred", f"{_NO_MESH}: stages inferred from {_EVIDENCE[source]}")
         return RankLayout.along(None, source, pipelines, note, told=told)
     note = Note("mesh_unknown", _UNKNOWN + _doubt(found))
     return RankLayout.along(None, USE if used else None, (), note, told=told)
 
 
 def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
-    """Whether no message may belong to a pipeline that the mesh would lack."""
+    """Whether no message can belong to a pipeline that the mesh lacks."""
     unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
     return "pp" in lines or not (found.doubtful or unknown)
 
 
 def _doubt(found: Exchanges) -> str:
     some = units.listed(found.doubtful)
-    text = f"; ranks {some} send to each other as a pipeline or a ring might"
+    text = f"; messages between ranks {some} could be a pipeline or a ring"
     return text if found.doubtful else ""
 
 
@@ -163,13 +163,13 @@ def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group
     return [group for group in every if group.ranks]
 
 
-# What groups with telling names say where the mesh as a whole does not: their axes, the stages.
+# Axes and stages from group names, when the mesh as a whole is unknown.
 
 Axes = dict[Group, frozenset[str]]
 
 
 def axes_by_name(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes:
-    """The axes of each group with a telling name, without those that lines show to be of size 1."""
+    """The axes of each group with a known name, without axes that lines show to have size 1."""
     axes: Axes = {}
     for group in groups:
         name = named(group.description)
@@ -181,7 +181,7 @@ def axes_by_name(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes
 
 
 def expert_axes(groups: Sequence[Group]) -> Axes:
-    """The axes of the groups of experts; one with the ranks of an ep group lies along ep alone."""
+    """The axes of the expert groups; one with the same ranks as an ep group lies along ep only."""
     experts = [(g, named(g.description)) for g in groups if named(g.description).experts]
     parallel = {group.ranks for group, name in experts if name.axes == ("ep",)}
     return {
@@ -193,9 +193,9 @@ def expert_axes(groups: Sequence[Group]) -> Axes:
 def named_pipelines(
     groups: Sequence[Group], lines: Mapping[str, RankLine], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each pipeline by groups named pp, none where these overlap.
+    """The ranks of each pipeline, from groups named pp; empty if these overlap.
 
-    Where all of them lie as in a grid, those of the ranks that nobody recorded lie so too.
+    If they form a regular grid, the pipelines of unrecorded ranks are extrapolated.
     """
     told = [(g, named(g.description)) for g in groups if len(g.ranks) > 1]
     stages = {g.ranks for g, name in told if name.axes == ("pp",) and name.whole}

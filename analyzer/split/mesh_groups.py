@@ -1,4 +1,4 @@
-"""Axes from the names and the ranks of process groups."""
+"""Mesh axes from the names and ranks of process groups."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from itertools import product
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh
 
-# Which axes of which size lie in the rank numbers of groups, and the mesh that they make.
+# Axis sizes and strides from the ranks of groups, and the mesh they form.
 
 _MAY_BE_ONE = ("dp_shard", "cp")
-"""Axes that frameworks fold into the name of another where the job does not use them."""
+"""Axes that frameworks include in a combined group name even if the job does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLine:
-    """How ranks lie along one axis: so many, so far apart."""
+    """Layout of ranks along one axis: stride and size."""
 
     stride: int
     size: int
@@ -29,21 +29,21 @@ class RankLine:
         return range(0, self.stride * self.size, self.stride)
 
     def starts_at(self, rank: int) -> bool:
-        """Whether the rank can be the first of such a line, in a grid that begins at rank 0."""
+        """Whether the rank can be the first of such a line, in a grid that starts at rank 0."""
         return rank // self.stride % self.size == 0
 
     def fills(self, world_size: int) -> bool:
-        """Whether such lines can make up so many ranks."""
+        """Whether such lines can tile this many ranks."""
         return world_size % (self.stride * self.size) == 0
 
     def all(self, world_size: int) -> list[tuple[int, ...]]:
-        """All lines of so many ranks."""
+        """All lines in a world of this size."""
         starts = (rank for rank in range(world_size) if self.starts_at(rank))
         return [tuple(start + offset for offset in self.offsets) for start in starts]
 
 
 def line_of(ranks: Sequence[int]) -> RankLine | None:
-    """The line of ranks that are equally far apart, in ascending order; None for others."""
+    """The line of equally spaced, ascending ranks; None for others."""
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if stride < 1 or tuple(ranks) != tuple(ranks[0] + i * stride for i in range(len(ranks))):
         return None
@@ -51,10 +51,10 @@ def line_of(ranks: Sequence[int]) -> RankLine | None:
 
 
 def named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
-    """The line of each axis that descriptions name, also of size 1; contradictory ones left out.
+    """The line of each axis named in descriptions, with size 1; contradictory ones are dropped.
 
-    A group along several axes tells the one that others leave over: data parallel ranks with cp,
-    where cp is known.
+    A group along several axes yields the axis that is left after removing the known ones, such as
+    data parallel ranks from a group with cp.
     """
     told = {(named(g.description), _offsets(g.ranks)) for g in groups}
     spans = sorted((n.axes, offsets) for n, offsets in told if n.whole and not n.experts)
@@ -75,7 +75,7 @@ def named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
 
 
 def mesh_of(lines: Mapping[str, RankLine], groups: Iterable[Group], world_size: int) -> Mesh | None:
-    """The mesh of these lines; None where they do not make up the world or named groups differ."""
+    """The mesh of these lines; None if they do not cover the world or contradict named groups."""
     outermost_first = sorted(
         (axis for axis, line in lines.items() if line.size > 1), key=lambda a: -lines[a].stride
     )
@@ -102,8 +102,11 @@ def _left_over(
     pure: frozenset[str],
     strict: bool,
 ) -> dict[str, RankLine]:
-    """The first line that a group along several axes tells; unless strict, axes that nothing names
-    and that a name holds only for completeness are of size 1."""
+    """The first line deduced from a group along several axes.
+
+    If not strict, axes that no group names and that a combined name includes only for completeness
+    get size 1.
+    """
     for axes, offsets in several:
         unknown = [axis for axis in axes if axis not in lines]
         if not unknown or pure & set(unknown) or (strict and len(unknown) > 1):
@@ -117,8 +120,8 @@ def _left_over(
 
 
 def _without(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
-    """The offsets that remain when those along known lines are taken as one; () where they do
-    not lie so."""
+    """The offsets left after collapsing the known lines; (0, 0) if the offsets do not contain
+    them."""
     block = [sum(steps) for steps in product(*(line.offsets for line in known))]
     left, remain = dict.fromkeys(sorted(offsets)), []
     while left:
@@ -132,7 +135,8 @@ def _without(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ..
 
 
 def _lies_in(mesh: Mesh, group: Group, told: Named) -> bool:
-    """Whether the group's ranks are those that its description names; others are as they are."""
+    """Whether the group's ranks match its description; true for groups without a complete
+    description."""
     if not told.whole or told.experts:
         return True
     lines = [mesh.line(group.ranks[0], axis) for axis in told.axes if axis in mesh.axes]
@@ -142,7 +146,7 @@ def _lies_in(mesh: Mesh, group: Group, told: Named) -> bool:
     return spanned == sorted(group.ranks)
 
 
-# Which axes the description of a process group names.
+# Axes from the description of a process group.
 
 _SHARDED = ("dp_shard", "cp")
 
@@ -167,8 +171,8 @@ _DIMS: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "expert": ("ep",),
 }
-"""Dims of DeviceMesh as torchtitan, Accelerate and the tutorials of PyTorch name them, and the axes
-of DeepSpeed's topology. torchtitan: batch = dp_replicate x dp_shard, fsdp = dp_shard x cp."""
+"""Dims of DeviceMesh as named in torchtitan, Accelerate and the PyTorch tutorials, and the axes of
+DeepSpeed's topology. torchtitan: batch = dp_replicate x dp_shard, fsdp = dp_shard x cp."""
 
 _PARTS = {"dp_shard_mod_ep": ("dp_shard",), "dp_shard_in_ep": ("dp_shard",)}
 
@@ -189,7 +193,7 @@ _PARALLEL: dict[str, tuple[str, ...]] = {
     "tensor_and_data": ("tp", "dp_replicate"),
     "tensor_and_context": ("tp", "cp"),
 }
-"""What stands before _parallel in the names of Megatron-LM's parallel_state and of DeepSpeed."""
+"""Names before _parallel in Megatron-LM's parallel_state and in DeepSpeed."""
 
 _EXPERT_PARALLEL = {
     "expert": ("ep",),
@@ -215,10 +219,10 @@ _EP_SIZE = re.compile(r"^ep_size_\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The axes along which the ranks of a group so described differ, if their sizes are above 1.
+    """The axes along which a group's ranks differ, by its description, if their sizes exceed 1.
 
-    whole: they are all the ranks that differ along these axes alone, not a part of them.
-    experts: the group is of the experts' own grid, which lies beside the mesh.
+    whole: the group contains all ranks that differ along these axes only. experts: the group
+    belongs to the separate mesh of the experts.
     """
 
     axes: tuple[str, ...] = ()
@@ -228,7 +232,7 @@ class Named:
 
 @cache
 def named(description: str) -> Named:
-    """What the description names, by DeviceMesh, Megatron-LM or DeepSpeed; no axis if nothing."""
+    """Parses a description by DeviceMesh, Megatron-LM or DeepSpeed; no axes if unknown."""
     text = _WHAT_FOR.sub("", description.lower())
     if (part := _PART_OF.match(text)) is not None:
         of = _parallel(part[1])
@@ -238,8 +242,8 @@ def named(description: str) -> Named:
 
 
 def one_axis(description: str) -> str | None:
-    """The axis of a description that names a single one: dp is short for dp_replicate, fsdp for
-    dp_shard, as in run.json."""
+    """The axis of a description with a single one; dp means dp_replicate and fsdp dp_shard, as in
+    run.json."""
     found = named(description)
     if len(found.axes) == 1 or description.lower().removeprefix("mesh_") in ("dp", "fsdp"):
         return found.axes[0]
@@ -247,7 +251,7 @@ def one_axis(description: str) -> str | None:
 
 
 def _parallel(text: str) -> Named:
-    """Of a name such as tensor_and_data_parallel_with_cp."""
+    """Parses a name such as tensor_and_data_parallel_with_cp."""
     if text in _ENDS or _HYBRID.match(text):
         return Named(_ENDS.get(text, ("dp_replicate", "cp")), whole=False)
     base = text.removesuffix("_with_cp")
@@ -261,7 +265,7 @@ def _parallel(text: str) -> Named:
 
 
 def _dims(text: str) -> Named:
-    """Of a dim of a DeviceMesh; flattened dims are joined by underscores."""
+    """Parses a DeviceMesh dim; flattened dims are joined by underscores."""
     if text in _PARTS:
         return Named(_PARTS[text], whole=False)
     axes: list[str] = []

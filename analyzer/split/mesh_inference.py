@@ -1,4 +1,4 @@
-"""Inference of axes from how groups are used, where neither names nor run.json say it."""
+"""Inference of mesh axes from group usage, if neither names nor run.json define them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stepsplit.analyzer.split.classify import marks_in, work_of
 from stepsplit.analyzer.split.mesh_groups import RankLine, line_of, named, one_axis
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
-# Which axes groups without telling names have, by their ranks and by how they are used.
+# Axes of groups without a known name, from their ranks and usage.
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The shapes of groups that sum gradients, those with an axis, and the smallest stride."""
+    """Shapes of groups that reduce gradients, shapes with an axis, and the smallest stride."""
 
     summed: Set[frozenset[int]]
     axes: Set[tuple[frozenset[int], str]]
@@ -30,10 +30,10 @@ class _Seen:
 def used_axes(
     traces: Sequence[RankTrace], rings: Collection[tuple[int, ...]], stage: Mapping[int, int]
 ) -> dict[Group, str]:
-    """The axis of each group without a telling name whose use and ranks leave no doubt.
+    """The axis of each group without a known name whose usage and ranks are unambiguous.
 
-    A group lies along the axis that all groups of its shape are used for. What spans stages is none
-    of them: embeddings of the first and last stage are summed as gradients are.
+    A group gets the axis for which all groups of its shape are used. Groups across stages get none:
+    embeddings of the first and last stage are reduced like gradients.
     """
     every = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
     mesh = [group for group in every if not named(group.description).experts]
@@ -58,9 +58,9 @@ def used_axes(
 def lines_of(
     axes: Mapping[Group, str], found: Exchanges, present: Collection[int]
 ) -> dict[str, RankLine]:
-    """The line of each axis of the mesh that groups and messages tell; unclear ones left out.
+    """The line of each mesh axis from groups and messages; ambiguous ones are dropped.
 
-    A chain counts where all its ranks are there: else it may go on.
+    A chain counts only if all its ranks are recorded, otherwise it may continue.
     """
     seen: dict[str, set[RankLine | None]] = defaultdict(set)
     for group, axis in axes.items():
@@ -73,7 +73,7 @@ def lines_of(
 
 
 def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
-    """The axes of groups by their use, where all groups of a shape within a stage agree."""
+    """The axes of groups by usage, if all groups of a shape within a stage agree."""
     seen: dict[RankLine, set[str]] = defaultdict(set)
     axes: dict[Group, str] = {}
     for group, usage in used.items():
@@ -90,10 +90,11 @@ def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Gro
 
 
 def _doubtful(group: Group, axis: str, seen: _Seen) -> bool:
-    """Whether the ranks of other groups speak against the axis.
+    """Whether the ranks of other groups contradict the axis.
 
-    tp has the closest ranks. Ranks of which a larger group also sums gradients may gather keys and
-    values of attention, not weights. What holds a whole line of another axis lies along several.
+    tp has the smallest stride. If a larger group also reduces gradients, this one may gather keys
+    and values of attention instead of weights. A group that contains a whole line of another axis
+    lies along several axes.
     """
     shape = _shape(group)
     if axis == "ep":
@@ -106,7 +107,7 @@ def _doubtful(group: Group, axis: str, seen: _Seen) -> bool:
 
 
 def _shape(group: Group) -> frozenset[int]:
-    """How far the ranks are from the first: groups of an axis are few shapes, however many."""
+    """The offsets from the first rank; the groups of an axis share few shapes."""
     return frozenset(rank - group.ranks[0] for rank in group.ranks)
 
 
@@ -116,7 +117,7 @@ def _stride(group: Group) -> int:
 
 
 def _with_messages(traces: Sequence[RankTrace]) -> list[Group]:
-    """The groups on which messages are sent."""
+    """The groups with messages."""
     return [
         trace.groups[group_id]
         for trace in traces
@@ -125,13 +126,13 @@ def _with_messages(traces: Sequence[RankTrace]) -> list[Group]:
     ]
 
 
-# How each group is used in a step: which collectives, and whether before the first backward.
+# Usage of each group in a step: collectives before and after the first backward.
 
 SCALAR_BYTES = 1024
-"""A collective of at most so many bytes brings together a loss, a norm or a flag, no tensor."""
+"""Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor."""
 
 MANY = 4
-"""So many all_reduces before the first backward of a step: two of each of two layers."""
+"""Minimum all_reduces before the first backward of a step: two per layer for two layers."""
 
 _GATHERS = "FSDP::all_gather"
 
@@ -140,10 +141,10 @@ Counts = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Mean calls a step and rank, shape (ops,): before the first backward of a step and after.
+    """Mean calls per step and rank, shape (ops,), before the first backward of a step and after it.
 
-    sizes: how many different sizes the all_to_alls of the group have. sharded: FSDP marks the
-    group's gathers as its own.
+    sizes: number of distinct all_to_all sizes on the group. sharded: the group's gathers carry FSDP
+    annotations.
     """
 
     early: Counts
@@ -152,12 +153,12 @@ class Usage:
     sharded: bool
 
     def axis(self) -> str | None:
-        """The axis of a group so used; None where groups of several axes may be used so.
+        """The axis of a group with this usage; None if several axes are possible.
 
-        Layers of tp sum, or gather and scatter, activations in both passes. Sharded weights are
-        gathered in both passes and scattered in the backward alone. Replicated weights have no
-        collective before. Experts receive ever other numbers of tokens, where all_to_alls of
-        attention heads are alike.
+        Layers of tp reduce, or gather and scatter, activations in both passes. Sharded weights are
+        gathered in both passes and reduce-scattered only in the backward. Replicated weights have
+        no collective before the backward. Expert all_to_alls vary in size, all_to_alls of attention
+        heads do not.
         """
         if self.sharded:
             return "dp_shard"
@@ -176,19 +177,19 @@ class Usage:
         return "dp_replicate" if self.late[OP_CODE["all_reduce"]] or both_late else None
 
     def _often(self, op: str, *, early: float, late: float) -> bool:
-        """Whether the op is called at all, and at least so often in either part of a step."""
+        """Whether the op is called, and at least this often in both parts of a step."""
         code = OP_CODE[op]
         called = bool(self.early[code] or self.late[code])
         return called and bool(self.early[code] >= early and self.late[code] >= late)
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether tensors are reduced after the first backward has begun."""
+        """Whether tensors are reduced after the start of the first backward."""
         return bool(self.late[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any())
 
 
 def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
-    """How groups are used, where traces tell which calls come before the first backward."""
+    """The usage of groups, from traces that show which calls precede the first backward."""
     counts: dict[Group, list[Counts]] = defaultdict(list)
     sizes: dict[Group, set[int]] = defaultdict(set)
     sharded: dict[Group, bool] = {}
@@ -208,7 +209,7 @@ def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
 
 
 def _marked_gathers(trace: RankTrace) -> Bool:
-    """Which calls the host made within an all_gather of FSDP2."""
+    """Which calls the host issued within an FSDP2 all_gather."""
     events, calls = trace.events, trace.calls
     marks = events.named(_GATHERS) & events.of(Category.OP, Category.ANNOTATION)
     spans = union(events.start_ns[marks], events.end_ns[marks])
@@ -217,15 +218,17 @@ def _marked_gathers(trace: RankTrace) -> Bool:
 
 
 def _calls_per_step(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:
-    """Calls a step, shape (2, ops), of early and late parts."""
+    """Calls per step in the early and late part, shape (2, ops)."""
     place = parts[rows] * len(OPS) + trace.calls.op[rows]
     steps = max(1, len(_step_starts(trace.events)))
     return np.bincount(place, minlength=2 * len(OPS)).reshape(2, len(OPS)) / steps
 
 
 def _parts(trace: RankTrace) -> Int64:
-    """0 for calls before the first backward of their step, 1 for later ones, -1 for those that do
-    not count: messages, scalars, calls of unknown time or outside of steps with a backward."""
+    """0 for calls before the first backward of their step, 1 for later ones, -1 for ignored ones.
+
+    Ignored are messages, scalars, calls of unknown time, and calls outside steps with a backward.
+    """
     calls, events = trace.calls, trace.events
     starts = events.start_ns[calls.event]
     known = calls.issued_ns >= 0
@@ -237,7 +240,7 @@ def _parts(trace: RankTrace) -> Int64:
 
 
 def _first_backward_ns(events: Events, when: Int64) -> Int64:
-    """When the step of each instant has its first backward; -1 where there is none."""
+    """The first backward in the step of each instant; -1 if there is none."""
     marks = events.named("autograd::engine") & events.of(Category.OP, Category.ANNOTATION)
     backward = events.start_ns[marks]
     steps = _step_starts(events)
@@ -257,7 +260,7 @@ def _step_starts(events: Events) -> Int64:
     return events.start_ns[mask]
 
 
-# Which ranks pass messages on as the stages of a pipeline do, and which in a ring.
+# Pipelines and rings in the messages between ranks.
 
 Ranks = tuple[int, ...]
 
@@ -266,9 +269,9 @@ _ONE_WAY = (OP_CODE["send"], OP_CODE["recv"])
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """pipelines: ranks of each, first stage first; rings: ranks of each, ascending.
+    """Ranks of each pipeline (first stage first) and of each ring (ascending).
 
-    doubtful: ranks that exchange messages in a way that fits neither, or both.
+    doubtful: ranks whose messages fit neither pattern, or both.
     """
 
     pipelines: tuple[Ranks, ...] = ()
@@ -278,7 +281,7 @@ class Exchanges:
 
 @dataclass(slots=True)
 class _Traffic:
-    """The messages within one group: with whom, how many of them, and who began by sending."""
+    """The messages within one group: peers, counts, and which ranks start with a send."""
 
     neighbors: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     sent: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
@@ -287,7 +290,8 @@ class _Traffic:
 
 
 def exchanges(traces: Sequence[RankTrace]) -> Exchanges:
-    """What the messages of all ranks tell; ranks in two pipelines are in none."""
+    """Finds pipelines and rings in the messages of all ranks; ranks in two pipelines are in
+    none."""
     by_rank = {trace.rank: trace for trace in traces}
     pipelines: dict[Ranks, None] = {}
     rings: dict[Ranks, None] = {}
@@ -309,7 +313,7 @@ def exchanges(traces: Sequence[RankTrace]) -> Exchanges:
 
 
 def _traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
-    """The messages of each group; both ends of a message may have recorded it."""
+    """The messages of each group; both ends may have recorded a message."""
     found: dict[Ranks, _Traffic] = defaultdict(_Traffic)
     for trace in traces:
         for group_id, op, peer, count in _message_counts(trace):
@@ -325,7 +329,7 @@ def _traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
 
 
 def _message_counts(trace: RankTrace) -> list[tuple[int, int, int, int]]:
-    """(group, op, peer, how many) of the rank's messages, those first that it made first."""
+    """(group, op, peer, count) of the rank's messages, by first occurrence."""
     calls = trace.calls
     known = np.isin(calls.op, _ONE_WAY) & (calls.peer >= 0) & (calls.peer != trace.rank)
     columns = np.stack((calls.group_id[known], calls.op[known], calls.peer[known]), axis=1)
@@ -335,7 +339,7 @@ def _message_counts(trace: RankTrace) -> list[tuple[int, int, int, int]]:
 
 
 def _components(neighbors: Mapping[int, set[int]]) -> list[Ranks]:
-    """Ranks that exchange messages, each with the next; chains from one end to the other."""
+    """Connected components of ranks that exchange messages; chains are ordered from end to end."""
     found, seen = [], set[int]()
     for start in sorted(neighbors, key=lambda rank: (len(neighbors[rank]), rank)):
         if start in seen:
@@ -352,10 +356,10 @@ def _components(neighbors: Mapping[int, set[int]]) -> list[Ranks]:
 
 
 def _pipeline(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
-    """The ranks as stages, first stage first; None where that is not beyond doubt.
+    """The ranks in stage order; None if ambiguous.
 
-    Two ranks that send both ways may be a ring: some rings too begin with one that sends and one
-    that receives. Only what the later of them does in between tells.
+    Two ranks with messages in both directions may be a ring, since some rings also start with one
+    sender and one receiver. Then the compute between the messages of the later rank decides.
     """
     degrees = sorted(len(traffic.neighbors[rank]) for rank in ranks)
     if degrees[-1] > 2:
@@ -372,8 +376,10 @@ def _pipeline(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace])
 
 
 def _marked_order(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
-    """The ranks by the stages that their forwards are marked with; () where ranks of one stage
-    exchange messages, None where no marks tell."""
+    """The ranks in the order of their marked stages.
+
+    () if ranks of one stage exchange messages, None without marks.
+    """
     stages = {rank: marked_stage(by_rank[rank].events) for rank in ranks if rank in by_rank}
     numbers = {stage for stage in stages.values() if stage is not None}
     if len(stages) < len(ranks) or None in stages.values():
@@ -386,7 +392,8 @@ def _both_ways(ranks: Ranks, traffic: _Traffic) -> bool:
 
 
 def _loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
-    """The stages of an interleaved schedule: one rank alone begins by sending, to the second."""
+    """The stages of an interleaved schedule: only one rank starts with a send, to the second
+    stage."""
     starters = [rank for rank in ranks if traffic.first_is_send.get(rank, True)]
     if len(starters) != 1 or len(ranks) != len(traffic.first_is_send.keys() & set(ranks)):
         return None
@@ -399,7 +406,8 @@ def _loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
 
 
 def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
-    """Three ranks or more, each of which sends as much to one neighbor as the other sends it."""
+    """Three or more ranks, each of which sends to one neighbor as much as it receives from the
+    other."""
     if len(ranks) < 3 or any(len(traffic.neighbors[rank]) != 2 for rank in ranks):
         return False
     counts = {count for (source, _), count in traffic.sent.items() if source in ranks and count}
@@ -409,26 +417,26 @@ def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
     return one_way and len(counts) == 1 and len(starters) > 1
 
 
-# Which stage of the pipeline a rank's own marks say it holds.
+# The pipeline stage in a rank's own annotations.
 
 
 def marked_stage(events: Events) -> int | None:
-    """The first of the stages whose work is marked; None where none is."""
+    """The first stage with marked work; None without marks."""
     return min((mark.stage for name in events.names for mark in marks_in(name)), default=None)
 
 
-# Whether a rank sends back what it receives at once, or works on it first.
+# Distinguishing a ring of two ranks from a pipeline of two stages.
 
 SHARE = 0.8
-"""Of all compute between its messages, a rank that swaps does at least so much after it has sent
-and before it has received again; a last stage works between receiving and sending."""
+"""In a ring, at least this fraction of the compute between messages follows a send; the last stage
+of a pipeline computes between receive and send."""
 
 
 def swaps(trace: RankTrace, peer: int) -> bool:
-    """Whether nearly all compute between messages with the peer follows a send, not a receive.
+    """Whether nearly all compute between messages with the peer follows a send, as in a ring.
 
-    So it does in a ring, where each round swaps data first; a last stage of a pipeline computes the
-    forward and the backward of what it has received before it sends. True where nothing tells.
+    Each round of a ring starts with an exchange. The last stage of a pipeline computes forward and
+    backward between receive and send. Also true without any compute.
     """
     calls, events = trace.calls, trace.events
     rows = np.flatnonzero(calls.is_message & (calls.peer == peer))
@@ -443,7 +451,7 @@ def swaps(trace: RankTrace, peer: int) -> bool:
 
 
 def _worked_until(compute: Intervals, when: Int64) -> Int64:
-    """The compute before each instant, in ns."""
+    """The cumulative compute before each instant in ns."""
     done = np.concatenate(([0], np.cumsum(compute.end_ns - compute.start_ns)))
     last = np.searchsorted(compute.start_ns, when, side="right")
     if not len(compute.start_ns):

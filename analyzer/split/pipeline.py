@@ -1,4 +1,4 @@
-"""The pipeline grid of a run: forwards and backwards of each microbatch, bubble, schedule."""
+"""The pipeline grid of a run: forward and backward of each microbatch, bubble, schedule."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
-# The pipeline boxes of a rank: as annotations mark them, else as its messages cut its compute.
+# Boxes of a rank (one microbatch and phase each), from annotations or from its messages.
 
 _PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBoxes:
-    """A rank's boxes in order of time, and what told them: annotations, messages, or nothing."""
+    """The boxes of a rank in order of time, and their source: annotations, messages, or None."""
 
     boxes: tuple[Box, ...]
     source: str | None
 
 
 def found_boxes(trace: RankTrace, layout: RankLayout) -> FoundBoxes:
-    """The boxes that annotations mark; where they mark none, those that messages tell."""
+    """The boxes marked by annotations, else those inferred from messages."""
     marked = boxes_of(trace, layout.stage_of.get(trace.rank))
     if marked:
         return FoundBoxes(marked, "annotations")
@@ -39,14 +39,14 @@ def found_boxes(trace: RankTrace, layout: RankLayout) -> FoundBoxes:
 
 
 def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
-    """The boxes of a rank that holds one stage, by what its host launched between its messages.
+    """Infers the boxes of a rank with one stage from what its host launched between its messages.
 
-    What a message needs is launched before it and what needs a message after it, so that between
-    two messages lies one box; a kernel launched by autograd is a backward's. Where no message
-    parts two boxes autograd does: a forward of the last stage ends, and one of the first begins,
-    where autograd does. A box lasts from its first kernel to its last, tp, cp and ep communication
-    included; microbatches are counted in each step. A step whose forwards and backwards differ in
-    number has no boxes, nor has a rank with messages of several chunks.
+    The input of a message is launched before it and its consumer after it, so there is one box
+    between two messages; kernels launched by autograd are a backward. Without a message in between,
+    autograd separates two boxes: a forward on the last stage ends, and one on the first stage
+    starts, where autograd does. A box extends from its first kernel to its last, including tp, cp
+    and ep communication; microbatches are counted per step. A step with different numbers of
+    forwards and backwards has no boxes, nor has a rank with messages of several chunks.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     messages = _messages(trace, line)
@@ -61,9 +61,9 @@ def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a rank's boxes are made of, by when the host launched it; columns of one length.
+    """The events of a rank's boxes, by launch time; columns of one length.
 
-    step counts the host's steps; autograd says what was launched by it.
+    step is the host's step; autograd marks launches by autograd.
     """
 
     launch_ns: Int64
@@ -74,7 +74,7 @@ class _Work:
 
 
 def _messages(trace: RankTrace, line: Sequence[int]) -> Int64:
-    """When the host made each call to another rank of the line, or to one that nobody knows."""
+    """The issue time of each message to another rank of the pipeline, or to an unknown peer."""
     calls = trace.calls
     of_line = [len(set(group.ranks) & set(line)) > 1 for group in trace.groups]
     unknown = (calls.peer < 0) & np.array([*of_line, bool(line)])[calls.group_id]
@@ -84,7 +84,7 @@ def _messages(trace: RankTrace, line: Sequence[int]) -> Int64:
 
 
 def _several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
-    """Whether messages pass by a neighbor: from the last rank to the first, for a further chunk."""
+    """Whether messages skip a neighbor: from the last rank to the first, for a further chunk."""
     calls, at = trace.calls, line.index(trace.rank)
     neighbors = line[max(at - 1, 0) : at + 2]
     others = np.isin(calls.peer, line) & ~np.isin(calls.peer, neighbors)
@@ -92,12 +92,12 @@ def _several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
 
 
 def _step_of(when: Int64, steps: Int64) -> Int64:
-    """The step in which the host was, -1 before the first; 0 where no step is marked."""
+    """The step of the host at each instant, -1 before the first; 0 without marks."""
     return np.searchsorted(steps, when, side="right") - (1 if len(steps) else 0)
 
 
 def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
-    """The rank's kernels (on a CPU its ops), without the optimizer's, in order of launch."""
+    """The rank's kernels (on a CPU: ops) without the optimizer's, by launch time."""
     events = trace.events
     launched = events.launch_ns() if trace.on_device else events.start_ns
     works = _kernels(trace, layout) if trace.on_device else trace.kinds.computes
@@ -115,7 +115,7 @@ def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
 
 
 def _kernels(trace: RankTrace, layout: RankLayout) -> Bool:
-    """Which events are kernels of a box: computing, or communicating within the stage."""
+    """Which events are kernels of a box: compute, or communication within the stage."""
     axes = [layout.axes_of(group) for group in trace.groups]
     within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
     kernels = trace.events.of(Category.KERNEL)
@@ -124,12 +124,12 @@ def _kernels(trace: RankTrace, layout: RankLayout) -> Bool:
 
 
 def _host(events: Events, name: str) -> Bool:
-    """Which events are ops and annotations whose name begins so."""
+    """Which events are ops and annotations with this name prefix."""
     return events.of(Category.OP, Category.ANNOTATION) & events.named(name)
 
 
 def _launched_in(events: Events, name: str, launched: Int64) -> Bool:
-    """Which of these times lie in an op or annotation of such a name."""
+    """Which of these times are inside an op or annotation with this name prefix."""
     spans = _host(events, name)
     covered = union(events.start_ns[spans], events.end_ns[spans])
     edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
@@ -138,10 +138,10 @@ def _launched_in(events: Events, name: str, launched: Int64) -> Bool:
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """For each piece of work, the gap between messages that it is in, by number.
+    """For each event, the number of the interval between messages that contains its launch.
 
-    preceded, followed: whether that gap begins and ends with a message of the same step; before,
-    after: whether the piece comes before all of autograd's in its gap, or after.
+    preceded, followed: the interval starts, ends with a message of the same step; before, after:
+    the event comes before, after all autograd events of its interval.
     """
 
     number: Int64
@@ -169,10 +169,10 @@ def _gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
 
 
 def _kind(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
-    """Of each piece of work 0 for a forward's, 1 for a backward's, -1 for neither.
+    """For each event 0 for a forward, 1 for a backward, -1 for neither.
 
-    Every stage but the first receives what a forward needs, every one but the last sends what it
-    made and receives what a backward needs; on the last that is the forward before it.
+    Every stage but the first receives the input of a forward; every stage but the last sends its
+    output and receives the input of a backward, which on the last stage is its own forward.
     """
     alone = gaps.before & gaps.after
     forward = alone | (gaps.before & last) | (gaps.after & first)
@@ -182,7 +182,7 @@ def _kind(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
 
 
 def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
-    """A box for the pieces of one gap and kind, in the steps that have both kinds alike."""
+    """One box per interval and kind, in steps with equal numbers of both kinds."""
     rows = np.flatnonzero(kind >= 0)
     codes, box = np.unique(2 * gap[rows] + kind[rows], return_inverse=True)
     start = np.full(len(codes), np.iinfo(np.int64).max)
@@ -202,12 +202,12 @@ def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
     return tuple(sorted(found, key=lambda one: one.start_ns))
 
 
-# The pipeline's grid, and the bubble that its holes make.
+# The pipeline grid and its bubble.
 
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """One rank's part of a step: its boxes, and when it worked in them, on the common clock."""
+    """The boxes of one rank in one step, and the intervals of work in them, on the common clock."""
 
     rank: int
     step: int
@@ -217,7 +217,8 @@ class StepGrid:
 
 @dataclass(frozen=True, slots=True)
 class StageHoles:
-    """One stage in one step: the window of its whole pipeline, and the stage's holes in it."""
+    """One stage in one step: the window of its whole pipeline, and the bubble of the stage in
+    it."""
 
     rank: int
     step: int
@@ -227,9 +228,9 @@ class StageHoles:
 
 
 def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> StepGrid:
-    """The boxes of one step; busy leaves out waits for the pipeline that lie inside of a box.
+    """The grid of one step; busy excludes pipeline waits inside the boxes.
 
-    A range may hold the wait for what it works on (torch's own annotations do), which is no work.
+    An annotation may contain the wait for its input, as torch's own do.
     """
     start = np.array([box.start_ns for box in boxes], dtype=np.int64)
     end = np.array([box.end_ns for box in boxes], dtype=np.int64)
@@ -239,9 +240,9 @@ def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> St
 
 
 def numbered(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """The boxes of a step with each microbatch's number once.
+    """The boxes of a step with unique microbatch numbers.
 
-    A schedule that is called for one microbatch after the other begins anew each time.
+    A schedule that is called once per microbatch starts at 0 each time.
     """
     passes: Counter[tuple[int, int, str]] = Counter()
     count = max((box.microbatch for box in boxes), default=0) + 1
@@ -256,10 +257,10 @@ def numbered(boxes: Sequence[Box]) -> tuple[Box, ...]:
 def holes_of(
     pipelines: Sequence[Sequence[int]], grids: Mapping[tuple[int, int], StepGrid]
 ) -> tuple[StageHoles, ...]:
-    """The holes of every stage of every pipeline whose ranks are all there.
+    """The bubble of every stage of every pipeline whose ranks are all recorded.
 
-    The window runs from the first forward to the last backward over all stages of the pipeline;
-    holes are what its forwards and backwards, with their own communication, leave of it.
+    The window runs from the first forward to the last backward over all stages of the pipeline; the
+    bubble is the part without forwards and backwards, including their own communication.
     """
     found = []
     for ranks in pipelines:
@@ -283,9 +284,9 @@ def _holes(ranks: Sequence[int], step: int, parts: Sequence[StepGrid]) -> list[S
 
 
 def covered_ns(busy: Intervals, band: BucketBands) -> int:
-    """Exposed communication inside holes of the schedule that a wait for the pipeline follows.
+    """Exposed communication inside the pipeline bubble that is followed by a pipeline wait.
 
-    Without it the rank would only have waited longer in the same hole.
+    Without it the rank would only have waited longer in the same bubble.
     """
     after = busy.start_ns[1:]
     hole = np.searchsorted(busy.end_ns[:-1], band.start_ns, side="right") - 1
@@ -309,10 +310,10 @@ class Box:
     end_ns: int
 
 
-# Which pipeline schedule ran: as a person or torch names it, or as the boxes show it.
+# The pipeline schedule: by its name in run.json or torch, or from the boxes.
 
 Line = Sequence[Sequence[Box]]
-"""The boxes of one step: of each rank of a pipeline, by pp coordinate, none where it is absent."""
+"""The boxes of one step for each rank of a pipeline, by pp coordinate; empty for missing ranks."""
 
 _SPELLED = {
     "none": "naive",
@@ -332,8 +333,10 @@ _SPELLED = {
 
 @dataclass(frozen=True, slots=True)
 class SeenSchedule:
-    """What the boxes show. times_ns: one microbatch's forward, input and weight gradient on a
-    stage; None where the backward is not split. name is None where the order is no known one.
+    """The schedule detected from the boxes; name is None for an unknown order.
+
+    times_ns: forward, input-gradient and weight-gradient time of one microbatch on a stage; None if
+    the backward is not split.
     """
 
     name: str | None
@@ -343,9 +346,9 @@ class SeenSchedule:
 
 
 def schedule_named(stated: str) -> str:
-    """The schedule's name as the model knows it, of what a person or torch's class calls it.
+    """The schedule name of the model, from a user's spelling or a torch class name.
 
-    torch's interleaved zero bubble is the ZB1P of the paper, which is ZB-H1; a breadth-first loop
+    torch's interleaved zero bubble is ZB1P of the paper, which is ZB-H1; a breadth-first loop
     (LoopedBFS) has the bubble of the interleaved schedule.
     """
     name = stated.lower().replace("_", "").replace("-", "").replace(" ", "")
@@ -354,7 +357,7 @@ def schedule_named(stated: str) -> str:
 
 
 def schedule_seen(steps: Sequence[Line]) -> SeenSchedule:
-    """The schedule of most of the steps, of which those with the most boxes are whole."""
+    """The schedule of most steps, among those with the most boxes."""
     sizes = [sum(len(boxes) for boxes in line) for line in steps]
     whole = [line for line, size in zip(steps, sizes, strict=True) if size == max(sizes)]
     names = [schedule_of(line) for line in whole]
@@ -369,11 +372,11 @@ def schedule_seen(steps: Sequence[Line]) -> SeenSchedule:
 
 
 def schedule_of(line: Line) -> str | None:
-    """The schedule by where the stages sit, how the backward is split, and what comes before it.
+    """The schedule, from the stages of each rank, the split of the backward, and the warmup.
 
-    naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zerobubble (its weight gradients follow neither),
-    zb-v, dualpipe, dualpipe-v; None for another. Orders that coincide count as 1f1b: one microbatch
-    is that of naive and gpipe too.
+    One of naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zerobubble (other placement of the weight
+    gradients), zb-v, dualpipe, dualpipe-v; None for another. Identical orders count as 1f1b: with
+    one microbatch it equals naive and gpipe.
     """
     p, present = len(line), {rank: boxes for rank, boxes in enumerate(line) if boxes}
     if not present:
@@ -392,7 +395,8 @@ def schedule_of(line: Line) -> str | None:
 
 
 def _by_warmup(present: Mapping[int, Sequence[Box]], p: int, split: bool) -> str | None:
-    """By how many forwards each rank does before its first backward; one stage a rank."""
+    """The schedule by the number of forwards before the first backward of each rank; one stage per
+    rank."""
     m = max(len({box.microbatch for box in boxes}) for boxes in present.values())
     warmup = {rank: _warmup(boxes) for rank, boxes in present.items()}
     expected: dict[str, Callable[[int], int]] = {
@@ -413,7 +417,7 @@ def _by_warmup(present: Mapping[int, Sequence[Box]], p: int, split: bool) -> str
 
 
 def _folded(present: Mapping[int, Sequence[Box]], split: bool) -> str | None:
-    """Stages r and 2p-1-r: of one model in a V, or of two that are passed in opposite directions.
+    """The schedule for stages r and 2p-1-r on rank r: a V of one model, or two opposite directions.
 
     ZB-V splits every backward, DualPipeV only some.
     """
@@ -450,14 +454,15 @@ def _microbatches_of_phase(boxes: Sequence[Box], phase: str) -> set[tuple[int, i
 
 
 def _microbatches(line: Line, name: str | None) -> int:
-    """How many pass the pipeline; those of dualpipe in both directions, each once on a rank."""
+    """The number of microbatches in the pipeline; for dualpipe in both directions, each once per
+    rank."""
     if name == "dualpipe":
         return max(len(_microbatches_of_phase(boxes, "forward")) for boxes in line)
     return max(len({box.microbatch for box in boxes}) for boxes in line)
 
 
 def _times_ns(line: Line) -> tuple[float, float, float] | None:
-    """Medians over the boxes that had their rank for themselves."""
+    """Medians over the boxes that did not overlap with another box of their rank."""
     weights = {at for boxes in line for at in _microbatches_of_phase(boxes, "weight")}
     alone = [box for boxes in line for box in _alone(boxes)]
     split = [box for box in alone if (box.stage, box.microbatch) in weights]
@@ -472,20 +477,20 @@ def _times_ns(line: Line) -> tuple[float, float, float] | None:
 
 
 def _alone(boxes: Sequence[Box]) -> list[Box]:
-    """Two actions at once are boxes of the same time, which tells of neither how long it takes."""
+    """Drops combined actions: boxes with identical times, whose single durations are unknown."""
     at = Counter((box.start_ns, box.end_ns) for box in boxes)
     return [box for box in boxes if at[box.start_ns, box.end_ns] == 1]
 
 
-# The boxes of a pipeline that annotations mark.
+# Boxes marked by annotations.
 
 
 def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
-    """The boxes that annotations mark, on the device where it shows them, in order of time.
+    """The boxes marked by annotations, on the device if it has them, in order of time.
 
-    Some of torch's schedules mark them too; where the collector did, its marks alone count. The
-    marks of torch's GPipe name no stage: stage, the rank's pp coordinate, does; without it they
-    are no boxes. Two actions at once are two boxes of the same time.
+    Some torch schedules mark them too; if the collector did, only its marks count. torch's GPipe
+    marks have no stage: stage, the rank's pp coordinate, is used, and without it they are ignored.
+    A combined action is two boxes with the same times.
     """
     events = trace.events
     of_category = events.of(Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION)
@@ -503,7 +508,7 @@ def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
 
 
 def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
-    """A device shows a mark once for each stream that worked in it: the one that computes most."""
+    """Selects the marks on the stream with the most compute; a device repeats a mark per stream."""
     events = trace.events
     lanes = distinct(events.lane[rows]).tolist()
     if not trace.on_device or len(lanes) == 1:

@@ -1,4 +1,4 @@
-"""Parallelism strategies that a recording shows."""
+"""Detection of parallelism and memory strategies in a recording."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stepsplit.analyzer.split.strategy_evidence import (
 )
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Group, Int64, RankTrace
 
-# Which strategies a recording shows, from what runs in its steps alone.
+# Detection from the events of the steps only.
 
 
 def strategies_of(
@@ -40,9 +40,9 @@ def strategies_of(
     layout: RankLayout,
     schedule: str | None,
 ) -> tuple[Strategy, ...]:
-    """The strategies of all ranks, each once; schedule is the pipeline's, None where unknown.
+    """Detects the strategies of all ranks, each once; schedule is None if unknown.
 
-    What cannot be told is not named: no strategy is inferred from the mesh that run.json states.
+    Ambiguous strategies are omitted; none is inferred from the mesh in run.json.
     """
     found: list[Strategy] = []
     for i, (trace, windows) in enumerate(zip(traces, steps, strict=True)):
@@ -75,7 +75,8 @@ def _pipelined(layout: RankLayout, schedule: str | None) -> list[Strategy]:
 
 
 def _once_each(found: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """In the order of NAMES; where ranks differ in the detail alone, that of most of them."""
+    """Sorts in the order of NAMES; if ranks differ only in the detail, the most frequent one is
+    kept."""
     counts = Counter(found)
     most: dict[tuple[str, str | None, int | None], Strategy] = {}
     for one in sorted(counts, key=lambda s: (-counts[s], s.detail)):
@@ -83,15 +84,15 @@ def _once_each(found: Sequence[Strategy]) -> tuple[Strategy, ...]:
     return tuple(sorted(most.values(), key=lambda s: (NAMES.index(s.name), s.axis or "", s.detail)))
 
 
-# What is told where the host's ops are not recorded: by axes of groups and their calls alone.
+# Without host ops in the trace: strategies from the axes of groups and their calls only.
 
 _TWICE = 1.5
-"""Weights that are gathered in both passes are gathered more often than gradients are scattered;
-not twice as often where the last layer's stay."""
+"""Weights gathered in both passes are gathered about twice as often as gradients are scattered;
+less than twice if the weights of the last layer stay gathered."""
 
 
 def named_strategies(seen: RankEvidence) -> list[Strategy]:
-    """The strategies of groups whose axis is known, where nothing tells forward from backward."""
+    """Strategies of groups with a known axis, if forward and backward cannot be distinguished."""
     found = [one for group in seen.groups() for one in _of_model(seen, group)]
     sharded = [group for group in seen.groups() if _gathers_twice(seen, group)]
     replicas = [group for group in seen.groups() if _only_sums(seen, group)]
@@ -126,7 +127,7 @@ def _sharded(seen: RankEvidence, group: Group, replicas: list[Group]) -> Strateg
 
 
 def _only_sums(seen: RankEvidence, group: Group) -> bool:
-    """Whether replicas exchange nothing but sums: what hands weights on may be zero-1."""
+    """Whether replicas only reduce; other collectives may be the weight updates of zero-1."""
     if seen.layout.axes_of(group) != {"dp_replicate"} or not _count(seen, group, "all_reduce"):
         return False
     return not _count(seen, group, "all_gather", "reduce_scatter", "broadcast", "reduce")
@@ -141,30 +142,30 @@ def _gathers_twice(seen: RankEvidence, group: Group) -> bool:
 
 
 def _count(seen: RankEvidence, group: Group, *ops: str) -> int:
-    """How many calls of tensors the rank makes on the group by these ops, over all steps."""
+    """The number of tensor calls of the rank on the group with these ops, over all steps."""
     return int((seen.on(group) & seen.of(*ops) & seen.is_tensor).sum())
 
 
-# How ranks share one model's layers and sequences: tp, sp, cp, ep.
+# Model parallel strategies: tp, sp, cp, ep.
 
 _LOSS = re.compile(r"XX+\|")
 
 _LOOK_UP = re.compile(r"EX")
 
 _MOST_CALLS = 0.5
-"""What is told of most of the calls is told of the group."""
+"""A pattern must hold for more than this fraction of the calls of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """What a group does in the forwards of a rank."""
+    """The strategies that a group is used for in the forwards of a rank."""
 
     group: Group
     strategies: tuple[Strategy, ...]
 
 
 def model_strategies(seen: RankEvidence) -> list[GroupUsage]:
-    """The strategies of the groups that work on one sample together."""
+    """Strategies of groups whose ranks work on the same sample."""
     found = [GroupUsage(group, tuple(_of_group(seen, group))) for group in seen.groups()]
     return [taken for taken in found if taken.strategies]
 
@@ -183,10 +184,11 @@ def _of_group(seen: RankEvidence, group: Group) -> list[Strategy]:
 
 
 def _inferred_tensor(seen: RankEvidence, group: Group) -> list[Strategy]:
-    """Activations are summed (tp), or gathered and scattered along the sequence (sp as well).
+    """tp if activations are reduced, sp as well if they are gathered and scattered along the
+    sequence.
 
-    A vocabulary in parts is summed between the look-up and the first layer, and for the loss twice
-    or more between the last product and the backward: its maximum, its sum, the target's logit.
+    A parallel vocabulary reduces between the look-up and the first layer; a parallel loss reduces
+    two or more times between the last GEMM and the backward: maximum, sum, and target logit.
     """
     mask, size = seen.on(group), len(group.ranks)
     forward = seen.counts(mask & seen.is_tensor)[FORWARD]
@@ -207,10 +209,10 @@ def _inferred_tensor(seen: RankEvidence, group: Group) -> list[Strategy]:
 
 
 def _context_kind(seen: RankEvidence, group: Group) -> str | None:
-    """ring, all-gather or ulysses, by what the calls are beside attention; None for neither.
+    """ring, all-gather or ulysses, by the position of the calls relative to attention; else None.
 
-    A ring attends before or after each hop. Ulysses spreads heads before attention and sequences
-    after it. Keys and values are gathered after the products that make them.
+    A ring computes attention before or after each hop. Ulysses exchanges heads before attention and
+    sequences after it. Keys and values are gathered after their projections.
     """
     mask = seen.on(group) & ~seen.shards & seen.is_tensor
     hops = once_each(seen.story(mask & seen.of("send", "recv", "send_recv")))
@@ -232,7 +234,7 @@ def _kind_of_swaps(story: str) -> str | None:
 
 
 def _routes_tokens(seen: RankEvidence, group: Group) -> bool:
-    """Whether all_to_alls go around products that a choice of experts comes before."""
+    """Whether all_to_alls surround GEMMs after an expert selection (routing)."""
     mask = seen.on(group) & seen.is_tensor & seen.of("all_to_all")
     return _routed(once_each(seen.story(mask)))
 
@@ -242,11 +244,11 @@ def _routed(story: str) -> bool:
 
 
 def _share(pattern: str, story: str) -> float:
-    """Of the runs of calls in the story, how many the pattern finds."""
+    """The fraction of the calls in the string that the pattern matches."""
     return len(re.findall(pattern, story)) / max(1, story.count("X"))
 
 
-# In which precisions a rank works, where its steps tell.
+# Precisions in the steps of a rank.
 
 _CASTING = ("aten::linear", "aten::matmul", "aten::conv2d")
 
@@ -258,13 +260,13 @@ _UNSCALES, _SCALES = "aten::_amp_foreach_non_finite_check_and_unscale_", "aten::
 
 
 def precisions(seen: RankEvidence) -> list[Strategy]:
-    """autocast, products in 8 bits, mixed precision of sharded weights, loss scaling."""
+    """autocast, fp8 GEMMs, mixed precision of sharded weights, loss scaling."""
     eight = [Strategy("fp8")] if _EIGHT_BITS in seen.trace.events.names else []
     return [*_autocast(seen), *eight, *_mixed(seen), *_scaled(seen)]
 
 
 def _autocast(seen: RankEvidence) -> list[Strategy]:
-    """Under autocast an op casts its inputs and calls itself: it holds casts, then its own like."""
+    """Under autocast an op casts its inputs and calls itself: it contains casts, then itself."""
     events = seen.trace.events
     found = any(_casts_itself(events, name) for name in _CASTING)
     return [Strategy("autocast")] if found and _CASTS_BACK in events.names else []
@@ -280,13 +282,13 @@ def _casts_itself(events: Events, name: str) -> bool:
 
 
 def _rows_of(events: Events, name: str) -> Int64:
-    """The ops of that name, in order of time."""
+    """The ops with this name, in order of time."""
     chosen = events.name_mask(tuple(one == name for one in events.names))
     return np.flatnonzero(chosen & events.of(Category.OP))
 
 
 def _mixed(seen: RankEvidence) -> list[Strategy]:
-    """Sharded weights are gathered in one precision and their gradients summed in another."""
+    """Sharded weights are gathered in one precision and their gradients reduced in another."""
     gathers = _dtype(seen, "all_gather")
     sums = _dtype(seen, "reduce_scatter")
     if gathers is None or sums is None or gathers == sums:
@@ -296,7 +298,7 @@ def _mixed(seen: RankEvidence) -> list[Strategy]:
 
 
 def _dtype(seen: RankEvidence, op: str) -> str | None:
-    """The type of most of FSDP's calls of the op."""
+    """The dtype of most FSDP calls of the op."""
     mask = seen.shards & seen.of(op) & seen.is_tensor
     kinds = Counter(seen.trace.calls.dtype[seen.row[mask]].tolist())
     most = kinds.most_common(1)
@@ -304,12 +306,12 @@ def _dtype(seen: RankEvidence, op: str) -> str | None:
 
 
 def _scaled(seen: RankEvidence) -> list[Strategy]:
-    """Gradients are divided by the loss's scale and checked for infinity, as GradScaler does."""
+    """Gradients are divided by the loss scale and checked for infinity, as in GradScaler."""
     found = all(len(spans_of(seen.trace.events, name)) for name in (_UNSCALES, _SCALES))
     return [Strategy("loss scaling")] if found else []
 
 
-# What a rank does to spare memory: small batches, computing again, and the host's memory.
+# Memory saving: gradient accumulation, recomputation, and offload to host memory.
 
 _ONLY_FORWARD = (
     "aten::linear",
@@ -326,25 +328,26 @@ _ONLY_FORWARD = (
     "aten::softmax",
     "aten::dropout",
 )
-"""Ops that no backward consists of: within one they compute again what a forward threw away."""
+"""Ops that do not occur in a backward: inside one, they recompute activations."""
 
 _WITHIN = {
     "aten::linear": ("aten::mm", "aten::addmm"),
     "aten::scaled_dot_product_attention": ("aten::_scaled_dot_product",),
 }
-"""What does the work of an op that is made of others."""
+"""Inner ops that do the work of a composite op."""
 
 _MOST_RECOMPUTED = 0.6
-"""Full recomputation repeats more of each kind; what is not in layers, as the head, it does not."""
+"""Minimum recomputed fraction of each op for full recomputation; ops outside the layers, such as
+the head, are not recomputed."""
 
 _MANY = 4
-"""So many copies of a step are of tensors, not of a loss or of a batch."""
+"""Minimum copies per step to count as tensors; a loss or a batch takes fewer."""
 
 
 def accumulated(seen: RankEvidence, sums: int) -> list[Strategy]:
-    """Several microbatches for one step of the optimizer, where no pipeline splits the batch.
+    """Several microbatches per optimizer step without a pipeline that splits the batch.
 
-    sums is after how many backward passes, over all steps, gradients are brought together.
+    sums is the number of backward passes, over all steps, after which gradients are reduced.
     """
     spans = seen.marks.optimizer
     updates = int((seen.steps.at(spans.start_ns) >= 0).sum())
@@ -358,9 +361,9 @@ def accumulated(seen: RankEvidence, sums: int) -> list[Strategy]:
 
 
 def recomputed(seen: RankEvidence) -> list[Strategy]:
-    """Forward ops inside of backwards: full where most of every kind are, else selective.
+    """Forward ops inside backwards: full if most of every op are repeated, else selective.
 
-    What selective checkpoints keep the result of is called again, but computes nothing.
+    Ops whose results a selective checkpoint saves are called again, but compute nothing.
     """
     events, engine = seen.trace.events, seen.marks.engine
     ids = [i for i, name in enumerate(events.names) if name in _ONLY_FORWARD]
@@ -378,9 +381,9 @@ def recomputed(seen: RankEvidence) -> list[Strategy]:
 
 
 def _computes(events: Events, rows: Int64, again: Bool) -> Bool:
-    """Which of the ops do their work: those that hold as many others as their like do at first.
+    """Whether each op does its work: it contains as many inner ops as the median first call.
 
-    Under a mode of dispatch, as selective checkpoints are, a product that is done holds another.
+    Under a dispatch mode, as used by selective checkpoints, a GEMM that runs contains another one.
     """
     found = np.ones(len(rows), dtype=np.bool_)
     for name, prefixes in _WITHIN.items():
@@ -394,8 +397,11 @@ def _computes(events: Events, rows: Int64, again: Bool) -> Bool:
 
 
 def offloaded(seen: RankEvidence) -> list[Strategy]:
-    """Activations that leave in the forward and return in the backward, or gradients that leave in
-    the backward for weights that return in the forward."""
+    """Detects offload of activations and of the optimizer.
+
+    Activations are copied out in the forward and back in the backward; gradients are copied out in
+    the backward for weights that return in the forward.
+    """
     away, back = (_copies(seen, way) for way in (r"DtoH", r"HtoD"))
     found = []
     if _often(away, FORWARD, seen) and _often(back, BACKWARD, seen):
@@ -408,7 +414,7 @@ def offloaded(seen: RankEvidence) -> list[Strategy]:
 
 
 def _host_updates(seen: RankEvidence) -> bool:
-    """Whether the optimizer launches no kernel at all."""
+    """Whether the optimizer launches no kernel."""
     events, spans = seen.trace.events, seen.marks.optimizer
     kernels = np.flatnonzero(events.of(Category.KERNEL))
     launches = events.launches_of(kernels)
@@ -420,7 +426,7 @@ def _often(parts: Int64, part: int, seen: RankEvidence) -> bool:
 
 
 def _copies(seen: RankEvidence, way: str) -> Int64:
-    """In which part of a step each copy to or from the host was launched."""
+    """The part of a step in which each copy to or from the host was launched."""
     events = seen.trace.events
     chosen = tuple(re.search(way, name) is not None for name in events.names)
     rows = np.flatnonzero(events.of(Category.MEMCPY) & events.name_mask(chosen))

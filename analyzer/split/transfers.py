@@ -12,22 +12,22 @@ from stepsplit.analyzer.split.matching import TOGETHER, Alignment, Clock, Matche
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 
-# What each call of a rank did while it was open: move data, or wait, and for whom.
+# Each call of a rank split into wait and transfer, with the rank that it waited for.
 
 COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
-"""Places of the communication buckets in buckets.BUCKETS."""
+"""Indices of the communication buckets in BUCKETS."""
 
 LAG_NS, LONG_NS, TIMES = 5_000_000, 500_000, 4
-"""How long after its waiter has resumed a gloo worker may still be busy with a call; a gap of
-compute is such a wait if it is long, and many times longer than the lag."""
+"""A gloo worker's range may end up to LAG_NS after the waiting thread has resumed. The wait then is
+a gap of compute longer than LONG_NS and than TIMES the lag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The calls of one rank in pieces of one bucket each, on its own clock; columns of one length.
+    """The calls of one rank cut into pieces of one bucket each, on the rank's own clock.
 
-    call indexes the rank's Calls; life_end_ns is the end of the whole call; owner is the rank that
-    was waited for, -1 for nobody or unknown.
+    Columns of one length: call indexes the rank's Calls; life_end_ns is the end of the whole call;
+    owner is the rank waited for, -1 if none or unknown.
     """
 
     call: Int32
@@ -41,7 +41,7 @@ class Pieces:
 def pieces_of(
     trace: RankTrace, rows: slice, arrivals: Arrivals, clock: Clock, layout: RankLayout
 ) -> Pieces:
-    """The calls of one rank, whose rows these are: before data moves, while it does, and after."""
+    """Splits each call of one rank (rows) into wait, transfer, and wait after the transfer."""
     start = trace.events.start_ns[trace.calls.event]
     end = trace.events.end_ns[trace.calls.event]
     if not trace.on_device:
@@ -69,7 +69,7 @@ def pieces_of(
 
 
 def _last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
-    """Who each call waits for; all messages of one kernel wait for the peer that comes last."""
+    """The rank that each call waits for; all messages of one kernel wait for the last peer."""
     order, first = runs_of(labels_of(trace.calls.event))
     if len(first) == len(order):
         return last
@@ -81,10 +81,10 @@ def _last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
 
 
 def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
-    """The pieces of a gloo run, ended where their waiter went on.
+    """Ends the pieces of a gloo run when the waiting thread resumed.
 
-    A worker's range ends up to LAG_NS after the thread that waited has resumed. So a call ends with
-    the longest gap of compute that closes within that time before it, if it is long enough.
+    A worker's range ends up to LAG_NS after the waiting thread has resumed. So a call ends with the
+    longest gap of compute that closes within that time before its end, if the gap is long enough.
     """
     end = pieces.life_end_ns
     gap_start, gap_end = compute.end_ns[:-1], compute.start_ns[1:]
@@ -106,15 +106,16 @@ def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
 
 
 def _waited_for_of_rank(trace: RankTrace, last: Int32) -> Int32:
-    """Who each call waits for; a rank that came last itself waits for the other end, if at all."""
+    """The rank each call waits for; the last rank itself can only wait for the peer of a
+    message."""
     peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
     return np.where((last == trace.rank) | (last < 0), peer, last).astype(np.int32)
 
 
 def _wait_bucket(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
-    """Waiting for another pipeline stage is bubble, for one's own stage skew.
+    """Waiting for another pipeline stage is bubble, for the same stage skew.
 
-    A message whose peer nobody knows is the pipeline's where there is one.
+    A message with an unknown peer counts as bubble on a rank in a pipeline.
     """
     mine = layout.stage(trace.rank)
     others = np.unique(last)
@@ -123,20 +124,20 @@ def _wait_bucket(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
     return np.where(np.isin(last, elsewhere) | unknown, BUBBLE, SKEW).astype(np.uint8)
 
 
-# When the data of each call moved, told from all of its members: what else it did was waiting.
+# Transfer time of each call, from all of its members; the rest of the call is waiting.
 
 _FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]
 
 _MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*TOGETHER, "recv")]
-"""What may end before a member comes. A receive only seems to, by a clock that is a little off."""
+"""Ops whose members may end before another arrives. A receive only appears to, by clock errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When the data of each call moved, on the common clock; columns of one length.
+    """The transfer interval of each call, on the common clock; columns of one length.
 
-    Data moves from moves_ns to moved_ns, the rest of the call is waiting. last is the rank that
-    came last, -1 where nobody knows; estimated marks calls of which a member is not there.
+    Data moves from moves_ns to moved_ns; the rest of the call is waiting. last is the rank that
+    arrived last, -1 if unknown; estimated marks calls without all members recorded.
     """
 
     start_ns: Int64
@@ -148,7 +149,7 @@ class Arrivals:
 
 
 def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignment) -> Arrivals:
-    """When data moved in each call, and who came last."""
+    """Computes the transfer interval of each call, and its last rank."""
     start, end = matched.start_ns.copy(), matched.end_ns.copy()
     for i, clock in enumerate(alignment.clocks):
         rows = matched.of_trace(i)
@@ -165,9 +166,10 @@ def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignm
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """For each row the last arrival that it had to wait for, and whose; -1 where it has no fellow.
+    """For each row, the last arrival that it had to wait for; -1 without a counterpart.
 
-    left_early: some end of the call came before somebody's arrival, so that it tells no transfer.
+    rank is the rank that arrived last. left_early: some member ended before another arrived, so the
+    transfer time cannot be measured.
     """
 
     at_ns: Int64
@@ -190,7 +192,7 @@ def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The first rows of the members, by call and then by arrival; after[call] is its end."""
+    """The first rows of the members, by call and arrival; after[call] is the end of its rows."""
 
     order: Int64
     after: Int64
@@ -203,11 +205,11 @@ class _Members:
         return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
 
     def of_call(self, call: int) -> Int64:
-        """The rows of one call, in the order of their arrival."""
+        """The rows of one call, by arrival."""
         return self.order[self.after[call - 1] if call else 0 : self.after[call]]
 
     def last_of(self, matched: Matched) -> Int64:
-        """For each row that of the last member of its call, itself where it has no fellow."""
+        """For each row, the row of the last member of its call, or itself without a counterpart."""
         last = np.arange(len(matched))
         rows = np.flatnonzero(matched.shared >= 0)
         last[rows] = self.order[self.after[matched.shared[rows]] - 1]
@@ -217,10 +219,10 @@ class _Members:
 def _waited_for_early_leavers(
     matched: Matched, members: _Members, rows: Int64, start: Int64, end: Int64
 ) -> list[int]:
-    """For rows of calls that some member left early, the last that came before that.
+    """For rows of calls that a member left early, the last arrival before that.
 
-    From a root (broadcast, scatter) all wait for the root alone, so who comes after the first has
-    left is not the root, and nobody waited for it.
+    With a root (broadcast, scatter) all wait for the root only. A member that arrives after the
+    first has left is not the root, and no rank waited for it.
     """
     first_end = least_of(matched.shared, end, len(members.after))
     last = []
@@ -234,7 +236,7 @@ def _waited_for_early_leavers(
 
 
 def _absent(matched: Matched, present: Int32) -> Int32:
-    """The rank that each incomplete call lacks, -1 where it lacks none or several."""
+    """The missing rank of each incomplete call, -1 if none or several are missing."""
     here = set(present.tolist())
     lacking = [set(group.ranks) - here for group in matched.groups]
     only = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in lacking]
@@ -242,13 +244,13 @@ def _absent(matched: Matched, present: Int32) -> Int32:
     return np.where(matched.key < 0, of_group, -1).astype(np.int32)
 
 
-# How long data needs to move: of messages within longer kernels, of calls that lack a member.
+# Estimated transfer times: messages within longer kernels, and calls with a missing member.
 
 LOW_PERCENTILE = 10
-"""Of the times that messages of one link and size took, the one that a free link needs."""
+"""Percentile of the times of one link and size that is taken as the time on an idle link."""
 
 _NOISE_NS, _MORE = 20_000, 0.5
-"""A call that lacks a member waited for it if it took longer than its like by more than this."""
+"""A call with a missing member waited for it if it exceeds the usual time by more than this."""
 
 _NONE = np.iinfo(np.int64).max
 
@@ -256,12 +258,12 @@ _NONE = np.iinfo(np.int64).max
 def message_transfers(
     traces: Sequence[RankTrace], matched: Matched, moves_ns: Int64, end_ns: Int64, telling: Bool
 ) -> Int64:
-    """When the data of each call had moved: a collective's at its end, a message's maybe earlier.
+    """The end of each transfer: the end of a collective, possibly earlier for a message.
 
-    The kernel of a message ends with it, unless it holds another that begins to move later. Such a
-    message, and any on gloo, whose ranges end with the caller's wait, moves for the low percentile
-    of those of its link and size, at most to the earlier of its ends. Only telling ones, of which
-    no end left before the other came, count and are cut.
+    The kernel of a message ends with it, unless it contains another message that starts later. Such
+    a message, and any on gloo, whose ranges end with the caller's wait, gets the low percentile of
+    the times of its link and size, at most up to the earlier end of the two. Only telling messages,
+    which no end left before the other arrived, are measured and shortened.
     """
     moved = end_ns.copy()
     rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & telling)
@@ -280,7 +282,7 @@ def message_transfers(
 def _ends_its_kernel(
     traces: Sequence[RankTrace], matched: Matched, rows: Int64, moves_ns: Int64
 ) -> Bool:
-    """Of these messages, which are the last of their kernel to begin to move."""
+    """Whether each message is the last of its kernel to start its transfer."""
     event = np.concatenate([trace.calls.event for trace in traces])[rows]
     on_device = np.array([trace.on_device for trace in traces])[matched.trace[rows]]
     kernel = labels_of(matched.trace[rows], event)
@@ -290,7 +292,7 @@ def _ends_its_kernel(
 
 
 def _links(matched: Matched, rows: Int64) -> Int64:
-    """A number for each row's sender, receiver and size; both ends of a message have the same."""
+    """A number for each sender, receiver and size; both ends of a message have the same."""
     count = int(matched.key.max(initial=-1)) + 1
     ends = np.zeros((count, 2), dtype=np.int64)
     receives = (matched.op[rows] == OP_CODE["recv"]).astype(np.int64)
@@ -300,7 +302,7 @@ def _links(matched: Matched, rows: Int64) -> Int64:
 
 
 def _percentile_of(label: Int64, values: Int64, percentile: int = LOW_PERCENTILE) -> Int64:
-    """For each row the percentile of its label's values, one that occurs."""
+    """For each row, the percentile of the values with its label (an actual value)."""
     found = np.zeros(len(values), dtype=np.int64)
     order, first = runs_of(label)
     for part in np.split(order, first[1:]) if len(order) else []:
@@ -311,11 +313,11 @@ def _percentile_of(label: Int64, values: Int64, percentile: int = LOW_PERCENTILE
 def guessed_transfers(
     traces: Sequence[RankTrace], matched: Matched, came_ns: Int64, end_ns: Int64
 ) -> Int64:
-    """For calls that lack a member and waited for it, how long their data moved; else -1.
+    """The estimated transfer time of calls that waited for a missing member, else -1.
 
-    Complete calls of the same op, size and number of members tell it; else the fastest of the rank
-    itself, counted from the last member that is there. Of another call of unknown size, and of a
-    copy between devices, nobody can say that it waited.
+    It is the time of complete calls of the same op, size and number of members, else the fastest
+    call of the rank itself, counted from the last recorded arrival. For calls of unknown size and
+    copies between devices it cannot be known whether they waited.
     """
     incomplete = (matched.key < 0) & _comparable(traces, matched)
     took = np.maximum(end_ns - came_ns, 0)
@@ -330,7 +332,7 @@ def guessed_transfers(
 
 
 def _comparable(traces: Sequence[RankTrace], matched: Matched) -> Bool:
-    """The messages of a pipeline are of one size even where it is not known."""
+    """Calls whose size is known; the messages of a pipeline have one size even if it is unknown."""
     copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
     comparable: Bool = (matched.is_message | (matched.message_bytes >= 0)) & ~copies
     return comparable

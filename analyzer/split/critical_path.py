@@ -229,8 +229,8 @@ def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
 def _stays(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_Stay]:
     """The path segments from end back to begin.
 
-    seen holds the ranks already visited at the current instant; going to one of them again would
-    loop.
+    Going to a rank that was already visited at the current instant would loop, so such waits are
+    skipped.
     """
     stays: list[_Stay] = []
     at = before = end

@@ -1,4 +1,4 @@
-"""Idle time: what the host did while the device ran nothing."""
+"""Idle time: what the host did while the device was idle."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ from stepsplit.analyzer.trace import (
     UInt8,
 )
 
-# Why a rank's device was idle.
+# Causes of idle time on a rank's device.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class IdleCause:
-    """Idle time of one window that has one cause: how long, and in how many gaps it occurs.
+    """Idle time of one window with one cause: its duration, and the number of gaps it occurs in.
 
-    idle_ns of all causes of a window add up to its idle. op names what ran, "" where nothing tells.
-    causes, by what held up the launch of the event that ended the gap:
-    data_loading    the host waited for its next batch
-    allocation      it took or gave back memory of the device or pinned memory
-    synchronize     it had waited for the device, so it launched late: as much of the gap as it had
-                    waited, for without the wait it would have been that much earlier; op is the op
-                    that waited (aten::item), or the call
-    launch_bound    it was busy in ops and launches, or between those of backward's engine
-    python          it ran no op and no call, where the trace would show them; op is the Python
-                    function, else the annotation
-    and where the launch was in time, by what followed it:
-    launch_latency  what a device takes from one event to the next, or from a launch to its start
-    dependency      longer, for the stream waited for an event, or a graph for its own order
-    late_start      longer, and nothing tells why: the device was another process's, or the trace
-                    lacks events; op is what started late
-    On a CPU run other is an op that is no compute, or an open message. unknown: nothing tells.
+    idle_ns over all causes of a window add up to its idle time. op is the name of the responsible
+    event, "" if unknown.
+
+    Host-bound causes, by what delayed the launch of the event that ended the gap:
+      data_loading    the host waited for its next batch
+      allocation      the host allocated or freed device memory or pinned memory
+      synchronize     the host had waited for the device and launched late; the part of the gap up
+                      to the duration of that wait. op is the waiting op (aten::item) or call
+      launch_bound    the host was busy in ops and launches, or in the autograd engine between them
+      python          the host ran Python code outside of ops and calls; op is the function or
+                      annotation
+
+    Causes with a launch in time, by what followed it:
+      launch_latency  normal delay from one event to the next, or from a launch to its start
+      dependency      longer: the stream waited for an event, or a graph for its own order
+      late_start      longer, cause unknown: another process used the device, or events are missing;
+                      op is the event that started late
+
+    On a CPU run, other is an op that is not compute, or an open message. unknown: no evidence.
     """
 
     window: int
@@ -57,10 +60,10 @@ class IdleCause:
 
 
 def idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
-    """Why the rank idled, a row a window, cause and op; by window, the longest first.
+    """The causes of a rank's idle time, one row per window, cause and op; by window, longest first.
 
-    band is on the rank's own clock, as the trace is. An instant between a gap's start and the
-    return of the call that launched the event after it is the host's, the rest is the device's.
+    band is on the rank's own clock. The time from a gap's start to the return of the call that
+    launched the next event is attributed to the host, the rest to the device.
     """
     idle = band.bucket == IDLE
     window, gaps = band.window[idle], Intervals(band.start_ns[idle], band.end_ns[idle])
@@ -70,7 +73,7 @@ def idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
 
 
 def _summed(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
-    """The parts by window, cause and op; a count is of gaps."""
+    """Sums the parts by window, cause and op; count is the number of gaps."""
     ops = {"": 0}
     op_of = [ops.setdefault(_ADDRESS.sub("", name), len(ops)) for name in events.names]
     op = np.array([*op_of, 0])[np.where(parts.row >= 0, events.name_id[parts.row], -1)]
@@ -90,14 +93,14 @@ def _summed(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause,
 
 
 def _check(gaps: Intervals, parts: IdleParts) -> None:
-    """Every instant of every gap has one cause."""
+    """Asserts that every instant of every gap has one cause."""
     held = np.zeros(len(gaps), dtype=np.int64)
     np.add.at(held, parts.gap, parts.end_ns - parts.start_ns)
     length = gaps.end_ns - gaps.start_ns
-    assert np.array_equal(held, length), f"{held.sum()} ns explained of {length.sum()}"
+    assert np.array_equal(held, length), f"{held.sum()} of {length.sum()} idle ns have a cause"
 
 
-# Which part of a gap, in which nothing runs, has which cause (idle.IdleCause explains them).
+# The cause of each part of a gap (see IdleCause).
 
 CAUSES = (
     "data_loading",
@@ -115,16 +118,16 @@ CAUSES = (
 _CODE = {cause: code for code, cause in enumerate(CAUSES)}
 
 _QUEUED_NS, _LAUNCHED_NS = 30_000, 100_000
-"""The longest that a device takes from one event to the next, and from a launch to its start.
+"""The longest normal delay from one event to the next, and from a launch to its start.
 
-Seen in traces: 1 to 2 us and 2 to 5 us on NVIDIA, up to 30 us and 85 us on MI300X.
+Measured: 1 to 2 us and 2 to 5 us on NVIDIA, up to 30 us and 85 us on MI300X.
 """
 
 _EVER = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
 
 
 class Doing(IntEnum):
-    """What a thread does, as far as the trace tells; of several the first."""
+    """The activity of a host thread; of several concurrent ones the first in this order."""
 
     LOADING = 0
     ALLOCATING = 1
@@ -145,7 +148,8 @@ _OF_DOING = {
 
 @dataclass(frozen=True, slots=True)
 class IdleParts:
-    """Parts of gaps, each with its cause (of CAUSES) and the row that names it, -1 for none."""
+    """Parts of gaps, each with its cause (index of CAUSES) and the row that names it, -1 for
+    none."""
 
     gap: Int64
     start_ns: Int64
@@ -155,14 +159,14 @@ class IdleParts:
 
 
 def explained(trace: RankTrace, gaps: Intervals) -> IdleParts:
-    """The parts of these gaps, which fill them; not in order."""
+    """The parts of these gaps, which fill them; unordered."""
     parts = list((_of_device if trace.on_device else _of_host)(trace.events, gaps))
     columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(IdleParts))
     return IdleParts(*columns)
 
 
 def _of_host(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
-    """On a CPU run: what the thread that trains did."""
+    """On a CPU run: the activity of the training thread."""
     threads = threads_of(events)
     team = team_of(events, threads, threads.main)
     yield _of_team(gaps, np.arange(len(gaps)), team, "other")
@@ -191,7 +195,7 @@ def _of_device(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
 def _waited(
     events: Events, found: IdleParts, waits: HostWaits, gaps: Int64, team: Team
 ) -> IdleParts:
-    """The parts of a gap that a wait made late, save where something more telling ran."""
+    """Attributes the delay by a wait to it, except parts with a more specific cause."""
     of_gap = np.searchsorted(gaps, found.gap)
     wait = waits.row[of_gap]
     allocates = named(events, ALLOCATES)[wait]
@@ -208,7 +212,7 @@ def _waited(
 
 
 def _of_team(times: Intervals, gaps: Int64, team: Team, busy: str) -> IdleParts:
-    """What the threads did in these times; busy is the cause where they worked."""
+    """Attributes these times to the activity of the threads; busy is the cause for work."""
     edges = np.concatenate(([_EVER[0]], team.edges_ns, [_EVER[1]]))
     cut = meet(times, Intervals(edges[:-1], edges[1:]))
     doing, row = team.doing_at(cut.start_ns)
@@ -217,7 +221,7 @@ def _of_team(times: Intervals, gaps: Int64, team: Team, busy: str) -> IdleParts:
 
 
 def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> IdleParts:
-    """From the launch to the start, or from the event before if the launch was earlier."""
+    """Attributes the time from the launch (or the previous event, if later) to the start."""
     told = starts.returned_ns < NEVER
     rows = np.flatnonzero(~told | (host_end_ns < gaps.end_ns))
     start, end = np.where(told, host_end_ns, gaps.start_ns)[rows], gaps.end_ns[rows]
@@ -229,7 +233,7 @@ def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> IdleParts:
     return IdleParts(rows, start, end, cause, np.select(cases[:2], names, starts.row[rows]))
 
 
-# How the device came to its next event: which call launched it, and what the host waited for.
+# The launch of the event after each gap, and the preceding wait of the host.
 
 NEVER = np.iinfo(np.int64).max
 
@@ -247,8 +251,8 @@ class Starts:
     """For each gap the device event that ended it, and its launch; columns of one length.
 
     row and launch index the events, -1 for none. returned_ns is when the launching call returned
-    (an earlier bound where only later launches are recorded, NEVER where nothing tells); thread is
-    the host's that launched; ordered tells whether an event or a graph stood before the start.
+    (an earlier bound if only later launches are recorded, NEVER if unknown); thread is the
+    launching host thread; ordered: an event wait or a graph preceded the start.
     """
 
     row: Int64
@@ -260,14 +264,14 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class HostWaits:
-    """For each gap the host's last wait for the device before it, -1 for none that made it late."""
+    """For each gap, the host's last wait for the device, -1 if it caused no delay."""
 
     row: Int64
     waited_ns: Int64
 
 
 def starts_of(events: Events, gaps: Intervals, threads: Threads) -> Starts:
-    """The earliest device event that starts at or after each gap's end, on any stream."""
+    """The earliest device event that starts at or after the end of each gap, on any stream."""
     device = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
     launches = events.launches_of(device)
     at = np.searchsorted(events.start_ns[device], gaps.end_ns, side="left")
@@ -286,9 +290,9 @@ def starts_of(events: Events, gaps: Intervals, threads: Threads) -> Starts:
 
 
 def _launched_before(events: Events, device: Int64, launches: Int64) -> Int64:
-    """Before when each was launched at the latest: a stream keeps the order of launches.
+    """An upper bound of each launch time: a stream keeps the order of launches.
 
-    What ran first on a stream, and whose launch is not recorded, came before the recording.
+    The first events of a stream without a recorded launch were launched before the recording.
     """
     calls = events.start_ns[events.of(Category.RUNTIME)]
     bound = np.where(launches >= 0, events.start_ns[launches], NEVER)
@@ -303,7 +307,7 @@ def _launched_before(events: Events, device: Int64, launches: Int64) -> Int64:
 
 
 def _ordered(events: Events, launch: Int64, launches: Int64) -> Bool:
-    """Whether the launching call is a graph's, or the stream was told to wait right before it."""
+    """Whether the launching call is a graph launch, or directly follows a stream wait."""
     found = events.of(Category.RUNTIME) & named(events, _ORDERS)
     orders = np.flatnonzero(found)
     when = events.start_ns[launch]
@@ -314,7 +318,7 @@ def _ordered(events: Events, launch: Int64, launches: Int64) -> Bool:
 
 
 def _before(starts_ns: Int64, count: Int64) -> Int64:
-    """The last of the first so many starts."""
+    """The last of the first count starts."""
     padded = np.concatenate(([np.iinfo(np.int64).min], starts_ns))
     return np.asarray(padded[count], dtype=np.int64)
 
@@ -322,9 +326,9 @@ def _before(starts_ns: Int64, count: Int64) -> Int64:
 def waits_of(
     events: Events, gap_start_ns: Int64, launch: Int64, of_team: Bool, waits: Int64
 ) -> HostWaits:
-    """The last wait that began before each gap, if nothing was launched between it and launch.
+    """The last wait that started before each gap, if there was no other launch before launch.
 
-    of_team are the events of the threads that launch in turns, waits those of waiting_calls.
+    of_team marks the events of the cooperating launch threads, waits are those of waiting_calls.
     """
     calls = waits[of_team[waits]]
     launches = events.launches_of(np.flatnonzero(events.of(*DEVICE_CATEGORIES)))
@@ -342,9 +346,9 @@ def waits_of(
 
 
 def waiting_calls(events: Events) -> Int64:
-    """The calls in which a host waits for the device: synchronizing, allocating, blocking copies.
+    """The calls in which a host waits for the device: synchronization, allocation, blocking copies.
 
-    A copy blocks if its memory is pageable, or if the call returned when the copy was done.
+    A copy blocks if its memory is pageable, or if the call returned after the copy ended.
     """
     calls = events.of(Category.RUNTIME)
     waits = calls & (
@@ -358,7 +362,7 @@ def waiting_calls(events: Events) -> Int64:
     return np.flatnonzero(waits)
 
 
-# What the threads of the host that work in turns do at an instant.
+# Activity of the launching thread and the threads that it alternates with.
 
 _BACKWARD = re.compile(r"^(?:torch::)?autograd::|Backward\d*$")
 
@@ -367,7 +371,7 @@ _RUNS_BACKWARD = re.compile(r"^(?!.*\.py\().*backward", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """A thread that launches, and those that it takes turns with: backward has its own threads.
+    """A launching thread and those that it alternates with, such as the threads of backward.
 
     backward are the members that run gradients, others the rest.
     """
@@ -378,9 +382,10 @@ class Team:
     others: tuple[Thread, ...]
 
     def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
-        """What the launching thread does at each instant, or while it does nothing the next.
+        """The activity of the launching thread at each instant, or of the next thread if it is
+        idle.
 
-        With the row that names it, -1 for none.
+        Returns the activity and the row that names it, -1 for none.
         """
         doing, row = self.threads[0].doing_at(when_ns)
         for other in self.threads[1:]:
@@ -392,10 +397,10 @@ class Team:
         return doing, row
 
     def _without_op(self, when_ns: Int64, frame: Int64) -> UInt8:
-        """Python, where its ops would have been recorded and nothing speaks against it.
+        """The activity outside of ops: Python, unless there is evidence for something else.
 
-        Between its ops the engine of backward works, on threads that the trace may lack; a range
-        of gloo is a message that waits.
+        It counts as Python only if ops would have been recorded. The autograd engine works between
+        its ops, possibly on threads missing from the trace; a gloo range is a waiting message.
         """
         name = self.events.name_id[frame]
         pattern = np.array([_RUNS_BACKWARD.search(n) is not None for n in self.events.names])
@@ -408,9 +413,9 @@ class Team:
         return found.astype(np.uint8)
 
     def _in_backward(self, when_ns: Int64) -> Bool:
-        """Whether backward's threads were the last to begin something, and will be the next.
+        """Whether backward's threads started the last event and will start the next one.
 
-        Python that they run between is told by its own frames.
+        Python run by them is recognized by its own frames.
         """
         before_ours, after_ours = _neighbors(self.backward, when_ns)
         before, after = _neighbors(self.others, when_ns)
@@ -419,7 +424,7 @@ class Team:
         return np.asarray((before_ours > before) & (after_ours < after) & ~runs_python)
 
     def _recorded(self, when_ns: Int64) -> Bool:
-        """Whether the instant lies within what was recorded of the threads."""
+        """Whether the instant is inside the recorded time of the threads."""
         begins_ns = np.concatenate([thread.begins_ns for thread in self.threads])
         begun = begins_ns.min(initial=np.iinfo(np.int64).max)
         last = max(thread.last_ns for thread in self.threads)
@@ -427,25 +432,26 @@ class Team:
 
     @property
     def edges_ns(self) -> Int64:
-        """When anything that is told begins or ends, ascending."""
+        """The start and end times of all events, ascending."""
         return np.sort(np.concatenate([thread.edges_ns for thread in self.threads]), kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads of a host: the thread of each lane, the one that steps, those of backward."""
+    """The threads of a host: the thread of each lane, the main (stepping) one, those of
+    backward."""
 
     of_lane: Int64
     main: int
     backward: tuple[int, ...]
 
     def team(self, thread: int) -> tuple[int, ...]:
-        """The numbers of the thread and of those that it takes turns with."""
+        """The numbers of the thread and of those that it alternates with."""
         return (thread, *self.backward) if thread == self.main else (thread, self.main)
 
 
 def threads_of(events: Events) -> Threads:
-    """The threads of the host; a thread's calls may lie on lanes of their own."""
+    """The threads of the host; the calls of a thread may be on separate lanes."""
     number: dict[tuple[str, str], int] = {}
     of_lane = np.array(
         [number.setdefault((lane.pid, lane.tid), len(number)) for lane in events.lanes],
@@ -458,7 +464,7 @@ def threads_of(events: Events) -> Threads:
 
 
 def team_of(events: Events, threads: Threads, thread: int) -> Team:
-    """The team of one thread, itself first."""
+    """The launching thread and those that it alternates with, itself first."""
     numbers = threads.team(thread)
     found = [thread_at(events, np.flatnonzero(threads.of_lane == one)) for one in numbers]
     backward = tuple(t for n, t in zip(numbers, found, strict=True) if n in threads.backward)
@@ -467,9 +473,9 @@ def team_of(events: Events, threads: Threads, thread: int) -> Team:
 
 
 def _main(events: Events, of_lane: Int64, gradients: Bool) -> int:
-    """The thread that steps the profiler, else the one that is longest in ops or calls.
+    """The thread that steps the profiler, else the one with the most time in ops or calls.
 
-    One that runs gradients (its lanes are told) only if there is no other.
+    A thread that runs gradients is chosen last.
     """
     ops = events.of(Category.OP)
     for mask in (
@@ -485,14 +491,14 @@ def _main(events: Events, of_lane: Int64, gradients: Bool) -> int:
 
 
 def _neighbors(threads: Sequence[Thread], when_ns: Int64) -> tuple[Int64, Int64]:
-    """When the threads last began something before each instant, and when they next do."""
+    """The last start of an event on the threads before each instant, and the next one after it."""
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     begins = np.sort(np.concatenate([[least], *(t.begins_ns for t in threads), [most]]))
     after = np.searchsorted(begins, when_ns, side="right")
     return begins[after - 1], begins[after]
 
 
-# What a thread of the host does at an instant.
+# Activity of a single host thread.
 
 STEP, _OPTIMIZER = "ProfilerStep#", "Optimizer."
 
@@ -506,12 +512,12 @@ ALLOCATES = re.compile(
     r"^(?:cuda|hip)(?:Ext)?(?:Host|Mem)?(?:Malloc|Free|Alloc|Register|Unregister)"
     r"|^(?:cu|hip)Mem(?:Alloc|Free|Create|Release|Map|Unmap|SetAccess|Host)"
 )
-"""Calls of a runtime or driver that wait for the device, and that take or give back memory."""
+"""Runtime or driver calls that wait for the device, and that allocate or free memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Events of one thread that lie in one another; columns in order of start, outer first.
+    """Nested events of one thread; columns in order of start, outer first.
 
     key orders them by depth, then by start; by_key is that order.
     """
@@ -524,7 +530,7 @@ class Nested:
     by_key: Int64
 
     def innermost_at(self, when_ns: Int64) -> Int64:
-        """The row of the innermost event open at each instant, -1 for none."""
+        """The row of the innermost open event at each instant, -1 for none."""
         begun = np.searchsorted(self.start_ns, when_ns, side="right")
         depth = begun - np.searchsorted(self.sorted_end_ns, when_ns, side="right") - 1
         if not len(self.row):
@@ -537,10 +543,10 @@ class Nested:
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """The events of one thread by what they tell; rows that do not overlap one another.
+    """The events of one thread by kind; the rows of a kind do not overlap.
 
-    ops are the outermost; work is the same under the optimizer's mark, where there is one.
-    begins_ns is when anything of it begins, last_ns when the last of it ends.
+    ops are the outermost ones; work also includes the optimizer's. begins_ns are the starts of all
+    events, last_ns is the last end.
     """
 
     events: Events
@@ -557,7 +563,7 @@ class Thread:
     python: Nested
 
     def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
-        """What the thread does at each instant, and the row that names it."""
+        """The activity of the thread at each instant, and the row that names it."""
         loading, allocating, synchronizing, ops, work, calls = (
             _open_at(self.events, rows, when_ns)
             for rows in (self.loading, self.allocating, self.synchronizing, self.ops, self.work,
@@ -572,7 +578,7 @@ class Thread:
         return state.astype(np.uint8), np.select(cases, names, -1)
 
     def around(self, calls: Int64) -> Int64:
-        """The op within which each of these calls of this thread was made, else the call itself.
+        """The op that contains each of these calls of this thread, else the call itself.
 
         -1 for a call of another thread, and for -1.
         """
@@ -581,19 +587,20 @@ class Thread:
         return np.where(mine, first(op, calls), -1)
 
     def frame_at(self, when_ns: Int64) -> Int64:
-        """The row of the Python function, else of the annotation, open at each instant; or -1."""
+        """The row of the open Python function, else of the annotation, at each instant; -1 for
+        none."""
         return first(self.python.innermost_at(when_ns), self.annotations.innermost_at(when_ns))
 
     @property
     def edges_ns(self) -> Int64:
-        """When anything that is told begins or ends, in no order."""
+        """The start and end times of all events, unordered."""
         rows = (self.loading, self.allocating, self.synchronizing, self.ops, self.work, self.calls)
         told = np.concatenate([*rows, self.annotations.row, self.python.row])
         return np.concatenate((self.events.start_ns[told], self.events.end_ns[told]))
 
 
 def thread_at(events: Events, lanes: Int64) -> Thread:
-    """What the thread with these lanes does; a mark of the optimizer is older traces' op."""
+    """The thread with these lanes; in older traces, optimizer marks are ops."""
     here = np.isin(events.lane, lanes)
     ops, calls = here & events.of(Category.OP), here & events.of(Category.RUNTIME)
     notes = here & events.of(Category.ANNOTATION)
@@ -622,7 +629,7 @@ def thread_at(events: Events, lanes: Int64) -> Thread:
 
 
 def _outermost(events: Events, mask: Bool) -> Int64:
-    """The chosen events that begin after all chosen earlier ones have ended, in order."""
+    """The chosen events that start after all earlier chosen ones have ended, in order."""
     rows = _outer_first(events, mask)
     reach = np.maximum.accumulate(events.end_ns[rows])
     return rows[np.concatenate(([True], events.start_ns[rows[1:]] >= reach[:-1]))[: len(rows)]]
@@ -651,12 +658,12 @@ def _open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
 
 
 def named(events: Events, pattern: re.Pattern[str]) -> Bool:
-    """Which events have a name in which the pattern is found."""
+    """Which events have a name that the pattern matches."""
     return events.name_mask(tuple(pattern.search(name) is not None for name in events.names))
 
 
 def first(*choices: Int64) -> Int64:
-    """Of each place the first choice that is a row."""
+    """For each element, the first choice that is a row."""
     found = choices[0]
     for other in choices[1:]:
         found = np.where(found >= 0, found, other)

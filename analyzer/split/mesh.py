@@ -40,7 +40,7 @@ class RankLayout:
     """Coordinates of the ranks; mesh and source are None if unknown.
 
     pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
-    told holds the axes of groups that the mesh does not describe, such as expert groups.
+    The last field holds the axes of groups that the mesh does not describe, such as expert groups.
     """
 
     mesh: Mesh | None
@@ -70,7 +70,7 @@ class RankLayout:
     def axes_of(self, group: Group) -> frozenset[str]:
         """The axes along which the group's ranks differ; empty if unknown.
 
-        Expert groups have their own axes, whatever the mesh says about their ranks.
+        Expert groups have their own axes, independent of the mesh.
         """
         if group in self.told:
             return self.told[group]

@@ -184,8 +184,7 @@ def _of_group(seen: RankEvidence, group: Group) -> list[Strategy]:
 
 
 def _inferred_tensor(seen: RankEvidence, group: Group) -> list[Strategy]:
-    """tp if activations are reduced, sp as well if they are gathered and scattered along the
-    sequence.
+    """tp if activations are reduced, and sp if they are gathered and scattered along the sequence.
 
     A parallel vocabulary reduces between the look-up and the first layer; a parallel loss reduces
     two or more times between the last GEMM and the backward: maximum, sum, and target logit.
@@ -363,7 +362,7 @@ def accumulated(seen: RankEvidence, sums: int) -> list[Strategy]:
 def recomputed(seen: RankEvidence) -> list[Strategy]:
     """Forward ops inside backwards: full if most of every op are repeated, else selective.
 
-    Ops whose results a selective checkpoint saves are called again, but compute nothing.
+    Ops whose results a selective checkpoint saves are called again without computing.
     """
     events, engine = seen.trace.events, seen.marks.engine
     ids = [i for i, name in enumerate(events.names) if name in _ONLY_FORWARD]

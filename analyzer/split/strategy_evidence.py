@@ -137,7 +137,7 @@ def _use(seen: RankEvidence, group: Group, mask: Bool) -> _Use:
 def _is_data(seen: RankEvidence, use: _Use) -> bool:
     """Whether the group reduces gradients of data parallel ranks.
 
-    A group of unknown axis does if nothing is reduced in a forward. Groups across stages do not:
+    A group of unknown axis does if it reduces in no forward. Groups across stages do not:
     embeddings of the first and last stage are reduced like gradients. Without ProfilerStep marks it
     is unknown whether weights are gathered after one step or before the next.
     """

@@ -262,8 +262,8 @@ def message_transfers(
 
     The kernel of a message ends with it, unless it contains another message that starts later. Such
     a message, and any on gloo, whose ranges end with the caller's wait, gets the low percentile of
-    the times of its link and size, at most up to the earlier end of the two. Only telling messages,
-    which no end left before the other arrived, are measured and shortened.
+    the times of its link and size, at most up to the earlier end of the two. Messages that one end
+    left before the other arrived are neither measured nor shortened.
     """
     moved = end_ns.copy()
     rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & telling)

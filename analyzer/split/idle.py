@@ -382,8 +382,7 @@ class Team:
     others: tuple[Thread, ...]
 
     def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
-        """The activity of the launching thread at each instant, or of the next thread if it is
-        idle.
+        """The activity of the launching thread at each instant, or of the next one if it is idle.
 
         Returns the activity and the row that names it, -1 for none.
         """

@@ -40,7 +40,7 @@ class RankLayout:
     """Coordinates of the ranks; mesh and source are None if unknown.
 
     pipelines holds the ranks of each pipeline, first stage first; stage_of is the pp coordinate.
-    The last field holds the axes of groups that the mesh does not describe, such as expert groups.
+    known_axes holds the axes of groups that the mesh does not describe, such as expert groups.
     """
 
     mesh: Mesh | None

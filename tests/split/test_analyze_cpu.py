@@ -1,4 +1,4 @@
-"""Whole stories of a gloo run on CPUs: ops, worker threads and the Flight Recorder."""
+"""End-to-end splits of gloo runs on CPUs: ops, worker threads and the Flight Recorder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def splits(report: Report) -> dict[tuple[int, int], Split]:
 
 
 def test_ops_compute_and_a_rank_arrives_when_it_calls(tmp_path: Path) -> None:
-    """The worker of rank 1 picks its call up late: it arrived at 10.5 all the same."""
+    """The worker of rank 1 picks up its call late, but the rank arrived at 10.5."""
     late = CpuTrace(0, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 50)
     late.all_reduce(50, 52, 70, group="0", seq=9, tid=WORKER_A).op("aten::mm", 75, 100)
     early = CpuTrace(1, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 10)
@@ -41,13 +41,13 @@ def test_ops_compute_and_a_rank_arrives_when_it_calls(tmp_path: Path) -> None:
     assert [(row.rank, row.cause) for row in report.blame] == [(0, "compute")]
 
 
-def test_an_op_around_a_collective_is_no_compute(tmp_path: Path) -> None:
+def test_an_op_around_a_collective_is_not_compute(tmp_path: Path) -> None:
     trace = CpuTrace().step(2, 0, 100).op("aten::add", 0, 60).op("aten::mm", 5, 15)
     trace.op("_c10d_functional::wait_tensor", 20, 58).op("aten::mm", 60, 100)
     assert splits(recorded(tmp_path, trace)) == {(0, 2): us(compute=50, idle=50)}
 
 
-def test_ops_of_threads_that_do_not_train_are_not_the_ranks_work(tmp_path: Path) -> None:
+def test_ops_of_other_threads_are_not_compute(tmp_path: Path) -> None:
     trace = CpuTrace().step(2, 0, 100).op("aten::mm", 0, 30).op("aten::copy_", 30, 90, tid=300)
     assert splits(recorded(tmp_path, trace)) == {(0, 2): us(compute=30, idle=70)}
 
@@ -66,7 +66,7 @@ def test_each_group_is_found_by_when_its_workers_start(tmp_path: Path) -> None:
     assert counts == {"dp_replicate": 3, "tp": 1}
 
 
-def test_without_a_flight_recording_collectives_are_estimated_and_that_is_said(
+def test_without_a_flight_recording_collectives_are_estimated_with_a_note(
     tmp_path: Path,
 ) -> None:
     trace = CpuTrace(0, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 50)
@@ -90,7 +90,7 @@ def test_a_stage_that_waits_for_its_microbatch_is_in_the_bubble(tmp_path: Path) 
 
 
 def test_the_grid_of_two_stages_and_its_bubble(tmp_path: Path) -> None:
-    """Stage 0 works 0-20 and 60-80, stage 1 20-60: of the window's 80 us half is hole on either."""
+    """Stage 0 works 0-20 and 60-80, stage 1 20-60: half of 80 us is bubble on both."""
     first, last = CpuTrace(0, 2, STAGES).step(2, 0, 100), CpuTrace(1, 2, STAGES).step(2, 0, 100)
     first.op("aten::mm", 0, 20).annotation("stepsplit::F stage=0 mb=0", 0, 20)
     first.message("send", 1, 20, 21).message("recv", 1, 22, 60)
@@ -112,7 +112,7 @@ def test_the_grid_of_two_stages_and_its_bubble(tmp_path: Path) -> None:
     assert (found.schedule, found.microbatches) == ("1f1b", 1)
 
 
-def test_torchs_own_ranges_hold_the_receive_wait_which_is_no_work(tmp_path: Path) -> None:
+def test_torch_annotations_contain_the_receive_wait_which_is_not_work(tmp_path: Path) -> None:
     first, last = CpuTrace(0, 2, STAGES).step(2, 0, 100), CpuTrace(1, 2, STAGES).step(2, 0, 100)
     first.op("aten::mm", 0, 20).annotation("PP:0F0", 0, 20).message("send", 1, 20, 21)
     first.message("recv", 1, 22, 60).op("aten::mm", 60, 80).annotation("PP:0B0", 22, 80)
@@ -123,7 +123,7 @@ def test_torchs_own_ranges_hold_the_receive_wait_which_is_no_work(tmp_path: Path
     assert [stage.bubble_fraction for stage in found.stages] == [0.5, 0.5]
 
 
-def test_phases_follow_where_the_host_made_the_call(tmp_path: Path) -> None:
+def test_the_phase_of_a_call_is_that_of_its_issue(tmp_path: Path) -> None:
     groups = [("0", "mesh_dp", [0, 1]), ("1", "mesh_tp", [0, 2])]
     trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 0, 1)
     trace.all_reduce(10, 11, 15, group="1", seq=1, tid=WORKER_C)
@@ -138,7 +138,7 @@ def test_phases_follow_where_the_host_made_the_call(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_where_torch_marks_a_schedule_too_a_microbatch_is_one_box(tmp_path: Path) -> None:
+def test_a_microbatch_is_one_box_if_torch_marks_the_schedule_too(tmp_path: Path) -> None:
     trace = CpuTrace(0, 1).step(2, 0, 100).op("aten::mm", 10, 40)
     trace.annotation("PP:0F0", 0, 40).annotation("stepsplit::F stage=0 mb=0", 10, 40)
     trace.write(tmp_path)
@@ -146,7 +146,7 @@ def test_where_torch_marks_a_schedule_too_a_microbatch_is_one_box(tmp_path: Path
     assert (boxes.start_ns.tolist(), boxes.dur_ns.tolist()) == ([10_000], [30_000])
 
 
-def test_a_wait_ends_where_its_thread_goes_on_though_the_worker_lags(tmp_path: Path) -> None:
+def test_a_wait_ends_when_its_thread_resumes_even_if_the_worker_lags(tmp_path: Path) -> None:
     """The worker's range ends 200 us after compute has resumed: the wait of 1 ms was real."""
     early = CpuTrace(0, 2, PAIR).step(2, 0, 3_000).op("aten::mm", 0, 500)
     early.all_reduce(500, 510, 1_700, group="0", seq=1, tid=WORKER_A)
@@ -160,7 +160,7 @@ def test_a_wait_ends_where_its_thread_goes_on_though_the_worker_lags(tmp_path: P
     )
 
 
-def test_what_ends_well_under_compute_was_hidden_on_gloo_too(tmp_path: Path) -> None:
+def test_communication_that_ends_under_compute_is_overlapped_on_gloo_too(tmp_path: Path) -> None:
     trace = CpuTrace(0, 2, PAIR).step(2, 0, 5_000).op("aten::mm", 0, 1_000)
     trace.all_reduce(1_000, 1_010, 4_000, group="0", seq=1, tid=WORKER_A)
     trace.op("aten::mm", 2_000, 5_000)
@@ -187,7 +187,7 @@ def test_gradients_over_all_data_parallel_axes_are_grad_sync(tmp_path: Path) -> 
     assert {(r.axis, r.phase) for r in recorded(tmp_path, trace).exposed} == {(None, "grad_sync")}
 
 
-def test_a_schedule_with_weight_gradients_of_their_own_is_zero_bubble(tmp_path: Path) -> None:
+def test_a_schedule_with_separate_weight_gradients_is_zero_bubble(tmp_path: Path) -> None:
     for rank in (0, 1):
         trace = CpuTrace(rank, 2, STAGES).step(2, 0, 100)
         for letter, at in (("F", 0), ("B", 20), ("W", 40)):

@@ -1,4 +1,4 @@
-"""Whole stories of a few kernels on GPUs: files in, the split out."""
+"""End-to-end splits of a few GPU kernels: files in, split out."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_sequence_numbers_match_windows_that_begin_on_different_calls(tmp_path: 
     assert splits(report)[1, 1] == us(compute=45, skew=30, collective=25)
 
 
-def test_a_step_that_communicates_otherwise_enters_no_median(tmp_path: Path) -> None:
+def test_a_step_with_other_communication_enters_no_median(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=PAIR)
     for number in range(4):
         at = 100 * number
@@ -133,7 +133,7 @@ def test_a_step_that_communicates_otherwise_enters_no_median(tmp_path: Path) -> 
     assert [row.kind for row in report.steps] == ["full", "full", "other", "full"]
 
 
-def test_a_fused_kernel_computes_and_its_time_is_told(tmp_path: Path) -> None:
+def test_a_fused_kernel_counts_as_compute_and_its_time_is_reported(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 50).kernel("fused_all_gather_matmul", 0, 30)
     trace.kernel("gemm", 30, 50)
     assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=50, fused=30)}
@@ -146,7 +146,7 @@ def test_communication_without_nccl_in_its_name_is_communication(tmp_path: Path)
     assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=30, collective=20)}
 
 
-def test_a_trace_without_steps_is_one_step_and_says_so(tmp_path: Path) -> None:
+def test_a_trace_without_steps_is_one_step_with_a_note(tmp_path: Path) -> None:
     trace = GpuTrace().kernel("gemm", 10, 20).kernel("gemm", 25, 30)
     report = analyze(trace.write(tmp_path))
     assert splits(report) == {(0, 0): us(compute=15, idle=5)}
@@ -163,7 +163,7 @@ def test_steps_are_the_same_by_their_collectives_never_by_number(tmp_path: Path)
     assert [row.code for row in report.warnings if row.rank == 1] == ["steps_renumbered"]
 
 
-def test_an_eager_send_leaves_before_the_receive_and_waited_for_nobody(tmp_path: Path) -> None:
+def test_an_eager_send_that_ends_before_the_receive_did_not_wait(tmp_path: Path) -> None:
     first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100)
     first.kernel("F0", 0, 10).message("send", 1, 10, 20, group="3").kernel("F1", 20, 100)
     last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100).kernel("F0", 0, 60)
@@ -265,7 +265,7 @@ def test_kernels_without_arguments_that_cannot_be_one_collective_stay_apart(
 
 
 def test_a_batch_of_messages_without_arguments_is_the_pipelines(tmp_path: Path) -> None:
-    """Its size is unknown, but a pipeline's messages are alike: the fastest tells the transfer."""
+    """Sizes are unknown but equal in a pipeline: the fastest gives the transfer time."""
     groups = [*STAGES, ("4", "mesh_tp", [0, 2])]
     trace = GpuTrace(0, 4, groups=groups).step(1, 0, 100)
     trace.kernel("gemm", 0, 10).all_reduce(10, 20, group="4").kernel("gemm", 20, 30)
@@ -291,7 +291,7 @@ def repeated(rank: int, host: str, steps: range) -> GpuTrace:
     return trace
 
 
-def test_a_shared_clock_tells_which_of_many_like_calls_are_the_same(tmp_path: Path) -> None:
+def test_a_shared_clock_matches_identical_calls(tmp_path: Path) -> None:
     """Rank 1 lacks step 0: its first all-reduce is the second of rank 0."""
     repeated(0, "host0", range(5)).write(tmp_path)
     repeated(1, "host0", range(1, 5)).write(tmp_path)
@@ -303,7 +303,7 @@ def test_a_shared_clock_tells_which_of_many_like_calls_are_the_same(tmp_path: Pa
     assert not {row.code for row in report.warnings} & {"order_ambiguous", "steps_renumbered"}
 
 
-def test_without_a_shared_clock_like_calls_are_ambiguous_and_that_is_said(tmp_path: Path) -> None:
+def test_without_a_shared_clock_identical_calls_are_ambiguous_with_a_note(tmp_path: Path) -> None:
     repeated(0, "host0", range(5)).write(tmp_path)
     repeated(1, "host1", range(1, 5)).write(tmp_path)
     assert "order_ambiguous" in {row.code for row in analyze(tmp_path).warnings}
@@ -346,7 +346,7 @@ def test_a_replayed_graph_repeats_its_sequence_numbers_and_each_replay_is_a_call
     assert [splits(analyze(tmp_path))[0, step] for step in range(3)] == [early] * 3
 
 
-def test_a_size_that_the_root_alone_knows_is_the_collectives(tmp_path: Path) -> None:
+def test_a_size_known_only_to_the_root_is_that_of_the_collective(tmp_path: Path) -> None:
     for rank, known in ((0, {}), (1, {"In msg nelems": -1, "Out msg nelems": -1, "dtype": ""})):
         trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, 50)
         trace.collective("Scatter", "scatter", 50, 70, **known)
@@ -391,20 +391,20 @@ def test_without_marks_steps_end_with_the_call_that_comes_once_in_each(tmp_path:
     assert "the sequence of collectives" in inferred.message
 
 
-def test_a_kernel_of_any_name_that_states_its_collective_is_one(tmp_path: Path) -> None:
+def test_a_kernel_of_any_name_with_collective_arguments_is_a_collective(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=PAIR).step(1, 0, 50).kernel("gemm", 0, 20)
     trace.kernel("my_exchange", 20, 40, **{"Collective name": "allreduce"}).kernel("gemm", 40, 50)
     assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=30, collective=20)}
 
 
-def test_stated_collectives_are_read_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_arguments_are_read_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(schema, "lenient")
     texts = [b'{"stream": 7, "Collective name": "allreduce"}', b'{"stream": 7}']
     found = schema.device_args([msgspec.Raw(text) for text in texts])
     assert [(args.stream, args.communicates) for args in found] == [(7, True), (7, False)]
 
 
-def test_a_group_too_long_to_be_listed_is_told_by_start_and_stride(tmp_path: Path) -> None:
+def test_a_truncated_rank_list_is_read_from_start_and_stride(tmp_path: Path) -> None:
     for rank, computed in ((0, 50), (4, 10)):
         trace = GpuTrace(rank, 8, groups=[("dp", "", [0, 4])]).step(1, 0, 100)
         trace.kernel("gemm", 0, computed).all_reduce(computed, 70, group="dp", Seq=1, **{

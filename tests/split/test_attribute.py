@@ -35,9 +35,9 @@ def work(compute: list[Span], copy: list[Span] = [], fused: list[Span] = []) -> 
 def pieces(*raw: Piece) -> Pieces:
     columns = np.array(raw, dtype=np.int64).reshape(len(raw), 4)
     count = np.arange(len(raw), dtype=np.int32)
-    nobody = np.full(len(raw), -1, dtype=np.int32)
+    no_owner = np.full(len(raw), -1, dtype=np.int32)
     return Pieces(count, columns[:, 0].astype(np.uint8), columns[:, 1], columns[:, 2],
-                  columns[:, 3], nobody)  # fmt: skip
+                  columns[:, 3], no_owner)  # fmt: skip
 
 
 def split(compute: list[Span], *calls: Piece, copy: list[Span] = []) -> Split:  # noqa: B006
@@ -89,7 +89,7 @@ def test_communication_still_open_when_compute_resumes_blocked_nothing(tmp_path:
     assert found == us(compute=80, idle=20, overlapped=30)
 
 
-def test_only_the_gap_in_which_a_call_ends_was_held_up_by_it(tmp_path: Path) -> None:
+def test_a_call_blocks_only_the_gap_in_which_it_ends(tmp_path: Path) -> None:
     """Rank 0 waits from 5 until rank 1 comes at 45, in three gaps of compute."""
 
     def waits(trace: GpuTrace) -> None:
@@ -102,7 +102,7 @@ def test_only_the_gap_in_which_a_call_ends_was_held_up_by_it(tmp_path: Path) -> 
     assert found == us(compute=70, collective=1, skew=15, idle=14)
 
 
-def test_a_call_that_ends_as_compute_resumes_held_it_up(tmp_path: Path) -> None:
+def test_a_call_that_ends_as_compute_resumes_blocked_it(tmp_path: Path) -> None:
     found = split_of(
         tmp_path,
         lambda trace: (
@@ -123,12 +123,12 @@ def test_waiting_comes_after_moving_and_before_copies(tmp_path: Path) -> None:
         1: [("a", "mesh_tp", [0, 1]), ("b", "more", [0, 1])],
         2: [("c", "mesh_pp", [0, 2])],
     }
-    own, fellow, before = (GpuTrace(r, 4, groups=groups[r]).step(1, 0, 100) for r in range(3))
+    own, peer, before = (GpuTrace(r, 4, groups=groups[r]).step(1, 0, 100) for r in range(3))
     own.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(20, 51, group="b")
     own.message("recv", 2, 40, 71, group="c").memcpy(60, 80).kernel("gemm", 90, 100)
-    fellow.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(50, 51, group="b")
+    peer.kernel("gemm", 0, 10).all_reduce(10, 30, group="a").all_reduce(50, 51, group="b")
     before.kernel("gemm", 0, 70).message("send", 0, 70, 71, group="c")
-    assert report(tmp_path, own, fellow, before).steps[0].split == us(
+    assert report(tmp_path, own, peer, before).steps[0].split == us(
         compute=20, collective=21, skew=20, p2p=1, bubble=19, copy=9, idle=10
     )
 
@@ -183,7 +183,7 @@ def test_every_instant_is_in_the_first_bucket_that_applies(
 
 
 def _bucket(instant: int, compute: list[Span], calls: list[Piece], copy: list[Span]) -> int:
-    """The definition, read aloud."""
+    """The definition, written literally."""
     if any(start <= instant < end for start, end in compute):
         return 0
     resumes = [start for start, _ in compute if start > instant]

@@ -1,4 +1,4 @@
-"""Who caused the waiting: told on whole traces, each instant blamed once."""
+"""Causes of waits in complete traces, each instant blamed once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_blame_passes_on_to_the_rank_with_a_cause(tmp_path: Path) -> None:
     assert sum(ns for *_, ns in causes(report)) == sum(row.skew_ns for row in report.steps)
 
 
-def test_a_rank_that_runs_nothing_is_late_by_its_host(tmp_path: Path) -> None:
+def test_an_idle_rank_is_late_because_of_its_host(tmp_path: Path) -> None:
     pair = [("0", "", [0, 1])]
     late = GpuTrace(0, 2, groups=pair).step(1, 0, 100).kernel("gemm", 0, 10)
     late.memcpy(30, 35).all_reduce(50, 60).kernel("gemm", 60, 100)
@@ -43,7 +43,7 @@ def test_a_rank_that_runs_nothing_is_late_by_its_host(tmp_path: Path) -> None:
     assert causes(report) == [(0, "host", 35_000), (0, "copy", 5_000)]
 
 
-def test_the_schedules_own_bubble_is_nobodys_fault(tmp_path: Path) -> None:
+def test_the_ideal_bubble_is_attributed_to_the_schedule(tmp_path: Path) -> None:
     """One microbatch on two stages idles half of the window: all of it the schedule's."""
     first, last = CpuTrace(0, 2, STAGES).step(2, 0, 90), CpuTrace(1, 2, STAGES).step(2, 0, 90)
     first.op("aten::mm", 0, 20).annotation("stepsplit::F stage=0 mb=0", 0, 20)
@@ -58,7 +58,7 @@ def test_the_schedules_own_bubble_is_nobodys_fault(tmp_path: Path) -> None:
     assert causes(report) == [(None, "schedule", sum(row.bubble_ns for row in report.steps))]
 
 
-def test_the_one_rank_that_is_not_there_is_missing(tmp_path: Path) -> None:
+def test_a_single_unrecorded_rank_is_blamed_as_missing(tmp_path: Path) -> None:
     pair = [("0", "", [0, 1])]
     trace = GpuTrace(0, 2, groups=pair).step(1, 0, 100)
     trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
@@ -67,7 +67,7 @@ def test_the_one_rank_that_is_not_there_is_missing(tmp_path: Path) -> None:
     assert "ranks_missing" in {row.code for row in report.warnings}
 
 
-def test_of_several_missing_ranks_nobody_is_known_to_blame(tmp_path: Path) -> None:
+def test_with_several_missing_ranks_the_cause_is_unknown(tmp_path: Path) -> None:
     trio = [("0", "", [0, 1, 2])]
     trace = GpuTrace(0, 3, groups=trio).step(1, 0, 100)
     trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)

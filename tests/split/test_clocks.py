@@ -1,4 +1,4 @@
-"""One clock for all ranks: what the ends of calls and causality tell of each."""
+"""One clock for all ranks, from the ends of calls and causality."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def one_kind(count: int) -> np.ndarray:
     return np.zeros(count, dtype=np.int64)
 
 
-def test_the_offset_is_what_all_ends_agree_on_whatever_a_few_say() -> None:
+def test_the_offset_ignores_outliers() -> None:
     apart = np.full(40, 7_000_000, dtype=np.int64)
     apart[[3, 17, 30]] += 400_000
     found = fitted(every_ms(40), apart, one_kind(40))
     assert (found.offset_ns, found.drift, found.residual_ns) == (7_000_000, 0.0, 0.0)
 
 
-def test_a_drift_is_told_where_span_and_noise_allow_it() -> None:
+def test_a_drift_is_measured_if_span_and_noise_allow_it() -> None:
     noise = np.random.default_rng(5).integers(-2_000, 2_000, 400)
     found = fitted(every_ms(400), every_ms(400) // 20_000 + noise, one_kind(400))
     assert found.drift == pytest.approx(50e-6, rel=0.05)
@@ -39,7 +39,7 @@ def test_a_drift_is_told_where_span_and_noise_allow_it() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 12])
-def test_a_drift_that_nobody_can_tell_is_none_and_part_of_the_doubt(count: int) -> None:
+def test_an_unmeasurable_drift_is_none_and_adds_to_the_uncertainty(count: int) -> None:
     noise = np.random.default_rng(count).integers(-4_000, 4_000, count)
     found = fitted(every_ms(count) * 20, noise, one_kind(count))
     assert found.drift == 0.0
@@ -60,7 +60,7 @@ def test_a_clock_maps_there_and_back_to_the_nanosecond() -> None:
     assert clock.offset_at(at) == 300 * MS + 5_000 - at
 
 
-def test_bounds_move_an_offset_only_as_far_as_they_must() -> None:
+def test_bounds_shift_an_offset_as_little_as_possible() -> None:
     bounds = Bounds(-3, 8)
     assert [bounds.nearest(offset) for offset in (-9, 0, 11)] == [-3, 0, 8]
     assert Bounds(5, 4).nearest(7) == 7
@@ -92,10 +92,10 @@ def test_ranks_without_a_common_group_are_joined_through_others(tmp_path: Path) 
     assert [row.code for row in report.warnings if row.code == "clock_unaligned"] == []
 
 
-def test_hosts_that_share_only_messages_lie_in_the_middle_of_what_causality_allows(
+def test_hosts_with_only_messages_get_the_middle_of_the_causality_bounds(
     tmp_path: Path,
 ) -> None:
-    """Messages of 100 us both ways: the clock of host1 can be told to half of that."""
+    """Messages of 100 us both ways: the clock of host1 is known to half of that."""
     stages = [("3", "mesh_pp", [0, 1])]
     first = GpuTrace(0, 2, "host0", BASE_NS, stages).step(1, 0, 2000)
     last = GpuTrace(1, 2, "host1", BASE_NS + 50 * MS, stages).step(1, 0, 2000)
@@ -108,7 +108,7 @@ def test_hosts_that_share_only_messages_lie_in_the_middle_of_what_causality_allo
     assert row.sigma_ns == 100_001
 
 
-def test_a_host_that_nothing_joins_keeps_its_wall_clock_and_says_so(tmp_path: Path) -> None:
+def test_a_host_without_links_keeps_its_wall_clock_with_a_note(tmp_path: Path) -> None:
     alone = [
         GpuTrace(rank, 2, f"host{rank}", BASE_NS, PAIR).step(1, 0, 50).kernel("gemm", 0, 50)
         for rank in range(2)
@@ -118,7 +118,7 @@ def test_a_host_that_nothing_joins_keeps_its_wall_clock_and_says_so(tmp_path: Pa
     assert "clock_unaligned" in {row.code for row in report.warnings}
 
 
-def test_a_clock_that_runs_fast_moves_no_bucket(tmp_path: Path) -> None:
+def test_a_fast_clock_changes_no_bucket(tmp_path: Path) -> None:
     """The second host's clock gains 40 us a second: over two seconds every wait stays the same."""
     late = GpuTrace(0, 2, "host0", BASE_NS, PAIR)
     early = GpuTrace(1, 2, "host1", BASE_NS, PAIR)

@@ -1,4 +1,4 @@
-"""The path on which the end of a step hangs, in traces and timelines of a few events."""
+"""Critical path of a step, in traces and timelines of a few events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def timeline(rank: int, windows: Sequence[tuple[int, int, int]], *parts: Part) -
     )
 
 
-def test_the_path_goes_over_to_each_rank_that_the_end_waited_for(tmp_path: Path) -> None:
+def test_the_path_continues_on_each_awaited_rank(tmp_path: Path) -> None:
     """Rank 2 waits for rank 1, which waits for rank 0, which computes."""
     slow = GpuTrace(0, 3, groups=CHAIN).step(1, 0, 95)
     slow.kernel("gemm", 0, 50).all_reduce(50, 60, group="a").kernel("gemm", 60, 95)
@@ -57,8 +57,8 @@ def test_the_path_goes_over_to_each_rank_that_the_end_waited_for(tmp_path: Path)
     )
 
 
-def test_what_is_hidden_under_compute_is_not_on_the_path(tmp_path: Path) -> None:
-    """Rank 0 waits under a kernel: the end hangs on its own compute, and idle time is its own."""
+def test_overlapped_communication_is_not_on_the_path(tmp_path: Path) -> None:
+    """Rank 0 waits under a kernel: the path has only its own compute and idle time."""
     first = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100)
     first.kernel("gemm", 0, 60).all_reduce(10, 50).memcpy(60, 65).kernel("gemm", 70, 100)
     other = GpuTrace(1, 2, groups=PAIR).step(1, 0, 90)
@@ -72,7 +72,7 @@ def test_what_is_hidden_under_compute_is_not_on_the_path(tmp_path: Path) -> None
     assert found.path_steps == (PathStep(1, 0, 100_000, last_rank=0, jumps=0),)
 
 
-def test_a_wait_for_a_rank_that_is_not_here_stays_on_the_path(tmp_path: Path) -> None:
+def test_a_wait_for_an_unrecorded_rank_stays_on_the_path(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100)
     trace.all_reduce(0, 30).kernel("gemm", 30, 40).all_reduce(40, 50).kernel("gemm", 50, 100)
     assert analyze(trace.write(tmp_path)).critical_path == (
@@ -107,7 +107,7 @@ def test_time_before_a_rank_was_recorded_is_idle(tmp_path: Path) -> None:
     )
 
 
-def test_a_path_arrives_in_the_middle_of_a_wait_and_goes_on_at_once() -> None:
+def test_a_path_that_arrives_inside_a_wait_continues_at_once() -> None:
     """By a clock that is off, rank 1 still waits for rank 2 when rank 0's wait for it ends."""
     window = [(1, 0, 100)]
     first = timeline(0, window, (0, 50, "skew", 1), (50, 100, "compute", -1))
@@ -124,7 +124,7 @@ def test_a_path_arrives_in_the_middle_of_a_wait_and_goes_on_at_once() -> None:
     assert (found.jumps.op.tolist(), found.jumps.axis) == ([ALL_REDUCE] * 2, ("tp", "tp"))
 
 
-def test_ranks_that_wait_for_each_other_do_not_send_the_path_in_a_circle() -> None:
+def test_ranks_that_wait_for_each_other_do_not_make_the_path_loop() -> None:
     """What both wait for stays on the path, on the rank that was asked last."""
     window = [(1, 0, 100)]
     first = timeline(0, window, (0, 30, "compute", -1), (30, 60, "skew", 1),

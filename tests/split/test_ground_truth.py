@@ -30,15 +30,13 @@ def test_every_bucket_every_clock_and_the_planted_cause(name: str, tmp_path: Pat
     [Style(nccl="2.17"), Style(numbered=False), Style(descriptions="none", run_json=False)],
     ids=["nccl 2.17", "no seq", "no mesh"],
 )
-def test_what_a_trace_leaves_unsaid_changes_no_bucket(
-    name: str, style: Style, tmp_path: Path
-) -> None:
+def test_missing_trace_fields_change_no_bucket(name: str, style: Style, tmp_path: Path) -> None:
     check(trial(SCENARIOS[name](SEED), tmp_path, style))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_lost_kernels_leave_the_truth_of_what_is_left(name: str, tmp_path: Path) -> None:
+def test_lost_kernels_do_not_change_the_remaining_ones(name: str, tmp_path: Path) -> None:
     style = Style(missing="lost_events")
     found = trial(SCENARIOS[name](SEED), tmp_path, style)
     left = truth_of(recorded(found.run, style, found.scenario.seed)).splits
@@ -47,7 +45,7 @@ def test_lost_kernels_leave_the_truth_of_what_is_left(name: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
-def test_windows_that_begin_and_end_on_different_calls_match_what_both_hold(
+def test_recordings_with_different_edges_match_their_common_calls(
     name: str, tmp_path: Path
 ) -> None:
     style = Style(missing="cut_windows")
@@ -62,7 +60,7 @@ def test_windows_that_begin_and_end_on_different_calls_match_what_both_hold(
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_kernels_without_arguments_are_told_or_estimated(name: str, tmp_path: Path) -> None:
+def test_kernels_without_arguments_are_matched_or_estimated(name: str, tmp_path: Path) -> None:
     """Without names a message is like a collective, and without stages bubble is like skew."""
     found = trial(SCENARIOS[name](SEED), tmp_path, Style(missing="no_args", run_json=False))
     for row, off in _together(found, ("collective", "p2p"), ("skew", "bubble")).items():
@@ -70,7 +68,9 @@ def test_kernels_without_arguments_are_told_or_estimated(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["ddp_two_hosts", "fsdp", "tp_pp_dp_slow_rank"])
-def test_without_marks_the_shares_of_the_run_stay_what_they_are(name: str, tmp_path: Path) -> None:
+def test_without_step_marks_the_bucket_shares_of_the_run_do_not_change(
+    name: str, tmp_path: Path
+) -> None:
     """Steps are then cut elsewhere, or not at all."""
     marked, unmarked = tmp_path / "marked", tmp_path / "unmarked"
     marked.mkdir()
@@ -85,7 +85,7 @@ def test_without_marks_the_shares_of_the_run_stay_what_they_are(name: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SOME, "tp_slow_rank", "ddp_host_stall", "pp_slow_stage"])
-def test_with_a_rank_gone_compute_is_exact_and_waits_are_close_or_called_estimated(
+def test_with_a_missing_rank_compute_is_exact_and_waits_are_close_or_estimated(
     name: str, tmp_path: Path
 ) -> None:
     scenario = SCENARIOS[name](SEED)
@@ -102,7 +102,7 @@ def test_with_a_rank_gone_compute_is_exact_and_waits_are_close_or_called_estimat
         assert abs(miss.share) <= 0.03 or (miss.estimated and _alone(scenario, gone)), miss
 
 
-def test_the_rank_that_is_missing_may_be_the_answer(tmp_path: Path) -> None:
+def test_a_missing_rank_may_be_the_cause(tmp_path: Path) -> None:
     scenario = SCENARIOS["tp_pp_dp_slow_rank"](SEED)
     assert scenario.cause is not None
     others = [r for r in range(len(scenario.job.programs)) if r != scenario.cause.rank]

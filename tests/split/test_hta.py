@@ -106,8 +106,8 @@ def communication_of(trace: RankTrace) -> Intervals:
 def of_stepsplit(trace: RankTrace) -> Breakdown:
     """The rank's whole window as one step, split as every step is.
 
-    For HTA a gap under communication is busy, whenever that ends. The split asks what held the rank
-    up, so it is not asked about communication here, and that is taken from what it calls idle.
+    For HTA a gap under communication is busy, whenever that ends. The split counts only blocking
+    communication, so it gets none here, and communication is subtracted from its idle time.
     """
     events = trace.events
     rows = events.of(*DEVICE_CATEGORIES)
@@ -131,8 +131,8 @@ def real_traces() -> list[Any]:
     """Every shared trace with work of a device that HTA counts as such."""
     files = sorted(SHARED_TRACES.glob("kineto_*/*json*"))
     named = [file.relative_to(SHARED_TRACES).as_posix() for file in files]
-    told = [n for n in named if "pytorch_et" not in n and not any(x in n for x in NO_DEVICE)]
-    return [pytest.param(name, id=name[7:50]) for name in told]
+    chosen = [n for n in named if "pytorch_et" not in n and not any(x in n for x in NO_DEVICE)]
+    return [pytest.param(name, id=name[7:50]) for name in chosen]
 
 
 @cache
@@ -270,7 +270,7 @@ BOTH_WAYS = (
     "name", [pytest.param(BOTH_WAYS[0], marks=pytest.mark.slow), *BOTH_WAYS[1:]],
     ids=lambda name: name[7:50],
 )  # fmt: skip
-def test_hta_says_the_same_of_what_it_loads_and_of_what_it_is_handed(
+def test_hta_gives_the_same_results_for_its_own_and_for_bridged_data(
     name: str, tmp_path: Path
 ) -> None:
     """As marked, so that its own choice of steps and kernels is made both ways."""

@@ -112,8 +112,8 @@ def test_every_event_becomes_a_row_linked_to_its_launch(tmp_path: Path) -> None:
     analysis = open_in_hta(tmp_path)
     frame, names = analysis.t.get_trace(0), analysis.t.symbol_table.get_sym_table()
     rows = frame.sort_values("ts")[[*ROW]].itertuples(index=False, name=None)
-    told = [(names[cat], names[name], *rest) for cat, name, *rest in rows]
-    assert told == [
+    linked = [(names[cat], names[name], *rest) for cat, name, *rest in rows]
+    assert linked == [
         ("user_annotation", "ProfilerStep#1", 1, MAIN, 0, 40, 40, -1, -1, 1),
         ("cuda_runtime", "cudaLaunchKernel", 1, MAIN, 5, 0, 5, -1, 2, 1),
         ("kernel", "gemm", 0, COMPUTE_STREAM, 10, 20.5, 30.5, COMPUTE_STREAM, 2, 1),
@@ -125,7 +125,7 @@ def test_every_event_becomes_a_row_linked_to_its_launch(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_ranks_stand_on_their_wall_clocks(tmp_path: Path) -> None:
+def test_ranks_use_their_wall_clocks(tmp_path: Path) -> None:
     for rank in range(2):
         GpuTrace(rank, 2, base_ns=BASE_NS + 7_000 * rank).kernel("gemm", 10, 30).write(tmp_path)
     handed = open_in_hta(tmp_path).t
@@ -163,7 +163,7 @@ def test_hta_finds_no_straggler_among_the_kernels_of_newer_nccl(tmp_path: Path) 
         analysis.get_potential_stragglers()
 
 
-def test_without_hta_the_user_is_told_what_to_install(
+def test_without_hta_the_error_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_rank(0).write(tmp_path)

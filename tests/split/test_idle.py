@@ -81,7 +81,7 @@ def test_without_functions_python_is_named_by_the_annotation(tmp_path: Path) -> 
     ]
 
 
-def test_the_ops_of_an_optimizer_go_by_its_name(tmp_path: Path) -> None:
+def test_the_ops_of_an_optimizer_are_named_after_it(tmp_path: Path) -> None:
     trace = first().annotation("Optimizer.step#AdamW.step", 90, 160).op("aten::add_", 100, 150)
     assert causes(tmp_path, late(trace, 140)) == [
         ("launch_bound", "Optimizer.step#AdamW.step", 45, 1),
@@ -89,7 +89,7 @@ def test_the_ops_of_an_optimizer_go_by_its_name(tmp_path: Path) -> None:
     ]
 
 
-def test_without_ops_in_the_trace_nobody_can_tell_them_from_python(tmp_path: Path) -> None:
+def test_without_ops_in_the_trace_python_cannot_be_distinguished(tmp_path: Path) -> None:
     trace = first().annotation("forward", 90, 160)
     assert causes(tmp_path, late(trace, 140)) == [
         ("launch_bound", "forward", 45, 1),
@@ -97,7 +97,7 @@ def test_without_ops_in_the_trace_nobody_can_tell_them_from_python(tmp_path: Pat
     ]
 
 
-def test_kernels_that_were_queued_lose_only_the_latency_of_the_device(tmp_path: Path) -> None:
+def test_queued_kernels_lose_only_the_device_latency(tmp_path: Path) -> None:
     trace = first().kernel("queued", 102, 110, launched=5)
     assert causes(tmp_path, trace) == [(*LATENCY, 2, 1)]
 
@@ -107,13 +107,13 @@ def test_gaps_of_one_cause_are_summed_and_counted(tmp_path: Path) -> None:
     assert causes(tmp_path, trace) == [(*LATENCY, 5, 2)]
 
 
-def test_a_launch_before_the_recording_is_told_by_the_order_of_the_stream(tmp_path: Path) -> None:
+def test_a_launch_before_the_recording_is_inferred_from_stream_order(tmp_path: Path) -> None:
     trace = GpuTrace().call("cudaEventQuery", 0, 1)
     trace.unlaunched("a", 10, 20).unlaunched("b", 23, 30).kernel("c", 30, 40, launched=5)
     assert causes(tmp_path, trace) == [("launch_latency", "", 3, 1)]
 
 
-def test_a_launch_that_was_not_recorded_explains_nothing(tmp_path: Path) -> None:
+def test_an_unrecorded_launch_has_an_unknown_cause(tmp_path: Path) -> None:
     trace = first().unlaunched("lost", 123, 130)
     assert causes(tmp_path, trace) == [("unknown", "", 23, 1)]
 
@@ -124,7 +124,7 @@ def test_a_step_of_a_device_ends_with_its_last_event_so_something_follows_each_g
     assert causes(tmp_path, first().step(1, 0, 123)) == []
 
 
-def test_item_made_the_host_late_by_as_much_as_it_waited(tmp_path: Path) -> None:
+def test_item_delays_the_host_by_the_duration_of_its_wait(tmp_path: Path) -> None:
     trace = first().op("aten::item", 20, 105).op("aten::_local_scalar_dense", 21, 104)
     trace.call("cudaStreamSynchronize", 60, 103).op("aten::mul", 130, 160)
     assert causes(tmp_path, late(trace, 150)) == [
@@ -134,7 +134,7 @@ def test_item_made_the_host_late_by_as_much_as_it_waited(tmp_path: Path) -> None
     ]
 
 
-def test_a_synchronize_outside_of_ops_goes_by_its_own_name(tmp_path: Path) -> None:
+def test_a_synchronize_outside_of_ops_has_its_own_name(tmp_path: Path) -> None:
     trace = first().call("cudaDeviceSynchronize", 20, 105).op("aten::mul", 130, 150)
     assert causes(tmp_path, late(trace, 140)) == [
         ("synchronize", "cudaDeviceSynchronize", 45, 1),
@@ -142,7 +142,7 @@ def test_a_synchronize_outside_of_ops_goes_by_its_own_name(tmp_path: Path) -> No
     ]
 
 
-def test_a_wait_before_an_earlier_launch_explains_no_later_gap(tmp_path: Path) -> None:
+def test_a_wait_before_an_earlier_launch_causes_no_later_gap(tmp_path: Path) -> None:
     trace = first().call("cudaDeviceSynchronize", 20, 105).op("aten::mul", 107, 200)
     trace.launch("next", (110, 115), (117, 130))
     assert causes(tmp_path, late(trace, 140)) == [
@@ -164,7 +164,7 @@ def test_a_copy_from_pageable_memory_waits_too(tmp_path: Path) -> None:
     ]
 
 
-def test_loading_the_next_batch_is_told_even_after_a_wait(tmp_path: Path) -> None:
+def test_data_loading_is_reported_even_after_a_wait(tmp_path: Path) -> None:
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     trace = first().call("cudaDeviceSynchronize", 0, 105).annotation(loader, 110, 135)
     assert causes(tmp_path, late(trace.op("aten::stack", 115, 130), 140)) == [
@@ -180,7 +180,7 @@ def test_the_data_loader_is_known_by_its_python_function_too(tmp_path: Path) -> 
     assert causes(tmp_path, late(trace, 140))[0] == ("data_loading", loader, 40, 1)
 
 
-def test_taking_memory_is_allocation_within_the_op_that_needed_it(tmp_path: Path) -> None:
+def test_an_allocation_is_named_after_the_op_that_needed_it(tmp_path: Path) -> None:
     trace = first().op("aten::empty", 100, 150).call("cudaMalloc", 105, 135)
     assert causes(tmp_path, late(trace, 140)) == [
         ("allocation", "aten::empty", 30, 1),
@@ -189,7 +189,7 @@ def test_taking_memory_is_allocation_within_the_op_that_needed_it(tmp_path: Path
     ]
 
 
-def test_giving_memory_back_waits_for_the_device(tmp_path: Path) -> None:
+def test_freeing_memory_waits_for_the_device(tmp_path: Path) -> None:
     trace = first().op("aten::empty", 50, 150).call("cudaFree", 60, 105)
     assert causes(tmp_path, late(trace, 140)) == [
         ("allocation", "aten::empty", 45, 1),
@@ -226,7 +226,9 @@ def test_a_kernel_launched_in_time_that_waits_for_an_event_depends_on_it(tmp_pat
     assert causes(tmp_path, trace) == [("dependency", "waits", 50, 1)]
 
 
-def test_a_kernel_launched_in_time_that_starts_late_for_no_reason_says_so(tmp_path: Path) -> None:
+def test_a_kernel_launched_in_time_that_starts_late_without_a_cause_is_late_start(
+    tmp_path: Path,
+) -> None:
     trace = first().kernel("held", 150, 160, launched=7)
     assert causes(tmp_path, trace) == [("late_start", "held", 50, 1)]
 
@@ -253,7 +255,7 @@ def test_no_idle_has_no_cause(tmp_path: Path) -> None:
     assert causes(tmp_path, first()) == []
 
 
-def test_on_a_cpu_run_the_training_thread_tells(tmp_path: Path) -> None:
+def test_on_a_cpu_run_the_training_thread_gives_the_cause(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 100).op("aten::mm", 0, 10)
     trace.annotation("enumerate(DataLoader)#__next__", 10, 40)
     trace.op("c10d::allreduce_", 45, 50).op("aten::mm", 60, 100)
@@ -270,7 +272,7 @@ def test_on_a_cpu_run_a_range_may_be_a_wait(name: str, cause: str, tmp_path: Pat
     assert causes(tmp_path, trace) == [(cause, name, 30, 1)]
 
 
-def test_on_a_cpu_run_a_message_that_is_open_when_compute_resumes_is_no_python(
+def test_on_a_cpu_run_a_message_open_when_compute_resumes_is_not_python(
     tmp_path: Path,
 ) -> None:
     trace = CpuTrace().op("aten::mm", 0, 10).annotation("gloo:send", 10, 45).op("aten::mm", 40, 50)

@@ -1,4 +1,4 @@
-"""What ranks compute: families of kernels, ranks that are slower at them, and what slows them."""
+"""Kernel families, slow ranks, and slowdown by communication."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def analyzed(folder: Path, *traces: GpuTrace | CpuTrace) -> Report:
     return analyze(*(trace.write(folder) for trace in traces))
 
 
-def test_kernels_of_full_steps_are_counted_by_family_and_communication_is_none(
+def test_kernels_of_full_steps_are_counted_by_family_without_communication(
     tmp_path: Path,
 ) -> None:
     trace = GpuTrace(0, 2, groups=PAIR).kernel("early_gemm", 0, 12).step(1, 10, 20)
@@ -55,7 +55,7 @@ def test_kernels_of_full_steps_are_counted_by_family_and_communication_is_none(
     )
 
 
-def test_an_op_of_a_cpu_run_counts_without_the_ops_that_it_holds(tmp_path: Path) -> None:
+def test_an_op_of_a_cpu_run_counts_without_its_nested_ops(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 100)
     trace.op("aten::linear", 0, 50).op("aten::t", 5, 10).op("aten::addmm", 10, 40)
     trace.op("aten::copy_", 12, 14).op("aten::add_", 60, 70)
@@ -66,7 +66,7 @@ def test_an_op_of_a_cpu_run_counts_without_the_ops_that_it_holds(tmp_path: Path)
     )
 
 
-def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
+def test_a_kernel_without_a_rule_is_other(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("frobnicate_v2", 0, 10)
     assert analyzed(tmp_path, trace).kernels == (KernelFamily(0, "other", 1, 10_000, 1.0),)
 
@@ -108,7 +108,7 @@ def test_what_no_rule_knows_is_other(tmp_path: Path) -> None:
         ("pooling", ["void at::native::max_pool_forward_nchw<float, float>"]),
     ],
 )  # fmt: skip
-def test_names_are_of_the_family_that_their_makers_mean(
+def test_kernel_names_map_to_the_intended_family(
     family: str, names: list[str], tmp_path: Path
 ) -> None:
     trace = GpuTrace().step(1, 0, 10 * len(names))
@@ -142,7 +142,7 @@ def ran(rank: int, took: Sequence[Sequence[int]], kernel: str = "gemm") -> GpuTr
     return trace
 
 
-def test_a_rank_whose_kernels_take_longer_is_named_with_what_it_loses_a_step(
+def test_a_rank_with_slow_kernels_is_reported_with_its_loss_per_step(
     tmp_path: Path,
 ) -> None:
     usual, slower = [[100, 200] * 6] * 2, [[120, 240] * 6] * 2
@@ -155,7 +155,7 @@ def test_a_rank_whose_kernels_take_longer_is_named_with_what_it_loses_a_step(
     assert summed == SlowRank(2, "gemm", pytest.approx(1.2), row.lost_ns, 1, "gemm")
 
 
-def test_of_two_ranks_the_faster_is_the_usual_one(tmp_path: Path) -> None:
+def test_of_two_ranks_the_faster_is_the_reference(tmp_path: Path) -> None:
     found = analyzed(tmp_path, ran(0, [[100] * 12] * 2), ran(1, [[150] * 12] * 2))
     assert [(row.rank, round(row.ratio, 3)) for row in found.slow_kernels] == [(1, 1.5)]
 
@@ -165,7 +165,7 @@ def test_ranks_that_ran_a_kernel_unequally_often_are_not_compared(tmp_path: Path
     assert found.slow_kernels == ()
 
 
-def test_too_few_runs_tell_nothing(tmp_path: Path) -> None:
+def test_too_few_runs_give_no_result(tmp_path: Path) -> None:
     found = analyzed(tmp_path, ran(0, [[100] * 5] * 2), ran(1, [[150] * 5] * 2))
     assert found.slow_kernels == ()
 
@@ -200,20 +200,20 @@ def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_balanced_ranks_with_noisy_kernels_raise_no_alarm(ranks: int) -> None:
+def test_balanced_ranks_with_noisy_kernels_give_no_false_positives(ranks: int) -> None:
     for seed in range(10):
         assert slow_of_noisy([noisy(rank, seed) for rank in range(ranks)]) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_kernel_slower_by_a_fifth_stands_out_of_the_noise(ranks: int) -> None:
+def test_a_kernel_slower_by_a_fifth_exceeds_the_noise(ranks: int) -> None:
     for seed in range(10):
         traces = [noisy(rank, seed, 1.2 if rank == 1 else 1.0) for rank in range(ranks)]
         assert slow_of_noisy(traces) == [(1, "kernel_7")]
 
 
 def slowed(folder: Path, steps: Sequence[Sequence[int]], came: float = 0) -> list[ContentionRow]:
-    """What rank 0 loses beside communication. Its steps are gemms of so many microseconds each.
+    """What rank 0 loses under communication. Its steps are gemms of so many microseconds each.
 
     A sum that moves data for 5 us runs before the gemms, in the second step for as long as they do.
     With came, rank 1 joins that one only so many microseconds after rank 0 began it."""
@@ -233,20 +233,20 @@ def slowed(folder: Path, steps: Sequence[Sequence[int]], came: float = 0) -> lis
     return [row for row in analyzed(folder, one, other).contention if row.rank == 0]
 
 
-def test_a_kernel_under_moving_communication_is_held_against_itself_in_other_steps(
+def test_a_kernel_under_a_transfer_is_compared_with_itself_in_other_steps(
     tmp_path: Path,
 ) -> None:
-    """Ten kernels; in the second step data moves beside all of them and they take 30 % longer."""
-    alone, beside = [*range(100, 200, 10)], [*range(130, 260, 13)]
-    assert slowed(tmp_path, [alone, beside, alone]) == [
+    """Ten kernels; in the second step data moves during all of them and they take 30 % longer."""
+    alone, under = [*range(100, 200, 10)], [*range(130, 260, 13)]
+    assert slowed(tmp_path, [alone, under, alone]) == [
         ContentionRow(0, ratio=1.3, kernels=10, lost_ns=435_000)
     ]
 
 
-def test_kernels_of_one_name_and_other_shapes_are_not_held_against_one_another(
+def test_kernels_of_one_name_and_different_shapes_are_not_compared(
     tmp_path: Path,
 ) -> None:
-    """The large ones always run beside communication, the small ones never."""
+    """The large ones always run under communication, the small ones never."""
     trace, at = GpuTrace(0, 1, groups=[("0", "", [0])]), 0.0
     for number in range(2):
         trace.step(number, at, at + 4000).all_reduce(at + 1000, at + 4000, launched=at)
@@ -260,11 +260,11 @@ def test_steps_that_run_a_kernel_more_often_are_not_compared(tmp_path: Path) -> 
     assert slowed(tmp_path, [[100] * 10, [130] * 11, [100] * 10]) == []
 
 
-def test_waiting_slows_nothing_down(tmp_path: Path) -> None:
+def test_waiting_communication_slows_no_kernel(tmp_path: Path) -> None:
     steps = [[100] * 10, [130] * 10, [100] * 10]
     assert len(slowed(tmp_path, steps)) == 1
     assert slowed(tmp_path, steps, came=1299) == []
 
 
-def test_too_few_kernels_that_ran_both_ways_tell_nothing(tmp_path: Path) -> None:
+def test_too_few_comparable_kernels_give_no_result(tmp_path: Path) -> None:
     assert slowed(tmp_path, [[100] * 9, [130] * 9, [100] * 9]) == []

@@ -1,4 +1,4 @@
-"""Where ranks sit: stated, or told by the names of groups, or by who sends to whom."""
+"""Rank layout from run.json, group names, or messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh_groups(*axes: str) -> list[GroupInfo]:
     return [GroupInfo(f"{i}", f"mesh_{a}", r) for i, (a, r) in enumerate(sorted(lines))]
 
 
-def test_the_stated_mesh_says_every_axis() -> None:
+def test_the_mesh_in_run_json_defines_every_axis() -> None:
     layout = layout_of(spec(MESH), [])
     assert (layout.source, layout.notes) == ("run.json", ())
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -45,7 +45,7 @@ def test_the_names_of_groups_make_the_same_mesh() -> None:
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
 
 
-def test_groups_that_do_not_make_up_the_world_are_no_mesh_but_name_stages_and_axes() -> None:
+def test_groups_that_do_not_cover_the_world_name_stages_and_axes_but_no_mesh() -> None:
     layout = layout_of(spec(None, *mesh_groups("pp", "tp")), [])
     assert (layout.mesh, layout.source) == (None, "group names")
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -88,7 +88,7 @@ def test_run_json_without_its_mesh_changes_only_a_warning(tmp_path: Path) -> Non
     }
 
 
-def test_two_ranks_that_swap_data_are_a_ring_and_no_pipeline(tmp_path: Path) -> None:
+def test_two_ranks_that_swap_data_are_a_ring_not_a_pipeline(tmp_path: Path) -> None:
     world = [("0", "default_pg", [0, 1])]
     for rank in (0, 1):
         trace = CpuTrace(rank, 2, world).step(2, 0, 100).op("aten::mm", 0, 10 + 30 * rank)
@@ -159,7 +159,7 @@ def test_frameworks_name_axes_each_in_its_own_way(description: str, found: Named
     assert named(description) == found
 
 
-def test_the_groups_of_one_rank_of_a_megatron_job_tell_the_mesh_of_all() -> None:
+def test_the_groups_of_one_megatron_rank_determine_the_mesh() -> None:
     """Data parallel ranks are named only together with cp, and the ranks of tp and cp are tp's."""
     layout = described(16, *MEGATRON_RANK_9)
     assert layout.mesh == Mesh.of({"pp": 2, "dp": 2, "tp": 4})
@@ -169,7 +169,7 @@ def test_the_groups_of_one_rank_of_a_megatron_job_tell_the_mesh_of_all() -> None
     ]  # fmt: skip
 
 
-def test_the_dims_of_torchtitan_tell_the_axes_that_they_flatten() -> None:
+def test_torchtitan_dims_map_to_the_axes_that_they_flatten() -> None:
     groups = (
         ("mesh_pp", (0, 8)), ("mesh_fsdp", (0, 2, 4, 6)), ("mesh_loss", (0, 2, 4, 6)),
         ("mesh_cp", (0, 2)), ("mesh_tp", (0, 1)), ("mesh_efsdp", (0, 4)), ("mesh_ep", (0, 1, 2, 3)),
@@ -179,7 +179,7 @@ def test_the_dims_of_torchtitan_tell_the_axes_that_they_flatten() -> None:
     assert axes(layout, *groups) == ["pp", None, None, "cp", "tp", "dp_shard", "ep"]
 
 
-def test_a_group_of_experts_lies_along_ep_though_the_stated_mesh_does_not_hold_it() -> None:
+def test_a_group_of_experts_lies_along_ep_even_if_the_mesh_lacks_it() -> None:
     stated = RunSpec("run", 4, "nccl", mesh=Mesh.of({"dp": 4}))
     layout = layout_of(stated, [])
     pairs = (("mesh_ep", (0, 1)), ("mesh_dp", (0, 1, 2, 3)))
@@ -192,13 +192,13 @@ def test_names_that_contradict_one_another_are_no_mesh() -> None:
     assert [note.code for note in layout.notes] == ["mesh_unknown"]
 
 
-def test_one_named_pipeline_tells_where_the_others_lie_in_the_grid() -> None:
+def test_one_named_pipeline_determines_the_others_in_the_grid() -> None:
     layout = described(8, ("mesh_pp", (1, 5)))
     assert layout.mesh is None
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_a_named_pipeline_that_is_no_line_of_a_grid_stands_alone() -> None:
+def test_a_named_pipeline_off_the_grid_determines_no_others() -> None:
     layout = described(8, ("mesh_pp", (1, 2, 5)))
     assert layout.pipelines == ((1, 2, 5),)
 
@@ -257,7 +257,9 @@ def test_gathers_of_ranks_whose_gradients_a_larger_group_sums_may_be_of_attentio
     assert (layout.mesh, layout.axis_of(Group("0", (0, 1), "undefined"))) == (None, None)
 
 
-def test_experts_get_ever_other_sizes_and_attention_heads_alike_ones(tmp_path: Path) -> None:
+def test_expert_all_to_alls_vary_in_size_and_those_of_attention_heads_do_not(
+    tmp_path: Path,
+) -> None:
     tokens = step_of(0, 8, plain([0, 1], [0, 2]), [("all_to_all", "0")] * 6, [("all_to_all", "1")])
     layout = read(tmp_path, tokens)
     assert axes(layout, ("undefined", (0, 1)), ("undefined", (0, 2))) == ["ep", None]
@@ -293,17 +295,17 @@ def test_of_two_ranks_the_later_stage_works_before_it_answers(tmp_path: Path) ->
     assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
 
 
-def test_two_ranks_that_swap_before_they_work_are_no_pipeline(tmp_path: Path) -> None:
+def test_two_ranks_that_swap_before_they_work_are_not_a_pipeline(tmp_path: Path) -> None:
     layout = read(tmp_path, *(swap(rank, works_first=False) for rank in (0, 1)))
     assert (layout.mesh, layout.pipelines) == (None, ())
     assert [note.message for note in layout.notes] == [
-        "no mesh known: every wait counts as skew, none as bubble; ranks 0, 1 send to each other "
-        "as a pipeline or a ring might"
+        "unknown mesh: all waits count as skew, none as bubble; messages between ranks 0, 1 could "
+        "be a pipeline or a ring"
     ]
 
 
 @pytest.mark.parametrize(("stages", "pipelines"), [((1, 0), ((1, 0),)), ((0, 0), ())])
-def test_marks_of_stages_say_who_is_a_pipeline_and_in_which_order(
+def test_stage_marks_determine_the_pipeline_and_its_order(
     tmp_path: Path, stages: tuple[int, int], pipelines: tuple[tuple[int, ...], ...]
 ) -> None:
     marks = [f"stepsplit::F stage={stage} mb=0" for stage in stages]
@@ -322,7 +324,7 @@ def circle(rank: int, sends: list[int], first: str) -> CpuTrace:
     return trace
 
 
-def test_equal_messages_around_one_way_are_cp_and_no_pipeline(tmp_path: Path) -> None:
+def test_equal_messages_around_a_ring_are_cp_not_a_pipeline(tmp_path: Path) -> None:
     layout = read(tmp_path, *(circle(rank, [(rank + 1) % 3], "send") for rank in range(3)))
     assert (layout.mesh, layout.source) == (Mesh.of({"cp": 3}), "messages")
     assert layout.pipelines == ()
@@ -336,8 +338,8 @@ def test_around_both_ways_from_one_rank_that_begins_is_an_interleaved_pipeline(
     assert (layout.source, layout.pipelines) == ("messages", ((0, 1, 2),))
 
 
-def test_a_chain_that_may_go_on_at_an_absent_rank_is_no_whole_mesh(tmp_path: Path) -> None:
-    """Rank 2 is not there: whether it passes on what it receives from rank 1 nobody knows."""
+def test_a_chain_that_may_continue_at_an_unrecorded_rank_gives_no_mesh(tmp_path: Path) -> None:
+    """Rank 2 is not there: it is unknown whether it passes on what it receives from rank 1."""
     world = [("0", "default_pg", [0, 1, 2])]
     first = CpuTrace(0, 3, world).step(2, 0, 100).op("aten::mm", 0, 10).message("send", 1, 10, 20)
     second = CpuTrace(1, 3, world).step(2, 0, 100).message("recv", 0, 10, 20)
@@ -357,7 +359,7 @@ def test_on_a_device_too_the_later_stage_works_before_it_answers(tmp_path: Path)
     assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
 
 
-def test_where_peers_are_unknown_sums_over_the_world_are_no_mesh(tmp_path: Path) -> None:
+def test_with_unknown_peers_reductions_over_the_world_give_no_mesh(tmp_path: Path) -> None:
     """A kernel of messages without arguments may belong to a pipeline."""
     trace = step_of(0, 2, plain([0, 1]), [], [("allreduce", "0")])
     trace.kernel("ncclDevKernel_SendRecv", 950, 960, stream=20)

@@ -1,4 +1,4 @@
-"""Which calls of different ranks are the same: with sequence numbers, without, and with losses."""
+"""Matching of calls across ranks: with and without sequence numbers, and with lost calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matched(tmp_path: Path, *traces: GpuTrace) -> Matched:
     return match(recording_of(tmp_path).traces)
 
 
-def test_windows_that_begin_apart_are_told_by_ends_that_keep_one_distance() -> None:
+def test_shifted_recordings_are_paired_by_a_constant_clock_offset() -> None:
     """All calls are alike; only under a shift by two are the ends apart by one offset."""
     ends = [0, 100_000, 290_000, 310_000, 570_000, 660_000, 900_000, 950_000]
     there = sequence([8] * 8, ends)
@@ -37,7 +37,7 @@ def test_windows_that_begin_apart_are_told_by_ends_that_keep_one_distance() -> N
     assert (found.place.tolist(), found.ambiguous) == ([2, 3, 4, 5, 6, 7], False)
 
 
-def test_where_times_do_not_tell_the_pairing_it_is_called_ambiguous() -> None:
+def test_a_pairing_that_times_cannot_decide_is_ambiguous() -> None:
     even = [100_000 * n for n in range(8)]
     found = paired(sequence([8] * 6, even[:6]), sequence([8] * 8, even), one_clock=False)
     assert (found.place.tolist(), found.ambiguous) == ([0, 1, 2, 3, 4, 5], True)
@@ -51,7 +51,7 @@ def test_late_ends_on_a_busy_machine_shift_no_calls() -> None:
     assert paired(here, there, one_clock=True).place.tolist() == [0, 1, 2]
 
 
-def test_on_one_clock_windows_that_begin_apart_are_told_by_time() -> None:
+def test_on_one_clock_shifted_recordings_are_paired_by_time() -> None:
     here = sequence([8] * 3, [US * end for end in (2_000, 3_000, 4_000)])
     there = sequence([8] * 3, [US * end for end in (1_010, 2_010, 3_010)])
     assert paired(here, there, one_clock=True).place.tolist() == [1, 2, -1]
@@ -75,7 +75,7 @@ def test_groups_of_one_name_and_different_ranks_are_different_groups(tmp_path: P
     assert found.key[0] == found.key[1] != found.key[2] == found.key[3]
 
 
-def test_a_call_that_lacks_a_member_is_shared_and_not_complete(tmp_path: Path) -> None:
+def test_a_call_with_a_missing_member_is_shared_but_not_complete(tmp_path: Path) -> None:
     trio = [("0", "", [0, 1, 2])]
     traces = [GpuTrace(rank, 3, groups=trio).all_reduce(10, 20, Seq=1) for rank in range(2)]
     found = matched(tmp_path, *traces)
@@ -89,7 +89,7 @@ def test_members_that_disagree_about_the_size_made_different_calls(tmp_path: Pat
 
 
 def test_the_messages_of_a_batch_are_those_posted_before_its_launch(tmp_path: Path) -> None:
-    """Two posts, then one kernel that states nothing: a send and a receive in one kernel."""
+    """Two posts, then one kernel without arguments: a send and a receive in one kernel."""
     stages = [("3", "mesh_pp", [0, 1])]
     traces = []
     for rank, first in ((0, "send"), (1, "recv")):

@@ -1,4 +1,4 @@
-"""How much of the moving of data compute hides, on ranks that do the same; times in us."""
+"""Overlapped and exposed communication on identical ranks; times in us."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def computing(trace: GpuTrace) -> GpuTrace:
     return trace.step(1, 0, 100).kernel("gemm", 0, 40).kernel("gemm", 60, 100)
 
 
-def test_what_moves_under_compute_is_hidden_and_the_rest_exposed(tmp_path: Path) -> None:
+def test_transfers_under_compute_are_overlapped_and_the_rest_exposed(tmp_path: Path) -> None:
     def both(trace: GpuTrace) -> None:
         computing(trace).all_reduce(30, 60, group="tp", launched=1)
         trace.collective("AllGather", "all_gather", 70, 80, group="dp")
@@ -41,7 +41,7 @@ def test_what_moves_under_compute_is_hidden_and_the_rest_exposed(tmp_path: Path)
     assert [round(row.efficiency, 3) for row in found] == [0.333, 1.0]
 
 
-def test_waiting_moves_nothing(tmp_path: Path) -> None:
+def test_waiting_is_not_transfer_time(tmp_path: Path) -> None:
     """Rank 0 waits from 40 until rank 1 comes at 59."""
     found = overlaps(
         tmp_path,
@@ -80,7 +80,7 @@ def test_what_moves_outside_of_the_steps_is_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_call_of_no_known_axis_has_none(tmp_path: Path) -> None:
+def test_a_call_of_unknown_axis_has_axis_none(tmp_path: Path) -> None:
     def both(trace: GpuTrace) -> None:
         trace.step(1, 0, 100).kernel("gemm", 0, 100).all_reduce(40, 60, group="odd")
 
@@ -89,7 +89,7 @@ def test_a_call_of_no_known_axis_has_none(tmp_path: Path) -> None:
     )
 
 
-def test_the_sums_of_all_ranks_begin_with_what_held_them_up_longest() -> None:
+def test_the_sums_over_ranks_are_sorted_by_exposed_time() -> None:
     rows = [
         Overlap(0, "tp", "all_reduce", 30, 20, 10),
         Overlap(0, "dp_shard", "all_gather", 50, 10, 40),

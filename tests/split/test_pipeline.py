@@ -55,7 +55,7 @@ Marked = tuple[int, str, int, float, float]
 
 
 def boxes_of(place: Path) -> list[tuple[int, Marked]]:
-    """The boxes of the recording, each with its rank; times as the traces state them."""
+    """The boxes of the recording, each with its rank; times as in the traces."""
     found = examine([place])
     shown, begun = found.tables.boxes, int(found.report.run.t0_unix_ns) - BASE_NS
     columns = (shown.rank, shown.stage, shown.phase, shown.microbatch, shown.start_ns, shown.dur_ns)
@@ -99,7 +99,7 @@ def test_the_ideal_bubble_of_each_schedule_on_four_ranks_with_eight_microbatches
 
 
 @for_each("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
-def test_the_ideal_is_what_is_left_when_the_order_is_played(schedule: str) -> None:
+def test_the_ideal_bubble_matches_a_replay_of_the_order(schedule: str) -> None:
     """Not of dualpipe, whose two actions at once are played one after the other."""
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     length = runnable(actions(schedule, 4, 12, chunks), Durations(backward=2))
@@ -131,23 +131,25 @@ def test_the_ideal_is_none_where_it_is_not_known() -> None:
 
 @for_each("schedule", SCHEDULES)
 @for_each(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
-def test_every_schedule_is_told_by_its_boxes(schedule: str, ranks: int, microbatches: int) -> None:
+def test_every_schedule_is_detected_from_its_boxes(
+    schedule: str, ranks: int, microbatches: int
+) -> None:
     line = played(schedule, ranks, microbatches, 2 if schedule == "interleaved" else 1)
     assert schedule_of(line) == schedule
 
 
-def test_two_ranks_and_two_microbatches_suffice_to_tell_three_schedules() -> None:
+def test_two_ranks_and_two_microbatches_distinguish_three_schedules() -> None:
     last = order("1F0 1B0 1F1 1B1")
     assert schedule_of([order("0F0 0F1 0B0 0B1"), last]) == "1f1b"
     assert schedule_of([order("0F0 0B0 0F1 0B1"), last]) == "naive"
     assert schedule_of([order("0F0 0F1 0B0 0B1"), order("1F0 1F1 1B0 1B1")]) == "gpipe"
 
 
-def test_fewer_microbatches_than_ranks_still_tell_1f1b_from_gpipe() -> None:
+def test_fewer_microbatches_than_ranks_still_distinguish_1f1b_from_gpipe() -> None:
     assert [schedule_of(played(name, 4, 2)) for name in ("1f1b", "gpipe")] == ["1f1b", "gpipe"]
 
 
-def test_zero_bubble_is_told_by_how_many_forwards_warm_up() -> None:
+def test_zero_bubble_schedules_are_distinguished_by_their_warmup() -> None:
     last = order("1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2")
     h1, h2 = order("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"), order("0F0 0F1 0F2 0I0 0W0 0I1 0W1")
     searched = order("0F0 0I0 0F1 0W0 0I1 0W1")
@@ -166,7 +168,7 @@ def test_two_models_that_share_their_ranks_are_dualpipe_however_their_stages_are
     assert schedule_of([order(first), order(last)]) == "dualpipe"
 
 
-def test_the_ranks_that_are_there_tell_the_schedule() -> None:
+def test_the_recorded_ranks_determine_the_schedule() -> None:
     """Of four ranks the second alone: three forwards warm it up."""
     second = order("1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4")
     assert schedule_of([[], second, [], []]) == "1f1b"
@@ -180,7 +182,7 @@ def test_an_order_or_a_placement_of_no_schedule_is_none() -> None:
     assert schedule_of([order("0F0 3F0 3B0 0B0"), order("1F0 2F0 2B0 1B0")]) is None
 
 
-def test_what_is_seen_is_of_the_whole_steps_and_times_are_of_one_microbatch_on_a_stage() -> None:
+def test_detection_uses_complete_steps_and_times_of_one_microbatch_on_a_stage() -> None:
     took = {"F": 10, "I": 12, "W": 8}
     first = order("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", took)
     last = order("1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2", took)
@@ -209,7 +211,7 @@ def test_a_schedule_called_for_one_microbatch_after_the_other_is_the_naive_one()
     assert (seen.name, seen.microbatches) == ("naive", 3)
 
 
-def test_what_people_and_torch_call_a_schedule_is_one_name() -> None:
+def test_spellings_of_a_schedule_map_to_one_name() -> None:
     stated = {
         "ScheduleGPipe": "gpipe",
         "Schedule1F1B": "1f1b",
@@ -328,7 +330,7 @@ def test_communication_within_the_stage_belongs_to_the_box_and_that_of_gradients
     ]
 
 
-def test_a_step_of_which_messages_do_not_tell_both_ways_has_no_boxes(tmp_path: Path) -> None:
+def test_a_step_with_ambiguous_messages_has_no_boxes(tmp_path: Path) -> None:
     """The weight gradient after the gradient was sent could be the next backward."""
     groups = [("0", "mesh_pp", [0, 1, 2])]
     trace = GpuTrace(1, 3, groups=groups).step(1, 0, 200).message("recv", 0, 1, 10)
@@ -385,7 +387,7 @@ def test_a_rank_outside_of_any_pipeline_has_no_boxes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2"])
-def test_in_real_recordings_messages_tell_the_boxes_that_annotations_mark(
+def test_in_real_recordings_messages_give_the_boxes_that_annotations_mark(
     name: str, tmp_path: Path
 ) -> None:
     """In the same order, most edges within 0.4 ms of boxes that last 12 to 70 ms."""
@@ -397,11 +399,13 @@ def test_in_real_recordings_messages_tell_the_boxes_that_annotations_mark(
             (tmp_path / file.name).write_bytes(gzip.compress(unmarked, 1))
         else:
             shutil.copy(file, tmp_path)
-    marked, told = boxes_of(SAMPLES / name), boxes_of(tmp_path)
-    assert [(rank, *box[:3]) for rank, box in told] == [(rank, *box[:3]) for rank, box in marked]
+    marked, inferred = boxes_of(SAMPLES / name), boxes_of(tmp_path)
+    assert [(rank, *box[:3]) for rank, box in inferred] == [
+        (rank, *box[:3]) for rank, box in marked
+    ]
     apart = [
         abs(one - other)
-        for (_, own), (_, known) in zip(told, marked, strict=True)
+        for (_, own), (_, known) in zip(inferred, marked, strict=True)
         for one, other in zip(own[3:], known[3:], strict=True)
     ]
     assert quantiles(apart, n=10)[7] < 400
@@ -411,7 +415,7 @@ def test_in_real_recordings_messages_tell_the_boxes_that_annotations_mark(
 
 
 def test_the_report_names_the_schedule_of_all_stages_and_its_ideal(tmp_path: Path) -> None:
-    """ZB-H1 on two ranks; F, I and W take 10 us each: of 100 us one forward is a hole."""
+    """ZB-H1 on two ranks; F, I and W take 10 us each: of 100 us one forward is bubble."""
     orders = ("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2")
     for rank, (words, lead) in enumerate(zip(orders, (0, 10), strict=True)):
         trace = CpuTrace(rank, 2, STAGES).step(1, 0, 100).op("aten::mm", lead, lead + 90)

@@ -137,7 +137,7 @@ def test_the_last_stage_is_the_cause_that_can_be_fixed(report: Report) -> None:
     assert not any(one.code in ("slow_rank", "uneven_ranks") for one in report.findings)
 
 
-def test_the_first_stages_stand_in_the_bubble_that_the_last_one_makes(report: Report) -> None:
+def test_the_first_stages_wait_in_the_bubble_caused_by_the_last_one(report: Report) -> None:
     pipeline = report.pipeline
     assert pipeline is not None
     assert (pipeline.schedule, pipeline.microbatches) == ("1f1b", 4)

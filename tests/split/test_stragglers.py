@@ -1,4 +1,4 @@
-"""Who comes last to collectives, in traces whose ranks are late by hand; times in microseconds."""
+"""Late arrivals at collectives, in constructed traces; times in microseconds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_rank_that_always_comes_last_is_a_straggler(tmp_path: Path) -> None:
     assert [row.last_fraction for row in found] == [0.0, 1.0]
 
 
-def test_ranks_that_are_late_in_turn_are_no_stragglers(tmp_path: Path) -> None:
+def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path: Path) -> None:
     steps = [1] * 20 + [2] * 20
     found = lateness(tmp_path, rank(0, [0, 100] * 20, steps), rank(1, [50] * 40, steps))
     assert [(row.last, row.late_ns_total, row.straggler) for row in found] == [
@@ -53,7 +53,7 @@ def test_ranks_that_are_late_in_turn_are_no_stragglers(tmp_path: Path) -> None:
     ]
 
 
-def test_who_comes_last_by_little_is_no_straggler(tmp_path: Path) -> None:
+def test_a_rank_that_is_last_by_little_is_not_a_straggler(tmp_path: Path) -> None:
     steps = [1] * 20
     found = lateness(tmp_path, rank(0, [0] * 20, steps), rank(1, [15] * 20, steps))
     assert [(row.last, row.late_ns_median, row.straggler) for row in found] == [
@@ -71,7 +71,7 @@ def test_one_slow_step_of_many_calls_makes_no_straggler(tmp_path: Path) -> None:
 
 
 def test_how_late_is_counted_from_the_median_member(tmp_path: Path) -> None:
-    """The last of four at 90 is 70 later than the second, at 20; ties at the top are nobody's."""
+    """The last of four at 90 is 70 later than the second, at 20; ties do not count."""
     late = ([0, 10], [20, 10], [40, 10], [90, 10])
     found = lateness(tmp_path, *(rank(i, own, [1, 1], 4) for i, own in enumerate(late)))
     assert [(row.rank, row.calls, row.last, row.late_ns_total) for row in found] == [
@@ -113,7 +113,7 @@ def test_of_messages_the_schedule_decides_who_is_last(tmp_path: Path) -> None:
     )
 
 
-def test_nobody_is_last_where_the_root_had_left_already(tmp_path: Path) -> None:
+def test_no_rank_is_last_if_the_root_has_left_already(tmp_path: Path) -> None:
     """No rank waits for those who receive a broadcast late."""
     root = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, 10)
     root.collective("Broadcast", "broadcast", 10, 20).kernel("gemm", 20, 100)
@@ -123,7 +123,7 @@ def test_nobody_is_last_where_the_root_had_left_already(tmp_path: Path) -> None:
     assert [(row.rank, row.calls, row.last) for row in found] == [(0, 1, 0), (1, 1, 0)]
 
 
-def test_calls_of_which_a_member_is_not_there_do_not_count(tmp_path: Path) -> None:
+def test_calls_with_a_missing_member_do_not_count(tmp_path: Path) -> None:
     assert lateness(tmp_path, rank(0, [0] * 20, [1] * 20)) == ()
 
 

@@ -1,4 +1,4 @@
-"""Which strategies a job's steps show: built stories, and real trainings whose answer is known."""
+"""Detected strategies: constructed call sequences, and real trainings with known answers."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ STORIES = {
 
 
 @for_each(("story", "expected"), STORIES.values(), ids=STORIES)
-def test_a_story_is_recognized(story: str, expected: list[tuple], tmp_path: Path) -> None:
+def test_the_strategy_of_a_call_sequence_is_detected(
+    story: str, expected: list[tuple], tmp_path: Path
+) -> None:
     assert strategies(tmp_path, story) == expected
 
 
@@ -234,7 +236,7 @@ def test_what_leaves_the_device_and_returns_is_offloaded(
     assert analyze(tmp_path).run.strategies == expected
 
 
-def test_without_the_hosts_ops_the_axes_of_groups_tell_what_they_can(tmp_path: Path) -> None:
+def test_without_host_ops_strategies_are_inferred_from_group_axes(tmp_path: Path) -> None:
     groups = [("1", "mesh_dp_shard", [0, 1]), ("2", "mesh_tp", [0, 2])]
     groups += [("1", "mesh_dp_shard", [2, 3]), ("2", "mesh_tp", [1, 3])]
     found = strategies(tmp_path, "1g2r1g2r1g1s2r1g1s2r", 4, *groups)
@@ -256,7 +258,7 @@ KNOWN = {
 }
 
 
-def test_what_a_checkpoint_keeps_is_not_computed_again(tmp_path: Path) -> None:
+def test_saved_results_of_a_checkpoint_are_not_recomputed(tmp_path: Path) -> None:
     """Its product is called again, but holds no other: a mode of dispatch has kept the result."""
     trace = GpuTrace().step(1, 0, 200).op(NAMED["("], 100, 150)
     for at, done in ((0, True), (40, True), (100, False), (120, False)):

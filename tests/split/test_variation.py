@@ -1,4 +1,4 @@
-"""How steps differ: the usual one, the tail, and what held the slow ones up; times in us."""
+"""Step time variation: median, tail, and causes of slow steps; times in us."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_p99_of_many_steps_is_the_time_that_99_percent_do_not_exceed(tmp_path: P
     assert (row.median_ns, row.p99_ns, row.longest_ns) == (100_500, 198_000, 200_000)
 
 
-def test_a_slow_step_is_the_doing_of_the_rank_that_was_busy_not_of_those_that_waited(
+def test_a_slow_step_is_attributed_to_the_busy_rank_not_to_waiting_ones(
     tmp_path: Path,
 ) -> None:
     """Rank 1 is always last, by 10 us; in step 5 it loads data for 60 us, and both others wait."""
@@ -64,7 +64,7 @@ def test_a_slow_step_is_the_doing_of_the_rank_that_was_busy_not_of_those_that_wa
     ]
 
 
-def test_a_wait_is_named_where_nothing_else_explains_the_step(tmp_path: Path) -> None:
+def test_a_wait_is_the_cause_if_no_other_bucket_explains_the_step(tmp_path: Path) -> None:
     """The rank that was waited for is not in the recording."""
     trace = GpuTrace(0, 2, groups=[("0", "mesh_tp", [0, 1])])
     for step in range(7):
@@ -89,7 +89,7 @@ def test_no_step_is_slow_for(what: str, lengths: Sequence[float], tmp_path: Path
     assert (len(found.steps), found.slow_steps) == (len(lengths), ())
 
 
-def test_partial_and_other_steps_and_those_missing_on_a_rank_say_nothing_of_the_run(
+def test_partial_other_and_missing_steps_do_not_count_for_the_run(
     tmp_path: Path,
 ) -> None:
     """On rank 0 step 0 began before the recording, and step 8 makes a call that none else does."""
@@ -115,13 +115,13 @@ def test_partial_and_other_steps_and_those_missing_on_a_rank_say_nothing_of_the_
     assert found.slow_steps == ()
 
 
-def test_without_a_full_step_on_every_rank_nothing_is_said_of_the_run(tmp_path: Path) -> None:
+def test_without_a_full_step_on_every_rank_there_are_no_run_statistics(tmp_path: Path) -> None:
     found = analyzed(tmp_path, computing(0, {1: 100}), computing(1, {2: 100}))
     assert [row.rank for row in found.step_times] == [0, 1]
     assert found.slow_steps == ()
 
 
-def test_a_recording_without_steps_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_recording_without_steps_has_no_step_statistics(tmp_path: Path) -> None:
     """The one step that is marked launched only what runs after it."""
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 20, 30, launched=15)
     found = analyzed(tmp_path, trace)

@@ -388,7 +388,7 @@ def test_without_marks_steps_end_with_the_call_that_comes_once_in_each(tmp_path:
         (3, "full", 275_000),
     ]
     inferred = next(row for row in report.warnings if row.code == "steps_inferred")
-    assert "the sequence of collectives" in inferred.message
+    assert "the repeating sequence of collectives" in inferred.message
 
 
 def test_a_kernel_of_any_name_with_collective_arguments_is_a_collective(tmp_path: Path) -> None:

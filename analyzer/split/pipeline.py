@@ -16,21 +16,21 @@ from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
-# Boxes of a rank (one microbatch and phase each), from annotations or from its messages.
+# Microbatch slots of a rank (one microbatch and phase each), from annotations or from its messages.
 
 _PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBoxes:
-    """The boxes of a rank in order of time, and their source: annotations, messages, or None."""
+    """The slots of a rank in order of time, and their source: annotations, messages, or None."""
 
     boxes: tuple[Box, ...]
     source: str | None
 
 
 def found_boxes(trace: RankTrace, layout: RankLayout) -> FoundBoxes:
-    """The boxes marked by annotations, else those inferred from messages."""
+    """The slots marked by annotations, else those inferred from messages."""
     marked = boxes_of(trace, layout.stage_of.get(trace.rank))
     if marked:
         return FoundBoxes(marked, "annotations")
@@ -39,14 +39,14 @@ def found_boxes(trace: RankTrace, layout: RankLayout) -> FoundBoxes:
 
 
 def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
-    """Infers the boxes of a rank with one stage from what its host launched between its messages.
+    """Infers the slots of a rank with one stage from what its host launched between its messages.
 
-    The input of a message is launched before it and its consumer after it, so there is one box
+    The input of a message is launched before it and its consumer after it, so there is one slot
     between two messages; kernels launched by autograd are a backward. Without a message in between,
-    autograd separates two boxes: a forward on the last stage ends, and one on the first stage
-    starts, where autograd does. A box extends from its first kernel to its last, including tp, cp
+    autograd separates two slots: a forward on the last stage ends, and one on the first stage
+    starts, where autograd does. A slot extends from its first kernel to its last, including tp, cp
     and ep communication; microbatches are counted per step. A step with different numbers of
-    forwards and backwards has no boxes, nor has a rank with messages of several chunks.
+    forwards and backwards has no slots, nor has a rank with messages of several chunks.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
     messages = _messages(trace, line)
@@ -61,7 +61,7 @@ def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The events of a rank's boxes, by launch time; columns of one length.
+    """The events of a rank's slots, by launch time; columns of one length.
 
     step is the host's step; autograd marks launches by autograd.
     """
@@ -115,7 +115,7 @@ def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
 
 
 def _kernels(trace: RankTrace, layout: RankLayout) -> Bool:
-    """Which events are kernels of a box: compute, or communication within the stage."""
+    """Which events are kernels of a slot: compute, or communication within the stage."""
     axes = [layout.axes_of(group) for group in trace.groups]
     within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
     kernels = trace.events.of(Category.KERNEL)
@@ -182,7 +182,7 @@ def _kind(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
 
 
 def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
-    """One box per interval and kind, in steps with equal numbers of both kinds."""
+    """One slot per interval and kind, in steps with equal numbers of both kinds."""
     rows = np.flatnonzero(kind >= 0)
     codes, box = np.unique(2 * gap[rows] + kind[rows], return_inverse=True)
     start = np.full(len(codes), np.iinfo(np.int64).max)
@@ -207,7 +207,7 @@ def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepGrid:
-    """The boxes of one rank in one step, and the intervals of work in them, on the common clock."""
+    """The slots of one rank in one step, and the intervals of work in them, on the common clock."""
 
     rank: int
     step: int
@@ -228,7 +228,7 @@ class StageHoles:
 
 
 def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> StepGrid:
-    """The grid of one step; busy excludes pipeline waits inside the boxes.
+    """The grid of one step; busy excludes pipeline waits inside the slots.
 
     An annotation may contain the wait for its input, as torch's own do.
     """
@@ -240,7 +240,7 @@ def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> St
 
 
 def numbered(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """The boxes of a step with unique microbatch numbers.
+    """The slots of a step with unique microbatch numbers.
 
     A schedule that is called once per microbatch starts at 0 each time.
     """
@@ -310,10 +310,10 @@ class Box:
     end_ns: int
 
 
-# The pipeline schedule: by its name in run.json or torch, or from the boxes.
+# The pipeline schedule: by its name in run.json or torch, or from the slots.
 
 Line = Sequence[Sequence[Box]]
-"""The boxes of one step for each rank of a pipeline, by pp coordinate; empty for missing ranks."""
+"""The slots of one step for each rank of a pipeline, by pp coordinate; empty for missing ranks."""
 
 _SPELLED = {
     "none": "naive",
@@ -333,7 +333,7 @@ _SPELLED = {
 
 @dataclass(frozen=True, slots=True)
 class SeenSchedule:
-    """The schedule detected from the boxes; name is None for an unknown order.
+    """The schedule detected from the slots; name is None for an unknown order.
 
     times_ns: forward, input-gradient and weight-gradient time of one microbatch on a stage; None if
     the backward is not split.
@@ -357,7 +357,7 @@ def schedule_named(stated: str) -> str:
 
 
 def schedule_seen(steps: Sequence[Line]) -> SeenSchedule:
-    """The schedule of most steps, among those with the most boxes."""
+    """The schedule of most steps, among those with the most slots."""
     sizes = [sum(len(boxes) for boxes in line) for line in steps]
     whole = [line for line, size in zip(steps, sizes, strict=True) if size == max(sizes)]
     names = [schedule_of(line) for line in whole]
@@ -462,7 +462,7 @@ def _microbatches(line: Line, name: str | None) -> int:
 
 
 def _times_ns(line: Line) -> tuple[float, float, float] | None:
-    """Medians over the boxes that did not overlap with another box of their rank."""
+    """Medians over the slots that did not overlap with another slot of their rank."""
     weights = {at for boxes in line for at in _microbatches_of_phase(boxes, "weight")}
     alone = [box for boxes in line for box in _alone(boxes)]
     split = [box for box in alone if (box.stage, box.microbatch) in weights]
@@ -477,20 +477,20 @@ def _times_ns(line: Line) -> tuple[float, float, float] | None:
 
 
 def _alone(boxes: Sequence[Box]) -> list[Box]:
-    """Drops combined actions: boxes with identical times, whose single durations are unknown."""
+    """Drops combined actions: slots with identical times, whose single durations are unknown."""
     at = Counter((box.start_ns, box.end_ns) for box in boxes)
     return [box for box in boxes if at[box.start_ns, box.end_ns] == 1]
 
 
-# Boxes marked by annotations.
+# Slots marked by annotations.
 
 
 def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
-    """The boxes marked by annotations, on the device if it has them, in order of time.
+    """The slots marked by annotations, on the device if it has them, in order of time.
 
     Some torch schedules mark them too; if the collector did, only its marks count. torch's GPipe
     marks have no stage: stage, the rank's pp coordinate, is used, and without it they are ignored.
-    A combined action is two boxes with the same times.
+    A combined action is two slots with the same times.
     """
     events = trace.events
     of_category = events.of(Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION)

@@ -418,7 +418,7 @@ def _grids(
     bands: Sequence[BucketBands],
     clock: Clock,
 ) -> tuple[StepGrid, ...]:
-    """The grid of each window, from the boxes that start in it; the result is on the common
+    """The grid of each window, from the slots that start in it; the result is on the common
     clock."""
     own = np.array([(box.start_ns, box.end_ns) for box in boxes], dtype=np.int64).reshape(-1, 2)
     start, end = clock.common_ns(own[:, 0]).tolist(), clock.common_ns(own[:, 1]).tolist()

@@ -1,4 +1,4 @@
-"""The composition root: one verb a file, loaded when called; only here errors are printed."""
+"""The command line: loads the module of a command when it is called, and prints all errors."""
 
 from __future__ import annotations
 
@@ -14,43 +14,37 @@ import click
 from stepsplit.analyzer.errors import StepsplitError
 
 VERBS = {
-    "analyze": ("analyze", "Split every step of a recording."),
-    "attach": ("record", "Record some steps of a job that runs."),
-    "baseline": ("check", "Keep what a gate needs of some runs in a small file, fit for git."),
-    "calibrate": ("model", "Fit the model's constants to recorded runs of your own."),
-    "check": (
-        "check",
-        "Say whether runs stay within their budgets: pass, regressed or inconclusive.",
-    ),
-    "compare": ("check", "Say what differs between two runs, and by how much."),
-    "dashboard": ("server", "Serve the pages: runs, uploads, and where each step of a run went."),
-    "demo": (
-        "record",
-        "Train a small GPT on this machine, record it, split its steps, and show where they went.",
-    ),
-    "export": (
+    "analyze": (
         "analyze",
-        "Write all ranks of a recording, on one clock, for the page ui.perfetto.dev.",
+        "Split every training step into compute, communication, bubble and idle.",
     ),
-    "gather": ("record", "Bring together what the hosts of a run wrote."),
-    "model": ("model", "Predict one training step: time, split, memory and messages."),
-    "plan": ("model", "Find the fastest layout that fits, and say why the others lose."),
-    "record": ("record", "Run a training as it is and record some of its steps."),
-    "token": ("server", "Let scripts into a dashboard, and out again."),
-    "upload": ("server", "Send a recording to a dashboard, and print the address of its page."),
-    "validate": (
+    "attach": ("record", "Record some steps of a running job."),
+    "baseline": ("check", "Write a baseline file for check from recorded runs."),
+    "calibrate": ("model", "Fit the model's hardware constants to your own recordings."),
+    "check": ("check", "Check runs against performance budgets: pass, regressed or inconclusive."),
+    "compare": ("check", "Compare two runs: settings, buckets, calls and kernels."),
+    "dashboard": ("server", "Serve the dashboard: runs, uploads and the report of each run."),
+    "demo": ("record", "Train and record a small GPT on this machine, then show its report."),
+    "export": ("analyze", "Export all ranks of a recording as one Perfetto trace."),
+    "gather": ("record", "Merge the recordings of several hosts into one folder."),
+    "model": ("model", "Predict one training step: time, split, memory and communication."),
+    "plan": (
         "model",
-        "Hold the analytical model against published figures, and say how far off it is.",
+        "Find the fastest layout that fits, and explain why others are slower.",
     ),
-    "what-if": ("model", "Replay a recording with something changed: how long were a step?"),
-    "worker": ("server", "Analyze uploads, one after the other, until Ctrl-C."),
+    "record": ("record", "Run an unmodified training command and record some of its steps."),
+    "token": ("server", "Create, list and revoke access tokens of a dashboard."),
+    "upload": ("server", "Upload a recording to a dashboard and print the URL of its page."),
+    "validate": ("model", "Compare the analytical model with published measurements."),
+    "what-if": ("model", "Estimate the step time of a recording with something changed."),
+    "worker": ("server", "Analyze uploads one after the other until Ctrl-C."),
 }
-"""The module of commands/ that each verb is in, and its line in the list of commands."""
+"""Command name to (module in commands/, line in the list of commands)."""
 BAD_INPUT, INTERNAL = 2, 4
 
 
 class _Verbs(click.Group):
-    """The commands by name; a verb's module is imported only when it runs or explains itself."""
+    """A command group that imports a command's module only when it runs or prints its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -63,7 +57,7 @@ class _Verbs(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing their modules."""
+        """Writes the list of commands without importing their modules."""
         limit = formatter.width - 6 - max(map(len, VERBS))
         lines = [click.Command(verb, help=line) for verb, (_, line) in VERBS.items()]
         with formatter.section("Commands"):
@@ -74,13 +68,13 @@ class _Verbs(click.Group):
 @click.version_option(package_name="stepsplit", message="stepsplit %(version)s")
 @click.pass_context
 def stepsplit(context: click.Context) -> None:
-    """Where every training step went: compute, collective and pipeline-bubble time, exactly."""
+    """Split training steps into compute, communication, pipeline bubble and idle time."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def main() -> None:
-    """Runs the command line; ends the process with the exit status that DESIGN.md fixes."""
+    """Runs the command line and exits with the status of `run`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -88,8 +82,11 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of one command: 0 fine, 2 usage or bad data, 4 an error of our own; what a
-    command of its own answers with (1 regressed, 3 inconclusive) stands."""
+    """Runs one command and returns its exit status.
+
+    0 success, 2 usage or bad input, 4 internal error, 130 interrupted. A command may return a
+    status of its own: check returns 1 for regressed and 3 for inconclusive.
+    """
     try:
         status = stepsplit.main(arguments, prog_name="stepsplit", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -105,7 +102,7 @@ def run(arguments: list[str]) -> int:
         return 0
     except OSError as error:
         return _told(f"{error.filename or 'standard output'}: {error.strerror or error}")
-    except Exception as error:  # noqa: BLE001 - the last resort: one line, and where the rest is
+    except Exception as error:  # noqa: BLE001 - last resort: one line; the traceback is in a file
         return _internal(error)
 
 

@@ -1,4 +1,4 @@
-"""pytest's fixture comm_budget, there wherever stepsplit is installed.
+"""The pytest fixture comm_budget, available wherever stepsplit is installed.
 
     def test_step(comm_budget):
         with comm_budget("exposed_comm:10%,1pt", "calls:exact") as run:
@@ -6,9 +6,9 @@
                 train_step()
                 run.step()
 
-One process, or one a rank under torchrun. Several blocks are several runs. After the test its runs
-are held against comm_budgets/ beside the test's file: regressed fails the test, inconclusive skips
-it. Nothing of stepsplit is imported before a test asks for the fixture.
+Runs in one process, or in one per rank under torchrun. Each block is one run. After the test its
+runs are compared with the baseline in comm_budgets/ next to the test file: regressed fails the
+test, inconclusive skips it. The rest of stepsplit is imported only when a test uses the fixture.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ if TYPE_CHECKING:
     from stepsplit.collectors.profiler import MeshLike, ProfiledRun
 
 
-# What the ranks of a test tell each other: through the job's store, without a collective.
+# The ranks of a test communicate through the store of the job, without a collective.
 
 PATIENCE_S, POLL_S = 300.0, 0.05
-"""So long a rank waits for another, which may still pack its files."""
+"""Timeout and polling interval of a rank that waits for another to pack its files."""
 
 _NUMBERS = count()
-"""Ranks run the same tests in the same order, so that they number alike what they tell."""
+"""Ranks run the same tests in the same order, so their message numbers agree."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a test's runs come to: the verdict's answer, "updated" for a new baseline, or "error";
-    in words."""
+    """The result of a test's runs: that of the check, "updated" for a new baseline, or "error"."""
 
     answer: str
     words: str
 
 
 class Ranks:
-    """The ranks of the job that the test is; one rank alone where there is no job."""
+    """The ranks of the job that runs the test; a single rank if there is no job."""
 
     @property
     def first(self) -> bool:
@@ -57,12 +56,12 @@ class Ranks:
         return int(os.environ.get("RANK", "0")) == 0
 
     def folder(self, own: Path) -> Path:
-        """Rank 0's folder, for all to record into."""
+        """The folder of rank 0, which all ranks record into."""
         told = self._from_first(str(own))
         return own if told is None else Path(told)
 
     def written(self) -> None:
-        """Every rank has written its files, as rank 0 knows when this returns."""
+        """On rank 0, waits until every rank has written its files."""
         from stepsplit.collectors import job_info
 
         rank, world_size, backend = job_info.job()
@@ -76,18 +75,18 @@ class Ranks:
             job_info.heard(f"comm_budget/{number}/{other}", PATIENCE_S, POLL_S)
 
     def outcome(self, own: Outcome | None) -> Outcome:
-        """What rank 0 says; where there is no job to hear it in, the others leave it to rank 0."""
+        """The outcome of rank 0, shared with all ranks."""
         from stepsplit.collectors import job_info
 
         told = self._from_first(None if own is None else msgspec.json.encode(own).decode())
         if told is not None:
             return msgspec.json.decode(told, type=Outcome)
         if job_info.job()[2] == "none":
-            return Outcome("pass", "rank 0 judges")
-        return Outcome("error", f"rank 0 said nothing within {PATIENCE_S:.0f} s")
+            return Outcome("pass", "checked on rank 0")
+        return Outcome("error", f"no result from rank 0 within {PATIENCE_S:.0f} s")
 
     def _from_first(self, own: str | None) -> str | None:
-        """Rank 0's word; None where it gave none in time, or there is no job to hear it."""
+        """The message of rank 0; None on timeout, or on other ranks if there is no job."""
         from stepsplit.collectors import job_info
 
         number = next(_NUMBERS)
@@ -108,17 +107,16 @@ _BUDGET = pytest.StashKey["CommBudget"]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--stepsplit-update and --stepsplit-strict."""
-    group = parser.getgroup("stepsplit", "budgets of communication")
-    update = "make the runs of comm_budget tests their new baselines"
+    group = parser.getgroup("stepsplit", "communication budgets")
+    update = "save the runs of comm_budget tests as their new baselines"
     group.addoption("--stepsplit-update", action="store_true", help=update)
-    strict = "fail tests whose runs are too noisy to tell, instead of skipping them"
+    strict = "fail tests whose runs are too noisy for a result, instead of skipping them"
     group.addoption("--stepsplit-strict", action="store_true", help=strict)
 
 
 @pytest.fixture
 def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
-    """Records blocks of the test; after it they are held against their budgets."""
-
+    """Records blocks of the test and checks them against their budgets after the test."""
     node = request.node
     name = _ODD.sub("-", f"{node.path.stem}.{node.name}")
     budget = CommBudget(node.path.parent / FOLDER / f"{name}.json", tmp_path)
@@ -128,7 +126,7 @@ def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Judges the runs of the test as a part of it, so that a regression is its failure."""
+    """Checks the runs as part of the test, so that a regression fails it."""
     try:
         yield
     except BaseException:
@@ -140,7 +138,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def _recorded(item: pytest.Item) -> CommBudget | None:
-    """The test's budget, None where it recorded nothing."""
+    """The budget of the test, None if it recorded nothing."""
     budget = item.stash.get(_BUDGET, None)
     return budget if budget is not None and budget.recordings else None
 
@@ -155,11 +153,10 @@ def _judge(budget: CommBudget, config: pytest.Config) -> None:
         pytest.skip(found.words)
 
 
-# A test's budget of communication: its steps are recorded, and held against a baseline.
+# The communication budget of a test: its steps are recorded and compared with a baseline.
 
 COUNTED = ("calls:exact", "bytes:exact")
-"""What a test is held to where it names no budget: the same on every machine, and never by chance.
-"""
+"""The default budgets: the same on every machine and free of noise."""
 
 WAIT = 1
 
@@ -168,7 +165,7 @@ WAIT = 1
 class CommBudget:
     """The fixture: each block that it records is a run of the test.
 
-    baseline is the file that the runs are held against; recordings are made under scratch.
+    baseline is the file that the runs are compared with; scratch is the folder of the recordings.
     """
 
     baseline: Path
@@ -180,25 +177,28 @@ class CommBudget:
     def __call__(
         self, *budgets: str, mesh: MeshLike = None, steps: int = 3, warmup: int = 1
     ) -> RecordedBlock:
-        """A block to record, with these budgets (calls and bytes exact where none is named).
+        """Starts a block to record.
 
-        mesh is as for profile_run; so many steps are recorded after the warm-up.
+        budgets: rules such as "exposed_comm:10%,1pt"; by default calls and bytes exact. mesh: as
+        for profile_run. steps: number of steps to record after `warmup` steps.
         """
         self.rules += budgets
         return RecordedBlock(self, mesh, steps, warmup)
 
     def recorded(self, recording: str | Path, *budgets: str) -> None:
-        """Takes a recording that the test has made itself, such as one by torchrun, for a run."""
+        """Adds a recording that the test made itself, such as one by torchrun, as a run."""
         self.rules += budgets
         self.recordings.append(Path(recording))
 
     def outcome(self, update: bool) -> Outcome:
-        """What the runs so far come to; with update they become the baseline. The same on every
-        rank of the job, an answer "error" where they cannot be judged."""
+        """Checks the runs so far; with update, saves them as the baseline instead.
+
+        Returns the same outcome on every rank; its answer is "error" if the check fails to run.
+        """
         return self.ranks.outcome(self._tried(update) if self.ranks.first else None)
 
     def give_up(self) -> None:
-        """The test has failed by itself: the other ranks need not wait for what it comes to."""
+        """Ends the wait of the other ranks after the test itself has failed."""
         if self.ranks.first:
             self.ranks.outcome(Outcome("error", "the test failed on rank 0"))
 
@@ -226,7 +226,7 @@ class CommBudget:
         from stepsplit.analyzer.regression.metrics import read_baseline
 
         if not self.baseline.exists():
-            raise UsageError(f"{self.baseline}: no baseline yet; make it with --stepsplit-update")
+            raise UsageError(f"{self.baseline}: no baseline yet; create it with --stepsplit-update")
         return read_baseline(self.baseline)
 
     def _updated(self) -> Outcome:
@@ -244,9 +244,9 @@ class CommBudget:
 
 
 class RecordedBlock:
-    """Steps of a test under the recorder: call step() at the end of each of them.
+    """Records steps of a test: call step() at the end of each of them.
 
-    total_steps is how many it takes until all are recorded.
+    total_steps is the number of steps to run until all are recorded.
     """
 
     def __init__(self, budget: CommBudget, mesh: MeshLike, steps: int, warmup: int) -> None:
@@ -255,7 +255,7 @@ class RecordedBlock:
         self._run: ProfiledRun | None = None
 
     def step(self) -> None:
-        """Ends a step of the training."""
+        """Ends a training step."""
         if self._run is not None:
             self._run.step()
 

@@ -1,4 +1,4 @@
-"""The upload client: files to a dashboard in parts, resumed where a connection broke."""
+"""The upload client: sends files to a dashboard in parts and resumes after connection errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from urllib.parse import quote, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
 
-# Sends files to a dashboard, part by part, and goes on where a connection broke.
-
 PART_BYTES = 8 << 20
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -28,18 +26,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServerFile:
-    """What the server holds of a file."""
+    """How much of a file the server has."""
 
     bytes: int
     complete: bool
 
 
 class GaveUp(UsageError):
-    """The connection did not come back; what was sent is kept."""
+    """The connection could not be restored; the server keeps the parts that were sent."""
 
 
 class Sender:
-    """One upload. sent is told the bytes of each part that the server has."""
+    """One upload. The callback receives the number of bytes of each uploaded part."""
 
     def __init__(
         self,
@@ -50,13 +48,13 @@ class Sender:
         self._connection, self._sent, self._sleep = connection, sent, sleep
 
     def create(self, name: str, tags: Mapping[str, str]) -> str:
-        """The id of a new run. Raises UsageError."""
+        """Creates a run and returns its id. Raises UsageError."""
         body = json.dumps({"name": name, "tags": dict(tags)}).encode()
         answer = self._patiently(lambda: self._post(_RUNS, body))
         return str(_good(answer).body["id"])
 
     def send(self, run_id: str, one: FileToSend) -> None:
-        """Sends what the server does not hold of the file. Raises UsageError, GaveUp."""
+        """Sends the parts of the file that the server does not have. Raises UsageError, GaveUp."""
         place = f"{_RUNS}/{run_id}/files/{quote(one.path)}"
         failures = 0
         with one.file.open("rb") as file:
@@ -64,7 +62,7 @@ class Sender:
             self._sent(held.bytes)
             while not held.complete:
                 if held.bytes > one.size_bytes:
-                    raise UsageError(f"{one.file} is shorter than what was sent of it before")
+                    raise UsageError(f"{one.file} is shorter than the part already uploaded")
                 before = held.bytes
                 try:
                     held = self._append(place, file, held.bytes, one.size_bytes)
@@ -75,14 +73,14 @@ class Sender:
                 self._sent(held.bytes - before)
 
     def finish(self, run_id: str) -> None:
-        """Says that all files are there. Raises UsageError."""
+        """Marks the upload as complete. Raises UsageError."""
         answer = self._patiently(lambda: self._post(f"{_RUNS}/{run_id}/finish", b"{}"))
-        # The answer to an earlier try may have been lost on its way.
+        # The response to an earlier attempt may have been lost.
         if answer.status != 409 or self.state(run_id)["state"] == "uploading":
             _good(answer)
 
     def state(self, run_id: str) -> Mapping[str, object]:
-        """Where the run stands. Raises UsageError."""
+        """The run as the server returns it, with its state. Raises UsageError."""
         asked = f"{_RUNS}/{quote(run_id)}"
         return _good(self._patiently(lambda: self._connection.ask("GET", asked))).body
 
@@ -104,7 +102,7 @@ class Sender:
         if answer.status == 409 and "Upload-Offset" in answer.headers:
             return _held_by(answer)
         if answer.status >= 300 and ("Upload-Offset" in answer.headers or answer.wait_s):
-            # Damaged or cut off on its way, or an earlier try still holds the file.
+            # Damaged or truncated in transit, or the file is still locked by an earlier attempt.
             raise Passing(told(answer), answer.wait_s)
         return _held_by(_good(answer))
 
@@ -121,7 +119,7 @@ class Sender:
                 failures = self._pause(failures, error)
 
     def _pause(self, failures: int, error: Passing) -> int:
-        """How many failures in a row there have been. Raises GaveUp after the last."""
+        """Waits and returns the number of consecutive failures. Raises GaveUp after too many."""
         if failures == len(PAUSES_S):
             raise GaveUp(str(error))
         self._sleep(max(PAUSES_S[failures], error.wait_s))
@@ -135,18 +133,18 @@ def _held_by(answer: ServerAnswer) -> ServerFile:
 
 def _good(answer: ServerAnswer) -> ServerAnswer:
     if answer.status == 401:
-        raise UsageError(f"{told(answer)}; give it by --token or STEPSPLIT_TOKEN")
+        raise UsageError(f"{told(answer)}; set it with --token or STEPSPLIT_TOKEN")
     if answer.status >= 300:
         raise UsageError(f"the server refused: {told(answer)}")
     return answer
 
 
-# What an upload is of: files and the paths that a run keeps them under.
+# The files of an upload and their paths in the run.
 
 
 @dataclass(frozen=True, slots=True)
 class FileToSend:
-    """A file to send; path is what the run calls it, with slashes."""
+    """A file to send; path is its POSIX path in the run."""
 
     file: Path
     path: str
@@ -154,15 +152,17 @@ class FileToSend:
 
 
 def chosen(places: Sequence[Path]) -> tuple[FileToSend, ...]:
-    """The files of the places; a folder's keep their paths below it. Hidden ones are no part of a
-    recording. Raises UsageError."""
+    """Lists the files at the places; files of a folder keep their relative paths.
+
+    Hidden files are skipped. Raises UsageError.
+    """
     found = [one for place in places for one in _of(place)]
     if not found:
-        raise UsageError(f"{places[0]}: no files to upload; name a recording's files or folder")
+        raise UsageError(f"{places[0]}: no files to upload; give a recording's files or folder")
     paths = [one.path for one in found]
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
-        raise UsageError(f"{twice[0]} is there twice; upload the folder that holds both")
+        raise UsageError(f"{twice[0]} is given twice; upload the folder that contains both")
     return tuple(found)
 
 
@@ -183,7 +183,7 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-# Requests to a dashboard, by the standard library alone.
+# Requests to a dashboard, with the standard library only.
 
 _PASSING = (408, 429, 500, 502, 503, 504)
 
@@ -191,7 +191,7 @@ _TIMEOUT_S = 120.0
 
 
 class Passing(Exception):
-    """Something that may be over in a moment, such as a broken connection; in words."""
+    """A temporary error, such as a broken connection, after which a retry makes sense."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         self.wait_s = wait_s
@@ -200,7 +200,7 @@ class Passing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What the server said. body is {} where it was no JSON object."""
+    """A response of the server; body is {} if it is not a JSON object."""
 
     status: int
     headers: Mapping[str, str]
@@ -208,19 +208,19 @@ class ServerAnswer:
 
     @property
     def wait_s(self) -> float:
-        """How long the server asks to wait before another try; 0 where it does not."""
+        """The delay before a retry that the server asks for, at most 60 s; 0 if none."""
         asked = self.headers.get("Retry-After", "")
         return min(float(asked), 60.0) if asked.isdecimal() else 0.0
 
 
 class Connection:
-    """One connection, opened anew when it breaks."""
+    """One connection, reopened after an error."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url, self._token = url.rstrip("/"), token
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--to {url}: not a dashboard's address such as http://host:8050")
+            raise UsageError(f"--to {url}: not a dashboard address such as http://host:8050")
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._prefix = parts.path
@@ -232,8 +232,10 @@ class Connection:
     def ask(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> ServerAnswer:
-        """The server's answer, whatever it is. Raises Passing where there is none, or where it is
-        that the server is not well."""
+        """Sends a request and returns the response, whatever its status.
+
+        Raises Passing if there is no response, or if its status is a temporary server error.
+        """
         own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
             self._http.request(method, self._prefix + path, body, {**own, **(headers or {})})
@@ -248,12 +250,12 @@ class Connection:
         return answer
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._http.close()
 
 
 def told(answer: ServerAnswer) -> str:
-    """The line that the server gave for its refusal."""
+    """The error message of a response."""
     return str(answer.body.get("error") or f"the server answered {answer.status}")
 
 

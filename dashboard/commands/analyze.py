@@ -18,23 +18,26 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.readers.kernel_rules import Rules
 
 
-# stepsplit analyze: a recording -> the screen, report.json, tables/.
+# stepsplit analyze: reads a recording; prints the report, writes report.json and tables/.
 
 
 @click.command()
 @click.argument("places", nargs=-1, required=True, metavar="PATH...")
 @click.option(
-    "--json", "json_file", metavar="FILE", help="Write report.json here; - for standard output."
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write report.json here; - for standard output.",
 )
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
               help="Write report.json and tables/ into this folder.")  # fmt: skip
 @click.option("--html", "html_file", metavar="FILE", type=click.Path(path_type=Path),
-              help="Write the report as one page that needs no server.")  # fmt: skip
+              help="Write the report as a self-contained HTML page.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
-              help="Read with up to N processes; one a core by default.")  # fmt: skip
+              help="Read with up to N processes; by default one per core.")  # fmt: skip
 @click.option("--job", metavar="FILE",
-              help="Hold it against the model of this job.toml, which may state only what the "
-                   "recording does not tell; auto for none.")  # fmt: skip
+              help="Compare with the model of this job.toml, which only needs what cannot be "
+                   "inferred from the recording; auto: infer everything.")  # fmt: skip
 @rules_option
 def analyze_command(
     places: tuple[str, ...],
@@ -45,11 +48,11 @@ def analyze_command(
     job: str | None,
     rules_file: Path | None,
 ) -> None:
-    """Split every step of a recording.
+    """Split every training step into compute, communication, bubble and idle.
 
-    PATH is a file, a folder, a zip or tar archive, or a URL, of traces of torch.profiler or of
-    Nsight Systems exported to SQLite; several together are one recording. Of Flight Recorder
-    dumps alone it says where their job hangs.
+    PATH is a file, folder, zip or tar archive, or URL with traces of torch.profiler, or of Nsight
+    Systems exported to SQLite. Several paths together are one recording. If there are only Flight
+    Recorder dumps, prints the diagnosis of the hang instead.
     """
     from rich.console import Console
 
@@ -82,7 +85,7 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
-    """Where a job hangs: the screen, and hang.json."""
+    """Prints the diagnosis of a hang, or writes hang.json."""
     from rich.console import Console
 
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
@@ -95,25 +98,26 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
         Console(highlight=False).print(hang_screen(hang))
 
 
-# stepsplit export: a recording, or what analyze kept of it -> a file for another tool.
+# stepsplit export: writes a recording, or a saved analysis of it, for another tool.
 
 
 @click.command()
 @click.argument("places", nargs=-1, required=True, metavar="PATH...")
 @click.option("--perfetto", "file", required=True, metavar="FILE",
               type=click.Path(path_type=Path, dir_okay=False),
-              help="Write a trace for ui.perfetto.dev; gzipped if this ends in .gz.")  # fmt: skip
+              help="Write a trace for ui.perfetto.dev; gzipped if FILE ends in .gz.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
-              help="Read with up to N processes; one a core by default.")  # fmt: skip
+              help="Read with up to N processes; by default one per core.")  # fmt: skip
 @rules_option
 def export_command(
     places: tuple[str, ...], file: Path, workers: int | None, rules_file: Path | None
 ) -> None:
-    """Write all ranks of a recording, on one clock, for the page ui.perfetto.dev.
+    """Export all ranks of a recording as one Perfetto trace.
 
-    PATH is what analyze takes, or a folder that analyze --out wrote: then nothing is read again.
-    A process is a rank, with its steps, buckets, waits and pipeline stages; arrows lead from the
-    rank that came last to those that waited for it.
+    PATH is as for analyze, or a folder written by analyze --out, which is not analyzed again.
+    Each rank is a process with tracks for steps, buckets, waits and pipeline stages, on a common
+    clock. Arrows lead from the last rank to arrive to the ranks that waited for it. Open the file
+    at https://ui.perfetto.dev.
     """
     from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 
@@ -124,7 +128,7 @@ def export_command(
 
 
 def _saved(places: Sequence[str]) -> Analysis | None:
-    """What analyze --out left in the folder, None where the places are no such folder."""
+    """Reads the analysis that analyze --out wrote; None if the path is not such a folder."""
     from stepsplit.analyzer.analysis import Analysis
     from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, read_report
     from stepsplit.analyzer.report.tables import read_tables
@@ -137,7 +141,7 @@ def _saved(places: Sequence[str]) -> Analysis | None:
     try:
         return Analysis(report, read_tables(tables))
     except (OSError, ValueError, KeyError) as error:
-        problem = f"a table cannot be read ({error})"
+        problem = f"cannot read a table ({error})"
         raise DataError(tables, problem, "analyze the run again") from None
 
 
@@ -150,7 +154,7 @@ def _examined(places: Sequence[str], workers: int | None, rules: Rules) -> Analy
 
 
 def _write(file: Path, chunks: Iterable[bytes]) -> None:
-    """Writes the chunks, whole or not at all. Raises UsageError where that cannot be done."""
+    """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
     from stepsplit.collectors.run_spec import whole_file
 
     try:

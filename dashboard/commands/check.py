@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from stepsplit.dashboard.store.store import Store
 
 
-# stepsplit check: candidate runs against a baseline -> a verdict, as a gate's exit status.
+# stepsplit check: candidate runs against a baseline; the result is the exit status.
 
 EXITS = {"pass": 0, "regressed": 1, "inconclusive": 3}
 
 _EPILOG = (
-    "Budgets: exposed_comm:5% (of the baseline), exposed_comm:2pt (points of the step), "
-    "step:5%,3ms (whichever allows more), exposed_comm:<=10%, mfu:>=40%, step:model+20%, "
-    "calls:exact. Exits: 0 pass, 1 regressed, 2 bad input, 3 inconclusive."
+    "Budgets: exposed_comm:5% (of the baseline), exposed_comm:2pt (percentage points of the step), "
+    "step:5%,3ms (the larger of both), exposed_comm:<=10%, mfu:>=40%, step:model+20%, "
+    "calls:exact. Exit status: 0 pass, 1 regressed, 2 bad input, 3 inconclusive."
 )
 
 
@@ -49,29 +49,29 @@ def _file(flag: str, text: str) -> Callable[[Callable[..., object]], Callable[..
 @click.command(epilog=_EPILOG)
 @click.argument("candidates", nargs=-1, required=True, metavar="CANDIDATE...")
 @click.option("--baseline", "baselines", multiple=True, metavar="B",
-              help="Runs to hold the candidate against; may be repeated.")  # fmt: skip
+              help="Runs to compare the candidate with; may be repeated.")  # fmt: skip
 @click.option("--budget", "budgets", multiple=True, metavar="FILE|RULE",
-              help="How much worse a metric may be; may be repeated. By default calls and bytes "
+              help="How much worse a metric may get; may be repeated. Default: calls and bytes "
                    "exact, exposed_comm and bubble 10%,1pt.")  # fmt: skip
 @click.option("--job", "job_file", metavar="job.toml",
-              help="Hold the candidates against the model, for budgets such as step:model+20%; "
-                   "auto: by what they tell.")  # fmt: skip
+              help="Compare the candidates with the model of this job.toml, for budgets such as "
+                   "step:model+20%; auto: infer it from the candidates.")  # fmt: skip
 @rules_option
 @click.option("--across-setups", is_flag=True,
-              help="Compare runs of another device, mesh, backend or world size too.")  # fmt: skip
+              help="Allow runs that differ in device, mesh, backend or world size.")  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write the verdict here; - for standard output, and nothing else there.",
+    help="Write the result as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 @_file("--junit", "Write a JUnit XML report.")
-@_file("--summary", "Add markdown to this file, such as $GITHUB_STEP_SUMMARY.")
-@_file("--markdown", "Write markdown for a comment on a pull request.")
+@_file("--summary", "Append markdown to this file, such as $GITHUB_STEP_SUMMARY.")
+@_file("--markdown", "Write markdown for a pull request comment.")
 @_file("--codequality", "Write GitLab's code quality JSON.")
-@_file("--openmetrics", "Write OpenMetrics text, for GitLab's metrics reports.")
+@_file("--openmetrics", "Write OpenMetrics text for GitLab's metrics reports.")
 @_file("--bencher", "Write Bencher's JSON.")
 @_file("--benchmark-action", "Write github-action-benchmark's JSON (customSmallerIsBetter).")
 @click.option("--dashboard", "dashboard_url", metavar="URL",
-              help="Where the store's runs are seen, to link to.")  # fmt: skip
+              help="Address of the dashboard that shows the store's runs, for links.")  # fmt: skip
 @store_option
 @artifacts_option
 def check_command(
@@ -87,13 +87,13 @@ def check_command(
     artifacts: str,
     **files: Path | None,
 ) -> int:
-    """Say whether runs stay within their budgets: pass, regressed or inconclusive.
+    """Check runs against performance budgets: pass, regressed or inconclusive.
 
-    CANDIDATE and B are each a recording as analyze takes it, a report.json or its folder, a file of
-    stepsplit baseline, or runs of a store: store:branch=main,last=10 or store:ID. Name 3 to 5 runs
-    a side: one run does not tell its noise.
+    CANDIDATE and B are each a recording as for analyze, a report.json or its folder, a file written
+    by stepsplit baseline, or runs of a store: store:branch=main,last=10 or store:ID. Give 3 to 5
+    runs per side: the run-to-run noise cannot be estimated from a single run.
     """
-    # What judges is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.checks import to_json
 
     store = cache(lambda: open_store(url, artifacts))
@@ -134,13 +134,13 @@ def _judged(
 
 
 def _named(budgets: Sequence[str], baselines: Sequence[str]) -> str:
-    """The file that a reader of the verdict may want to change."""
+    """The file that issues point to: the first budget or baseline file, else "stepsplit"."""
     files = [one for one in (*budgets, *baselines) if Path(one).is_file()]
     return files[0] if files else "stepsplit"
 
 
 def _record(store: Store, candidate: Sequence[SideRun], verdict: Verdict) -> None:
-    """Keeps the answer beside the runs of the store that it is of."""
+    """Records the result with the candidate runs that are in the store."""
     from stepsplit.dashboard.reporters.verdict import headline
 
     for run in candidate:
@@ -160,7 +160,7 @@ def _show_check(verdict: Verdict) -> None:
             click.echo(line)
 
 
-# stepsplit baseline: runs -> a small file that a gate holds candidates against.
+# stepsplit baseline: writes the metrics of runs to a small file for check.
 
 ADVISED = 3
 
@@ -168,17 +168,18 @@ ADVISED = 3
 @click.command()
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path),
-              help="Where it goes, such as a JSON file beside the tests.")  # fmt: skip
+              help="File to write, such as a JSON file next to the tests.")  # fmt: skip
 @rules_option
 @store_option
 @artifacts_option
 def baseline_command(
     places: tuple[str, ...], out: Path, rules_file: Path | None, url: str, artifacts: str
 ) -> None:
-    """Keep what a gate needs of some runs in a small file, fit for git.
+    """Write a baseline file for check from recorded runs.
 
-    RUN is as for check; an older baseline file may be among them. Name 3 to 5 runs: they tell the
-    noise. They must be of one device, mesh, backend and world size.
+    RUN is as for check, or an older baseline file. The file is small enough for git. Give 3 to 5
+    runs, so that the run-to-run noise can be estimated. All runs must have the same device, mesh,
+    backend and world size.
     """
     from stepsplit.analyzer.errors import write
     from stepsplit.analyzer.regression.judge import check_setups
@@ -189,16 +190,16 @@ def baseline_command(
     for warning in check_setups(runs, (), across_setups=False):
         click.echo(f"warning: {warning}", err=True)
     write(out, to_json(runs))
-    told = "" if len(runs) >= ADVISED else f"; {ADVISED} to 5 tell the noise better"
+    told = "" if len(runs) >= ADVISED else f"; {ADVISED} to 5 runs estimate the noise better"
     click.echo(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{told}")
 
 
-# The runs of one side of a check: from files, or out of a store.
+# The runs of one side of a check, from files or from a store.
 
 PREFIX = "store:"
 
 LAST = 10
-"""So many runs a query yields where it does not say how many."""
+"""Number of runs that a query returns by default."""
 
 _EXAMPLE = f"write {PREFIX}branch=main,last=10 or {PREFIX}ID"
 
@@ -207,7 +208,7 @@ OpenStore = Callable[[], "Store"]
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """A run to judge, or to judge by; id is its own in the store that it came from."""
+    """A candidate or baseline run; id is its id in the store, None if it is from a file."""
 
     facts: RunFacts
     id: str | None = None
@@ -215,7 +216,7 @@ class SideRun:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which runs of a store: the last ones that have all of these tags, or the one of an id."""
+    """Selects runs of a store: the last ones that have all tags, or the one with the id."""
 
     tags: tuple[tuple[str, str], ...] = ()
     last: int = LAST
@@ -225,9 +226,10 @@ class Query:
 def runs_at(
     places: Sequence[str], open_store: OpenStore, job: str | None, rules: Rules
 ) -> list[SideRun]:
-    """The runs at the places, each a path as facts_at takes it or a query; run, rules as there.
+    """Reads the runs at the places, each a path or a store query.
 
-    Raises StepsplitError, also for a query under rules of one's own.
+    Raises StepsplitError; also for a store query combined with custom rules, because stored runs
+    are already analyzed.
     """
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 
@@ -235,7 +237,7 @@ def runs_at(
     for place in places:
         if place.startswith(PREFIX):
             if rules != BUILT_IN:
-                raise UsageError(f"{place}: analyzed already; with rules name the recordings")
+                raise UsageError(f"{place}: already analyzed; with --rules give recordings")
             found += _stored(open_store(), parse_query(place))
         else:
             found += _read(place, job, rules)
@@ -251,22 +253,22 @@ def _read(place: str, job: str | None, rules: Rules) -> list[SideRun]:
 
 
 def parse_query(text: str) -> Query:
-    """The query of "store:branch=main,last=10" or "store:ID". Raises UsageError."""
+    """Parses "store:branch=main,last=10" or "store:ID". Raises UsageError."""
     words = [word.strip() for word in text.removeprefix(PREFIX).split(",")]
     if len(words) == 1 and words[0] and "=" not in words[0]:
         return Query(id=words[0])
     split = [word.partition("=") for word in words]
     tags = {key.strip(): value.strip() for key, _, value in split}
     if not all(key and value for key, value in tags.items()):
-        raise UsageError(f"{text} asks for no run of the store; {_EXAMPLE}")
+        raise UsageError(f"{text} is not a valid store query; {_EXAMPLE}")
     last = tags.pop("last", str(LAST))
     if not last.isdecimal() or not 0 < int(last) < 10_000:
-        raise UsageError(f"{text}: last is no number of runs; {_EXAMPLE}")
+        raise UsageError(f"{text}: last must be a number of runs; {_EXAMPLE}")
     return Query(tuple(tags.items()), int(last))
 
 
 def _stored(store: Store, query: Query) -> list[SideRun]:
-    """The runs that are done and meant, the oldest first. Raises UsageError where none is."""
+    """The finished runs that match the query, oldest first. Raises UsageError if none matches."""
     from stepsplit.analyzer.regression.metrics import facts_of
 
     done = [run for run in store.runs() if run.state == "done" and _meant(run, query)]
@@ -286,13 +288,13 @@ def _meant(run: RunRow, query: Query) -> bool:
     return all(pair in tags for pair in query.tags)
 
 
-# The files of a verdict, each for another reader.
+# The output files of a check.
 
 
 def write_files(verdict: Verdict, files: Mapping[str, Path | None], named: str) -> None:
-    """Writes what was asked for, by the option's name; named is the file that issues are told of.
+    """Writes the output files, by option name. Code quality issues point to the last argument.
 
-    A step's summary is added to. Raises UsageError where a file cannot be written.
+    The summary is appended to its file. Raises UsageError if a file cannot be written.
     """
     for option, path in files.items():
         if path is None:
@@ -339,7 +341,7 @@ def _add(path: Path, verdict: Verdict) -> None:
         raise unwritable(path, error) from None
 
 
-# stepsplit compare: two recordings or reports -> what differs between the runs.
+# stepsplit compare: the differences between two recordings or reports.
 
 
 @click.command()
@@ -347,18 +349,18 @@ def _add(path: Path, verdict: Verdict) -> None:
 @click.argument("candidate", metavar="CANDIDATE")
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write the comparison here; - for standard output, and nothing else there.",
+    help="Write the comparison as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 @rules_option
 def compare_command(
     baseline: str, candidate: str, json_file: str | None, rules_file: Path | None
 ) -> None:
-    """Say what differs between two runs, and by how much.
+    """Compare two runs: settings, buckets, calls and kernels.
 
-    BASELINE and CANDIDATE are each a recording as analyze takes it (file, folder, archive or URL),
-    a report.json, or a folder that holds one. Runs of another layout are compared too.
+    BASELINE and CANDIDATE are each a recording as for analyze (file, folder, archive or URL), a
+    report.json, or a folder that contains one. The runs may have different layouts.
     """
-    # What reads recordings is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.compare import to_json
 
     found = _compared(baseline, candidate, rules_file)

@@ -1,4 +1,4 @@
-"""What commands share: workers, missing extras, JSON output, options of the store."""
+"""Shared code of the commands: worker count, JSON output, store options, optional packages."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ if TYPE_CHECKING:
     from stepsplit.dashboard.store.store import Store
 
 
-# How many processes a command starts unless it is told.
+# Default number of worker processes.
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-# What a command found as JSON, where --json asks for it.
+# JSON output of a command.
 
-Found = TypeVar("Found")
+ResultT = TypeVar("ResultT")
 
 
-def put_json(found: Found, to_json: Callable[[Found], str | bytes], json_file: str | None) -> bool:
-    """Writes the JSON of what was found into the file, "-" for standard output, None for nowhere.
+def put_json(
+    found: ResultT, to_json: Callable[[ResultT], str | bytes], json_file: str | None
+) -> bool:
+    """Writes a result as JSON to a file, or to standard output for "-"; None writes nothing.
 
-    Whether standard output has it, which then has nothing else. Raises UsageError where the file
-    cannot be written.
+    Returns whether it was printed; then the caller must not print anything else. Raises UsageError
+    if the file cannot be written.
     """
     if json_file is None:
         return False
@@ -48,25 +50,25 @@ def put_json(found: Found, to_json: Callable[[Found], str | bytes], json_file: s
     return False
 
 
-# The rules of the user, for every command that reads a recording.
+# Kernel rules of the user, for every command that reads a recording.
 
 rules_option = click.option(
     "--rules",
     "rules_file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Take kernels for what the rules in this TOML file say.",
+    help="TOML file of rules that classify kernels.",
 )
 
 
 def load_rules(file: Path | None) -> Rules:
-    """The rules of the file before the built-in ones, or these alone. Raises DataError."""
+    """The built-in kernel rules, preceded by those of the file if given. Raises DataError."""
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, read_rules
 
     return BUILT_IN if file is None else read_rules(file)
 
 
-# The options of every command that opens the store of runs.
+# Options of the commands that open the store of runs.
 
 HOME = Path(".stepsplit")
 
@@ -90,7 +92,7 @@ artifacts_option = click.option(
     show_default=True,
     envvar="STEPSPLIT_ARTIFACTS",
     metavar="URL",
-    help="Where traces and reports are kept: a folder, or a URL such as s3://bucket/stepsplit.",
+    help="Folder of traces and reports, or a URL such as s3://bucket/stepsplit.",
 )
 
 log_option = click.option(
@@ -98,22 +100,22 @@ log_option = click.option(
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="Quiet text, or a JSON line a request and an analysis, on standard error.",
+    help="Log on standard error: text, or one JSON line per request and analysis.",
 )
 
 
 def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:
-    """The store of the runs, made where it is missing."""
+    """Opens the store of runs; creates it if it is missing."""
     need("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.store import Store
 
     return Store.open(url, artifacts)
 
 
-# What a command needs beyond the base install, asked for by name.
+# Optional packages.
 
 
 def need(module: str, extra: str) -> None:
-    """Raises UsageError, with the command that installs it, where the module is missing."""
+    """Raises UsageError with the install command if the module is missing."""
     if find_spec(module) is None:
         raise UsageError(f"this needs {module}; install it with: pip install 'stepsplit[{extra}]'")

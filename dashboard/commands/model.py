@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.validation.tables import Check
 
 
-# stepsplit model: a job.toml -> how long a step should take, where it goes, and what fits.
+# stepsplit model: predicts step time, split and memory of a job.toml.
 
 
 @click.command()
 @click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write the prediction here; - for standard output, and nothing else there.",
+    help="Write the prediction as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 @click.option(
     "--explain", is_flag=True,
-    help="Show each formula with this run's numbers, and the rules of thumb that differ.",
+    help="Show each formula with the numbers of this job, and rules of thumb that differ.",
 )  # fmt: skip
 def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
-    """Predict one training step: time, split, memory and messages.
+    """Predict one training step: time, split, memory and communication.
 
-    job.toml names the model, how ranks share it, the batch and the hardware, by preset or by
-    numbers. Nothing is run.
+    job.toml describes the model, the parallel layout, the batch and the hardware, by preset or by
+    numbers. Does not run the job.
     """
-    # What the model needs is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import prediction_to_json
@@ -64,33 +64,34 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
         console.print(listing(formulas, heard(formulas)))
 
 
-# stepsplit plan: a job.toml and a number of GPUs -> the layout to take, and why not another.
+# stepsplit plan: searches the fastest layout for a job.toml and a number of GPUs.
 
 
 @click.command()
 @click.argument("job_file", metavar="job.toml", type=click.Path(path_type=Path))
-@click.option("--gpus", metavar="N", type=int, required=True, help="How many GPUs there are.")
+@click.option("--gpus", metavar="N", type=int, required=True, help="Number of GPUs.")
 @click.option(
     "--top", metavar="K", type=click.IntRange(min=1), default=8, show_default=True,
-    help="How many ways to split the GPUs are shown.",
+    help="Number of layouts to show.",
 )  # fmt: skip
 @click.option(
     "--keep", metavar="KEY", multiple=True,
-    help="Keep this as job.toml has it: tp, pp, cp, zero, recompute, ...; may be repeated.",
+    help="Keep this setting of job.toml: tp, pp, cp, zero, recompute, ...; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write the plan here; - for standard output, and nothing else there.",
+    help="Write the plan as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 def plan_command(
     job_file: Path, gpus: int, top: int, keep: tuple[str, ...], json_file: str | None
 ) -> None:
-    """Find the fastest layout that fits, and say why the others lose.
+    """Find the fastest layout that fits, and explain why others are slower.
 
-    job.toml gives model, sequence length, batch, precision, framework and hardware. How the GPUs
-    are split, ZeRO, schedule, microbatch and recomputation are searched. Nothing is run.
+    job.toml gives model, sequence length, batch, precision, framework and hardware. The search
+    covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does
+    not run the job.
     """
-    # What the search needs is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.plan import plan, to_json
     from stepsplit.analyzer.model.predict import read_rates
@@ -102,12 +103,14 @@ def plan_command(
 
 
 def _kept(words: tuple[str, ...]) -> frozenset[str]:
-    """The keys to keep; each word may list several with commas. Raises UsageError."""
+    """Parses the values of --keep, each a comma-separated list of keys. Raises UsageError."""
     from stepsplit.analyzer.model.plan_space import KEYS
 
     keys = frozenset(key.strip() for word in words for key in word.split(","))
     for key in sorted(keys - set(KEYS)):
-        raise UsageError(f"--keep {key!r} is nothing that a plan chooses; write {', '.join(KEYS)}")
+        raise UsageError(
+            f"--keep {key!r} is not a setting of the search; choose from {', '.join(KEYS)}"
+        )
     return keys
 
 
@@ -119,22 +122,22 @@ def _show_plan(job: JobConfig, found: Plan) -> None:
     Console(highlight=False).print(plan_screen(job, found), soft_wrap=False)
 
 
-# stepsplit calibrate: recorded runs -> the constants of the machine they ran on.
+# stepsplit calibrate: fits the hardware constants of a machine to recorded runs.
 
 
 @click.command()
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help='Write the constants here; a job.toml names the file as [hardware] file = "FILE".',
+    help='Write the constants to this file; use it in job.toml as [hardware] file = "FILE".',
 )  # fmt: skip
 @click.option(
     "--job", "job_file", metavar="FILE", type=click.Path(path_type=Path),
-    help="A job.toml, whole or a part, for what the recordings do not tell of their job.",
+    help="A job.toml, complete or partial, for what cannot be inferred from the recordings.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write all that was found here; - for standard output, and nothing else there.",
+    help="Write the calibration as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 @rules_option
 def calibrate_command(
@@ -144,12 +147,12 @@ def calibrate_command(
     json_file: str | None,
     rules_file: Path | None,
 ) -> None:
-    """Fit the model's constants to recorded runs of your own.
+    """Fit the model's hardware constants to your own recordings.
 
-    RUN is the folder of a recording; several may differ in layout, not in hardware. Predictions
-    with these constants hold for other layouts of the same machine.
+    RUN is the folder of a recording. Several runs may differ in layout but not in hardware. The
+    constants also apply to other layouts on the same machine.
     """
-    # What the fit needs is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.gap.calibrate import calibrate, hardware_text, to_json
 
     found = calibrate(*places, job=job_file, rules=load_rules(rules_file))
@@ -167,7 +170,7 @@ def _show_calibrate(found: Calibration, out: Path | None) -> None:
     Console(highlight=False).print(calibration_screen(found, out), soft_wrap=False)
 
 
-# stepsplit validate: the analytical model against published figures.
+# stepsplit validate: the analytical model against published measurements.
 
 MISSED = 1
 
@@ -176,20 +179,20 @@ MISSED = 1
 @click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False))
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write all checks with all rows here; - for standard output, and nothing else there.",
+    help="Write all checks and rows as JSON; - for standard output, without the screen.",
 )  # fmt: skip
-@click.option("--rows", is_flag=True, help="Print every row, not only those that are farthest off.")
+@click.option("--rows", is_flag=True, help="Print every row, not only the largest errors.")
 @click.pass_context
 def validate_command(
     context: click.Context, folder: Path | None, json_file: str | None, rows: bool
 ) -> None:
-    """Hold the analytical model against published figures, and say how far off it is.
+    """Compare the analytical model with published measurements.
 
-    FOLDER has more rows of the same tables: CSV files with the names and columns of those in
-    stepsplit/analyzer/model/published, any of which may be absent. Ends with status 1 where a
-    check is missed. Rows that a constant of the model was fitted on are left out.
+    FOLDER has additional rows: CSV files with the names and columns of those in
+    stepsplit/analyzer/model/published; each file is optional. Exits with status 1 if a check
+    fails. Rows that a constant of the model was fitted on do not count.
     """
-    # What the model needs is loaded here, so that the list of commands stays quick.
+    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.validation import to_json, validate
 
     checks = validate(folder)
@@ -211,7 +214,7 @@ def _show_validate(checks: tuple[Check, ...], rows: bool) -> None:
     Console(highlight=False).print(validation_screen(checks, rows))
 
 
-# stepsplit what-if: a recording -> its step with something changed, by replay.
+# stepsplit what-if: replays a recording with something changed.
 
 
 class _ChangeCommand(click.Command):
@@ -220,7 +223,7 @@ class _ChangeCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from stepsplit.analyzer.diagnose.what_if import EXAMPLES
 
-        self.epilog = f"Changes are written so: {', '.join(EXAMPLES)}."
+        self.epilog = f"Examples of CHANGE: {', '.join(EXAMPLES)}."
         super().format_epilog(ctx, formatter)
 
 
@@ -228,11 +231,11 @@ class _ChangeCommand(click.Command):
 @click.argument("places", nargs=-1, required=True, metavar="PATH...")
 @click.option(
     "--change", "changes", metavar="CHANGE", multiple=True,
-    help="Replay with this changed; may be repeated. All usual changes where left out.",
+    help="Change to replay; may be repeated. Default: all common changes.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", metavar="FILE",
-    help="Write the result here; - for standard output, and nothing else there.",
+    help="Write the result as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 @rules_option
 def what_if_command(
@@ -241,10 +244,10 @@ def what_if_command(
     json_file: str | None,
     rules_file: Path | None,
 ) -> None:
-    """Replay a recording with something changed: how long were a step?
+    """Estimate the step time of a recording with something changed.
 
-    PATH is as for analyze. A replay runs through what each instant of the measured steps waited
-    for; other microbatches and schedules are timed by the schedule's own order.
+    PATH is as for analyze. Replays the dependency graph of the measured steps; other microbatch
+    counts and pipeline schedules are simulated in the order of the schedule.
     """
     from rich.console import Console
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def collectors_command(verb: str, summary: str) -> click.Command:
-    """The verb as `python -m stepsplit.collectors` has it, with its own help and errors."""
+    """Wraps a command of `python -m stepsplit.collectors`, with its own help and errors."""
     from stepsplit.collectors.__main__ import main
 
     @click.command(
@@ -33,24 +33,20 @@ def collectors_command(verb: str, summary: str) -> click.Command:
     return command
 
 
-# stepsplit gather, by the collectors.
+# stepsplit gather, attach and record, which the collectors implement.
 
-gather_command = collectors_command("gather", "Bring together what the hosts of a run wrote.")
+gather_command = collectors_command(
+    "gather", "Merge the recordings of several hosts into one folder."
+)
 
-
-# stepsplit attach, by the collectors.
-
-attach_command = collectors_command("attach", "Record some steps of a job that runs.")
-
-
-# stepsplit record, by the collectors.
+attach_command = collectors_command("attach", "Record some steps of a running job.")
 
 record_command = collectors_command(
-    "record", "Run a training as it is and record some of its steps."
+    "record", "Run an unmodified training command and record some of its steps."
 )
 
 
-# stepsplit demo: a small GPT trained for real under the collectors, then the answer to look at.
+# stepsplit demo: trains and records a small GPT, then shows its report.
 
 DEFAULT_PARALLEL = "tp=2,pp=2,dp=2"
 
@@ -63,25 +59,25 @@ _MEMINFO = Path("/proc/meminfo")
     default=DEFAULT_PARALLEL,
     show_default=True,
     metavar="LAYOUT",
-    help="Ranks along each axis, such as tp=2,pp=2,dp=1 or fsdp=4.",
+    help="Ranks per axis, such as tp=2,pp=2,dp=1 or fsdp=4.",
 )
 @click.option(
     "--out",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Where the recording goes; runs/demo by default, then runs/demo-2 and so on.",
+    help="Folder of the recording; by default runs/demo, then runs/demo-2 and so on.",
 )
-@click.option("--no-serve", is_flag=True, help="Stop after the terminal's answer.")
+@click.option("--no-serve", is_flag=True, help="Do not start the dashboard.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
     default=0,
-    show_default="a free one",
+    show_default="a free port",
     help="Port of the dashboard.",
 )
 def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
-    """Train a small GPT on this machine, record it, split its steps, and show where they went."""
+    """Train and record a small GPT on this machine, then show its report."""
     from rich.console import Console
 
     from stepsplit.analyzer.analysis import examine_as_told
@@ -103,7 +99,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
 
 
 def _mesh(parallel: str) -> Mesh:
-    """The layout asked for, or what of it this machine's memory holds."""
+    """The requested layout, reduced if this machine has too little memory for it."""
     from stepsplit.analyzer import units
     from stepsplit.collectors.record import (
         DemoArgs,
@@ -123,7 +119,8 @@ def _mesh(parallel: str) -> Mesh:
     if mesh != wanted:
         free = units.gibibytes(available or 0)
         click.echo(
-            f"{free} of memory are free: {parallel_text(mesh)} instead of {parallel_text(wanted)}"
+            f"only {free} of memory available: using {parallel_text(mesh)} instead of "
+            f"{parallel_text(wanted)}"
         )
     return mesh
 
@@ -153,7 +150,7 @@ def _serve(analysis: Analysis, port: int) -> None:
 
 
 def _available_bytes() -> int | None:
-    """Memory that new processes can take, None where the system does not say."""
+    """Memory available to new processes; None if the system does not report it."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:

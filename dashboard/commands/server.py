@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stepsplit.dashboard.upload import FileToSend, Sender
 
 
-# stepsplit dashboard: the pages over a store of runs.
+# stepsplit dashboard: serves the pages of a store of runs.
 
 
 @click.command()
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
     metavar="N",
     default=1,
     show_default=True,
-    help="Processes that analyze uploads; 0 where others do.",
+    help="Processes that analyze uploads; 0 if separate workers do.",
 )
 @click.option(
     "--password-file",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Let in who knows the password in this file, or in STEPSPLIT_PASSWORD.",
+    help="Require the password in this file, or in STEPSPLIT_PASSWORD.",
 )
 @click.option(
     "--trusted-proxy-header",
     metavar="NAME",
-    help="Let in whom a proxy names in this header, such as X-Forwarded-User.",
+    help="Trust the user name that a proxy sets in this header, such as X-Forwarded-User.",
 )
 @click.option(
     "--trusted-proxy",
     "proxies",
     metavar="ADDRESS",
     multiple=True,
-    help="Where that proxy is: an address or network; may be repeated.",
+    help="Address or network of that proxy; may be repeated.",
 )
-@click.option("--open-to-anyone", is_flag=True, help="Let in everybody who can reach the port.")
+@click.option("--open-to-anyone", is_flag=True, help="Allow access without authentication.")
 @log_option
 def dashboard_command(
     url: str,
@@ -86,7 +86,7 @@ def dashboard_command(
     open_to_anyone: bool,
     log_format: LogFormat,
 ) -> None:
-    """Serve the pages: runs, uploads, and where each step of a run went."""
+    """Serve the dashboard: runs, uploads and the report of each run."""
     need("dash", "dashboard")
     from stepsplit.dashboard.web.auth import Serving, access_to, trusted_proxy
     from stepsplit.dashboard.web.serve import free_port, serve
@@ -103,8 +103,11 @@ def dashboard_command(
 
 
 def _password(file: Path | None) -> str | None:
-    """The password of the file or the environment, None without either. Raises UsageError."""
-    # Taken out, so that the workers do not inherit it.
+    """Reads the password from the file or the environment; None if neither is given.
+
+    Raises UsageError if the file cannot be read or is empty.
+    """
+    # Removed from the environment, so that the workers do not inherit it.
     of_environment = os.environ.pop("STEPSPLIT_PASSWORD", None)
     if file is None:
         return of_environment or None
@@ -118,16 +121,16 @@ def _password(file: Path | None) -> str | None:
     return password
 
 
-# stepsplit worker: analyzes what was uploaded, on this or another machine than the dashboard.
+# stepsplit worker: analyzes uploads, on the machine of the dashboard or another one.
 
 
 @click.command()
 @store_option
 @artifacts_option
 @click.option("--limit", type=click.FloatRange(min=1), metavar="MINUTES", default=60.0,
-              show_default=True, help="An analysis that takes longer fails.")  # fmt: skip
-@click.option("--name", hidden=True, help="What the queue knows this worker by.")
-@click.option("--parent", type=int, hidden=True, help="End when this process is gone.")
+              show_default=True, help="Time limit of one analysis.")  # fmt: skip
+@click.option("--name", hidden=True, help="Name of this worker in the queue.")
+@click.option("--parent", type=int, hidden=True, help="Exit when this process ends.")
 @log_option
 def worker_command(
     url: str,
@@ -137,10 +140,10 @@ def worker_command(
     parent: int | None,
     log_format: LogFormat,
 ) -> None:
-    """Analyze uploads, one after the other, until Ctrl-C.
+    """Analyze uploads one after the other until Ctrl-C.
 
-    A dashboard starts one by itself; more of them share the work, on any machine that reaches
-    the same store and artifacts.
+    A dashboard starts one worker by default. Start more on any machine that can reach the same
+    store and artifacts.
     """
     store = open_store(url, artifacts)
     from stepsplit.dashboard.store.ingest import Terms, set_up_logs, work
@@ -152,30 +155,30 @@ def worker_command(
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """What is under way goes back into the queue."""
+    """Signal handler: exits, which returns the current job to the queue."""
     raise SystemExit(0)
 
 
-# stepsplit token: secrets that let scripts and people into a dashboard.
+# stepsplit token: access tokens of a dashboard.
 
 
 @click.group()
 def token_command() -> None:
-    """Let scripts into a dashboard, and out again."""
+    """Create, list and revoke access tokens of a dashboard."""
 
 
 @token_command.command()
 @click.argument("name")
 @store_option
 def create(name: str, url: str) -> None:
-    """Print a new token; nobody can show it again."""
+    """Create a token and print it; it cannot be shown again."""
     click.echo(_tokens(url).create(name))
 
 
 @token_command.command("list")
 @store_option
 def list_tokens(url: str) -> None:
-    """Print id, name, creation, last use and whether it still lets in."""
+    """Print the id, state, creation, last use and name of each token."""
     for token in _tokens(url).all():
         used = _when(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
         state = "revoked" if token.revoked else "valid"
@@ -187,14 +190,14 @@ def list_tokens(url: str) -> None:
 @click.argument("token_id", metavar="ID")
 @store_option
 def revoke(token_id: str, url: str) -> None:
-    """Let nobody in by this token any more."""
+    """Revoke a token."""
     if not _tokens(url).revoke(token_id):
-        raise UsageError(f"no token has the id {token_id}; stepsplit token list shows them")
+        raise UsageError(f"no token has the id {token_id}; list them with stepsplit token list")
     click.echo(f"token {token_id} is revoked")
 
 
 def _tokens(url: str) -> Tokens:
-    """The tokens of the store, whose files are left alone."""
+    """Opens the tokens of the store without opening its artifacts."""
     need("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.database import open_database
     from stepsplit.dashboard.store.store import Tokens
@@ -206,7 +209,7 @@ def _when(unix_ns: int) -> str:
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-# stepsplit upload: a recording to a dashboard that others see too.
+# stepsplit upload: sends a recording to a dashboard.
 
 ASK_EVERY_S = 1.0
 
@@ -215,13 +218,13 @@ ASK_EVERY_S = 1.0
 @click.argument("places", nargs=-1, required=True, metavar="PATH...",
                 type=click.Path(path_type=Path))  # fmt: skip
 @click.option("--to", "url", required=True, metavar="URL", help="Address of the dashboard.")
-@click.option("--name", metavar="NAME", help="What the run is called; by default as its files.")
+@click.option("--name", metavar="NAME", help="Name of the run; by default the name of its files.")
 @click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True,
-              help="What to find the run by, such as branch=main; may be repeated.")  # fmt: skip
+              help="Tag of the run, such as branch=main; may be repeated.")  # fmt: skip
 @click.option("--token", metavar="TOKEN", envvar="STEPSPLIT_TOKEN",
-              help="What the dashboard lets you in by; STEPSPLIT_TOKEN by default.")  # fmt: skip
-@click.option("--resume", metavar="ID", help="Go on with this run's upload.")
-@click.option("--wait", is_flag=True, help="Stay until the run is analyzed.")
+              help="Access token of the dashboard; by default STEPSPLIT_TOKEN.")  # fmt: skip
+@click.option("--resume", metavar="ID", help="Resume the upload of this run.")
+@click.option("--wait", is_flag=True, help="Wait until the run is analyzed.")
 def upload_command(
     places: tuple[Path, ...],
     url: str,
@@ -231,9 +234,9 @@ def upload_command(
     resume: str | None,
     wait: bool,
 ) -> None:
-    """Send a recording to a dashboard, and print the address of its page.
+    """Upload a recording to a dashboard and print the URL of its page.
 
-    PATH is a file or a folder. What breaks off on the way goes on by itself.
+    PATH is a file or a folder. Interrupted transfers are resumed automatically.
     """
     from stepsplit.dashboard.reporters.terminal import sending_bar
     from stepsplit.dashboard.upload import Connection, GaveUp, Sender, chosen
@@ -272,7 +275,7 @@ def _broken_off(
 ) -> StepsplitError:
     named = shlex.join(str(place) for place in places)
     why = str(error) or "interrupted"
-    return UsageError(f"{why}; go on with: stepsplit upload {named} --to {url} --resume {run_id}")
+    return UsageError(f"{why}; resume with: stepsplit upload {named} --to {url} --resume {run_id}")
 
 
 def _wait(sender: Sender, run_id: str) -> None:

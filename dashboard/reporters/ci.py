@@ -13,27 +13,29 @@ from stepsplit.analyzer.regression.checks import Judged, Verdict
 from stepsplit.analyzer.regression.metrics import Unit, meaning_of
 from stepsplit.dashboard.reporters.verdict import markdown, one_line
 
-# A verdict for GitHub Actions: annotations and the step's summary, within their limits.
+# GitHub Actions: annotations and the job summary, within the limits of GitHub.
 
 SUMMARY_BYTES = 1 << 20
-"""A longer summary of one step is not taken at all."""
+"""GitHub rejects a larger summary of a step."""
 
 MOST = 10
-"""So many errors, and so many warnings, of a step are shown; GitHub drops the others silently."""
+"""Maximum number of errors, and of warnings, per step; GitHub silently drops the rest."""
 
 
 def workflow_commands(verdict: Verdict) -> list[str]:
-    """Annotations, to be printed: an error a regressed metric, then its causes; a warning an
-    inconclusive one."""
+    """Annotation lines to print.
+
+    One error per regressed metric, one per cause, one warning per inconclusive metric.
+    """
     errors = [_command("error", title, text) for title, text in _errors(verdict)]
     unsure = [one for one in verdict.gated if one.answer == "inconclusive"]
     warnings = [_command("warning", "stepsplit: inconclusive", one_line(one)) for one in unsure]
-    warnings += [_command("warning", "stepsplit", told) for told in verdict.warnings]
+    warnings += [_command("warning", "stepsplit", text) for text in verdict.warnings]
     return [*errors[:MOST], *warnings[:MOST]]
 
 
 def summary(verdict: Verdict, held_bytes: int = 0) -> str:
-    """What to add to a step's summary that holds so many bytes already."""
+    """The markdown to append to a step summary, whose present size is given."""
     return markdown(verdict, SUMMARY_BYTES - held_bytes)
 
 
@@ -42,7 +44,7 @@ def _errors(verdict: Verdict) -> Iterator[tuple[str, str]]:
         if one.answer == "regressed":
             yield "stepsplit: regressed", one_line(one)
     for cause in verdict.causes:
-        yield "stepsplit: why", cause.message
+        yield "stepsplit: cause", cause.message
 
 
 def _command(kind: str, title: str, text: str) -> str:
@@ -57,7 +59,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-# A verdict for GitLab: the code quality widget, and metrics as OpenMetrics text.
+# GitLab: the code quality widget, and metrics as OpenMetrics text.
 
 _UNITS: dict[Unit, str] = {
     "share": "ratio",
@@ -88,8 +90,11 @@ class _Issue(msgspec.Struct):
 
 
 def code_quality(verdict: Verdict, path: str) -> bytes:
-    """An issue a metric that did not pass, told of the file at path, which holds the budgets or the
-    baseline. Fingerprints stay the same from run to run, so that an issue is one issue."""
+    """One issue per metric that did not pass.
+
+    Issues point to the file at path, which contains the budgets or the baseline. Fingerprints are
+    stable between runs, so that GitLab recognizes an issue.
+    """
     issues = [_issue(one, path) for one in verdict.gated if one.answer != "pass"]
     return msgspec.json.format(msgspec.json.encode(issues), indent=1) + b"\n"
 
@@ -101,7 +106,7 @@ def _issue(one: Judged, path: str) -> _Issue:
 
 
 def open_metrics(verdict: Verdict) -> str:
-    """The gated metrics of both sides, in seconds, bytes and ratios."""
+    """The gated metrics of both sides as OpenMetrics text, in seconds, bytes and ratios."""
     lines = [line for one in verdict.gated for line in _metric(one)]
     return "\n".join([*lines, "# EOF"]) + "\n"
 
@@ -119,8 +124,8 @@ def _metric(one: Judged) -> Iterator[str]:
             yield f'{name}{{side="{side}"}} {value * scale!r}'
 
 
-# A verdict as JUnit XML: a test case a gated metric, as GitLab, Jenkins and GitHub's actions read
-# it. What matters stands in the body: some readers pass attributes over.
+# JUnit XML for GitLab, Jenkins and GitHub: one test case per gated metric. The text is repeated in
+# the body, because some readers ignore attributes.
 
 _SUITE = "stepsplit"
 
@@ -128,7 +133,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(verdict: Verdict) -> bytes:
-    """The document; a regressed metric is a failure, an inconclusive one is skipped."""
+    """The XML document; a regressed metric is a failure, an inconclusive one is skipped."""
     answers = [one.answer for one in verdict.gated]
     counts = {
         "name": _SUITE,
@@ -159,11 +164,11 @@ def _case(suite: xml.Element, one: Judged, verdict: Verdict) -> None:
 
 
 def _xml_text(text: str) -> str:
-    """Without characters that XML forbids."""
+    """Replaces the characters that XML does not allow."""
     return _NOT_XML.sub("?", text)
 
 
-# A verdict for services that keep histories of benchmarks: Bencher, github-action-benchmark.
+# Benchmark trackers: Bencher and github-action-benchmark.
 
 
 class _Measure(msgspec.Struct):
@@ -178,8 +183,10 @@ class _Benchmark(msgspec.Struct):
 
 
 def bencher(verdict: Verdict) -> bytes:
-    """Bencher Metric Format: the candidate's gated metrics as measures of one benchmark, which is
-    named by where and on what mesh it ran."""
+    """The candidate's gated metrics in Bencher Metric Format.
+
+    They are measures of one benchmark, named by world size, device and mesh.
+    """
     measures = {
         one.metric.replace(".", "-"): _Measure(one.candidate)
         for one in verdict.gated
@@ -189,7 +196,7 @@ def bencher(verdict: Verdict) -> bytes:
 
 
 def benchmark_action(verdict: Verdict) -> bytes:
-    """customSmallerIsBetter: the candidate's gated metrics of which less is better."""
+    """The candidate's gated metrics as customSmallerIsBetter; skips those where more is better."""
     rows = [_row(one, verdict) for one in verdict.gated if _smaller_is_better(one)]
     return _json_bytes(rows)
 

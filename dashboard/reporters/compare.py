@@ -17,23 +17,26 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
 
-# The terminal's answer to: what differs between these two runs?
+# The screen of compare.
 
 LEAST = 0.005
-"""Of the baseline's step: a bucket that changed less is not named in the headline."""
+"""Share of the baseline's step; the headline omits buckets that changed less."""
 
 _MOST_NAMED = 3
 
 _NOTES = (
-    ("mesh", "another layout: a rank does another part of the work, which moves its buckets too"),
-    ("microbatches", "other microbatches: a step may hold more or less work"),
+    (
+        "mesh",
+        "different layout: each rank does other work, which changes its buckets",
+    ),
+    ("microbatches", "different microbatch count: a step may do more or less work"),
 )
 
-_UNSURE = " (of one step alone, which does not tell its noise)"
+_UNSURE = " (noise unknown: a single step)"
 
 
 def comparison_screen(found: RunComparison) -> RenderableType:
-    """The whole screen of one comparison, to be printed by a rich console of any width."""
+    """Builds the screen of a comparison for a rich console of any width."""
     parts: list[RenderableType] = [headline(found), Text(), _runs(found)]
     if found.same:
         return Group(*parts)
@@ -45,18 +48,18 @@ def comparison_screen(found: RunComparison) -> RenderableType:
 
 
 def headline(found: RunComparison) -> Text:
-    """By how much the candidate's median step is longer, and what changed."""
+    """The change of the median step, and the buckets that changed most."""
     if found.same:
-        return Text("nothing differs: same settings, steps, buckets, calls and kernels", "bold")
+        return Text("no differences: same settings, steps, buckets, calls and kernels", "bold")
     named = ", ".join(_bucket(row) for row in _named(found))
     text = Text(f"candidate is {_how_much(found)}", style="bold").append(_noise(found), "yellow")
-    return text.append(f": {named or 'no bucket changed by much'}", "not bold")
+    return text.append(f": {named or 'no large change in any bucket'}", "not bold")
 
 
 def _how_much(found: RunComparison) -> str:
     ns, ratio = found.difference_ns, found.ratio
     if not ns:
-        return "as fast"
+        return "equally fast"
     share = "" if ratio is None else f" ({units.percent(abs(ratio - 1))})"
     return f"{units.milliseconds(abs(ns))}{share} {'slower' if ns > 0 else 'faster'}"
 
@@ -64,7 +67,7 @@ def _how_much(found: RunComparison) -> str:
 def _noise(found: RunComparison) -> str:
     if found.within_noise is None:
         return _UNSURE
-    return ", within the noise of both" if found.within_noise else ""
+    return ", within noise" if found.within_noise else ""
 
 
 def _named(found: RunComparison) -> tuple[BucketChange, ...]:
@@ -77,7 +80,7 @@ def _bucket(row: BucketChange) -> str:
 
 
 def _runs(found: RunComparison) -> Table:
-    """The two runs beside each other; what neither knows is left out."""
+    """The two runs side by side; rows that are unknown for both are omitted."""
     table = _beside("")
     one, other = found.baseline, found.candidate
     rows = zip(_about(one), _about(other), strict=True)
@@ -88,7 +91,7 @@ def _runs(found: RunComparison) -> Table:
 
 
 def _about(side: Side) -> tuple[tuple[str, str], ...]:
-    """What is known of a run, by name; "" is unknown."""
+    """(name, value) rows about a run; "" is unknown."""
     fraction, peak, mfu = side.bubble_fraction, side.peak_allocated_bytes, side.mfu
     return (
         ("run", side.name),
@@ -102,7 +105,7 @@ def _about(side: Side) -> tuple[tuple[str, str], ...]:
 
 
 def _settings(found: RunComparison) -> Table:
-    table = _beside("set differently")
+    table = _beside("configuration differences")
     for row in found.settings:
         table.add_row(row.name, _told(row.baseline), _told(row.candidate), style="yellow")
     return table
@@ -113,32 +116,32 @@ def _told(setting: str | None) -> str:
 
 
 def _notes(found: RunComparison) -> list[Text]:
-    """What to keep in mind where both sides know a setting and it differs."""
+    """Caveats for settings that are known on both sides and differ."""
     known = {row.name for row in found.settings if None not in (row.baseline, row.candidate)}
     return [Text(note, style="yellow") for name, note in _NOTES if name in known]
 
 
 def _beside(first: str) -> Table:
-    """Words of both sides, which may fold."""
+    """A table with a text column per side; long text wraps."""
     table = bare_table(first)
     for side in ("baseline", "candidate"):
         table.add_column(side, overflow="fold")
     return table
 
 
-# The terminal's tables of two runs: buckets, axes, calls and kernels that changed most.
+# The tables of compare: buckets, axes, and the calls and kernels that changed most.
 
 MOST = 4
-"""Rows of a table that are shown; the rest is counted."""
+"""Maximum number of rows of a table; the rest is counted."""
 
 _DIM = "bright_black"
 
-_MEAN = "mean of a rank's step"
+_MEAN = "mean step of a rank"
 
 
 def bucket_table(found: RunComparison) -> Table:
-    """The seven buckets, whose differences add up to that of the mean step."""
-    table = bare_table(_MEAN, "baseline", "candidate", "difference", "of the step")
+    """The seven buckets; their differences add up to the difference of the mean step."""
+    table = bare_table(_MEAN, "baseline", "candidate", "difference", "of step")
     whole_ns = found.baseline.mean.step_ns
     for row in found.buckets:
         numbers = _numbers(row.baseline_ns, row.candidate_ns)
@@ -148,15 +151,15 @@ def bucket_table(found: RunComparison) -> Table:
         )  # fmt: skip
     after_ns = found.candidate.mean.step_ns
     share = _share(after_ns - whole_ns, whole_ns)
-    table.add_row("the step", *_numbers(whole_ns, after_ns), share, style="bold")
+    table.add_row("step", *_numbers(whole_ns, after_ns), share, style="bold")
     return table
 
 
 def exposed_section(found: RunComparison) -> list[RenderableType]:
-    """The buckets of communication by axis; nothing where a single axis has all of them."""
+    """The communication buckets by axis; empty if there is only one axis."""
     if len({row.axis for row in found.exposed}) < 2:
         return []
-    table = bare_table("of which on", "baseline", "candidate", "difference")
+    table = bare_table("by axis", "baseline", "candidate", "difference")
     for row in found.exposed[:MOST]:
         name = Text(f"{_axis(row.axis or 'other')} ").append(row.bucket, BUCKET_STYLE[row.bucket])
         table.add_row(name, *_numbers(row.baseline_ns, row.candidate_ns))
@@ -164,24 +167,24 @@ def exposed_section(found: RunComparison) -> list[RenderableType]:
 
 
 def calls_section(found: RunComparison) -> list[RenderableType]:
-    """The kinds of calls that changed most, a line a side."""
+    """The kinds of calls that changed most, one line per side."""
     rows = [row for row in found.collectives if row.baseline != row.candidate]
     if not rows:
         return []
-    table = bare_table("calls of a rank", "run", "a step", "transfer", "wait", "busbw")
+    table = bare_table("calls per rank", "run", "per step", "transfer", "wait", "busbw")
     for row in rows[:MOST]:
         table.add_row(f"{_axis(row.axis)} {row.op}", "baseline", *_calls_cells(row.baseline))
         table.add_row(_size(row), "candidate", *_calls_cells(row.candidate))
-    note = Text("counts are means over ranks; transfer and wait are those of the median call", _DIM)
+    note = Text("counts: mean over ranks; transfer and wait: median call", _DIM)
     return [Text(), table, *_more(len(rows), "kind of call", "kinds of calls"), note]
 
 
 def kernels_section(found: RunComparison) -> list[RenderableType]:
-    """The families of kernels whose time changed most."""
+    """The kernel families whose time changed most."""
     rows = [row for row in found.kernels if row.baseline_ns != row.candidate_ns]
     if not rows:
         return []
-    table = bare_table("kernels of a rank", "baseline", "candidate", "difference", "a step")
+    table = bare_table("kernels per rank", "baseline", "candidate", "difference", "per step")
     for row in rows[:MOST]:
         number = f"{_count(row.baseline_count)} -> {_count(row.candidate_count)}"
         table.add_row(row.family, *_numbers(row.baseline_ns, row.candidate_ns), number)
@@ -231,26 +234,26 @@ def _more(rows: int, one: str, several: str) -> list[Text]:
     return [Text(f"and {left} {one if left == 1 else several} more", _DIM)] if left > 0 else []
 
 
-# The terminal's answer to: how long were a step, if?
+# The screen of what-if.
 
 _WORDS = {
-    "even": "all ranks and stages compute alike, no call is slower than its kind",
-    "even-ranks": "the ranks of each stage compute alike",
-    "even-stages": "all ranks and stages compute alike",
-    "no-slow-ranks": "no rank is slower than its peers at the same kernels",
-    "no-idle": "no rank ever runs nothing",
-    "overlap": "gradients are summed during the backward",
+    "even": "equal compute on all ranks and stages, no slow calls",
+    "even-ranks": "equal compute on all ranks of a stage",
+    "even-stages": "equal compute on all ranks and stages",
+    "no-slow-ranks": "no rank is slower than its peers in the same kernels",
+    "no-idle": "no GPU idle time",
+    "overlap": "gradient reduction overlaps the backward pass",
 }
 
 
 def what_if_screen(found: WhatIfs) -> RenderableType:
-    """The step as it was, and each change with what it makes of it."""
-    heading = f"step {units.milliseconds(found.step_ns)} on average; with one change each"
+    """Builds the screen of what-if: the measured step, and its estimate with each change."""
+    heading = f"mean step {units.milliseconds(found.step_ns)}; estimates with one change each:"
     table = bare_table("change", "step", "difference")
     table.add_column("", overflow="fold")
     for row in found.changes:
         table.add_row(*_change_cells(row, found.step_ns))
-    slowdown = f"stragglers of any kind make a step {found.slowdown:.3f} times as long"
+    slowdown = f"slowdown by stragglers and load imbalance: {found.slowdown:.3f}x"
     return Group(Text(heading, style="bold"), table, Text(slowdown))
 
 
@@ -266,12 +269,12 @@ def _change_cells(row: WhatIf, step_ns: int) -> tuple[str, ...]:
 def _meaning(change: WhatIfChange) -> str:
     match change.kind:
         case "link":
-            of = "every link" if change.axis == "all" else f"the links of {change.axis}"
-            return f"data moves {change.times:g} times as fast on {of}"
+            links = "all links" if change.axis == "all" else f"{change.axis} links"
+            return f"{links} are {change.times:g}x as fast"
         case "microbatches":
-            return f"the same work in {change.count} microbatches a step, of the same size"
+            return f"{change.count} microbatches of the same size, scaled to the same work"
         case "schedule":
-            return f"the pipeline runs {change.name}"
+            return f"pipeline schedule {change.name}"
         case "replicas":
-            return f"{change.count} times the data-parallel ranks, on links as fast"
+            return f"{change.count}x the data-parallel ranks, on equally fast links"
     return _WORDS[change.kind]

@@ -1,4 +1,4 @@
-"""Perfetto export: all ranks on one clock, an arrow for each wait."""
+"""Perfetto export: all ranks on a common clock, with a flow arrow for each wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from stepsplit.analyzer.report.tables import Boxes, Segments, Tables, Waits
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 from stepsplit.collectors.run_spec import Mesh
 
-# All ranks on one clock as a trace for ui.perfetto.dev: a process a rank, an arrow a wait.
-
 _LETTERS = "FBW"
-"""The phases of report.tables.PHASES, as schedules are drawn."""
+"""One letter per phase of report.tables.PHASES, as in schedule diagrams."""
 
 _Table = TypeVar("_Table", Segments, Boxes, Waits)
 
@@ -25,11 +23,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
-    """The trace in Perfetto's protobuf, in chunks; times are the report's, in ns.
+    """Encodes the trace as Perfetto protobuf, in chunks; times are those of the report, in ns.
 
-    Where a rank waited, a flow leads there from what the rank that it waited for did as the wait
-    ended. The format is not Chrome's JSON, of which Perfetto reads durations as floating point
-    microseconds and cuts off what is left of the last nanosecond: slices that touch would overlap.
+    Each rank is a process. A flow leads to each wait from the slice of the rank that was waited for
+    at the end of the wait. Chrome JSON is not used, because Perfetto reads its durations as
+    floating point microseconds: adjacent slices would overlap.
     """
     tables = Tables(_lasting(tables.segments), _lasting(tables.boxes), _lasting(tables.waits))
     lanes = lanes_of(tables.boxes)
@@ -45,7 +43,7 @@ def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Slices of one kind, columns of one length; name is a place in names."""
+    """Slices of one kind, columns of equal length; name is an index into names."""
 
     track: Int64
     name: Int64
@@ -55,7 +53,7 @@ class _Part:
 
 
 def _lasting(table: _Table) -> _Table:
-    """The rows that last: rounding may leave nothing of an interval on another's clock."""
+    """The rows with a positive duration; clock conversion can round a duration to zero."""
     kept = table.dur_ns > 0
     return type(table)(*(getattr(table, column.name)[kept] for column in fields(table)))
 
@@ -80,7 +78,7 @@ def _wait_name(bucket: int, owner: int, axis: str, op: str) -> str:
 
 
 def _steps(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
-    """Each step from its first segment to its last."""
+    """One slice per step, from its first segment to its last."""
     kinds = {(row.rank, row.step): row.kind for row in rows}
     new = (np.diff(segments.rank) != 0) | (np.diff(segments.step) != 0)
     edge = np.concatenate(([True], new, [True]))[: len(segments.rank) + 1]
@@ -100,14 +98,14 @@ def _boxes(boxes: Boxes, lanes: Lanes) -> _Part:
 
 
 def _coded(keys: Iterable[_Key]) -> tuple[Int64, list[_Key]]:
-    """The keys as places in the list of distinct ones."""
+    """The keys as indices into the list of distinct keys, and that list."""
     places: dict[_Key, int] = {}
     code = [places.setdefault(key, len(places)) for key in keys]
     return np.array(code, dtype=np.int64), list(places)
 
 
 def _sources(tables: Tables) -> Int64:
-    """For each wait the row of the segments in which its owner was as it ended; -1 for none."""
+    """For each wait the segment row of its owner at the end of the wait; -1 for none."""
     segments, waits = tables.segments, tables.waits
     found = np.full(len(waits.rank), -1, dtype=np.int64)
     last = waits.start_ns + waits.dur_ns - 1
@@ -122,7 +120,10 @@ def _sources(tables: Tables) -> Int64:
 
 
 def _together(parts: tuple[_Part, ...], reached: Int64) -> PerfettoSlices:
-    """All slices, from time 0 at the latest; the n-th row that a flow reaches ends flow n + 1."""
+    """Concatenates the slices and shifts negative times to 0.
+
+    The n-th row in `reached` ends flow n + 1.
+    """
     track = np.concatenate([part.track for part in parts])
     start = np.concatenate([part.start_ns for part in parts])
     end = np.concatenate([part.end_ns for part in parts])
@@ -134,22 +135,22 @@ def _together(parts: tuple[_Part, ...], reached: Int64) -> PerfettoSlices:
     return PerfettoSlices(track, np.concatenate(name), start - zero, end - zero, flow)
 
 
-# The rows of a Perfetto page: the steps, buckets and waits of each rank, and its stages.
+# The tracks of each rank: steps, buckets, waits and pipeline stages.
 
 PROCESS, STEPS, BAND, WAITS, STAGES = range(5)
-"""Places of the tracks of a rank; from STAGES on there is one for each stage."""
+"""Track indices of a rank; from STAGES on there is one track per stage."""
 
 PID = 1_000_000
-"""Rank r is process PID + r: for Perfetto process 0 is the idle one."""
+"""Rank r is process PID + r, because Perfetto treats process 0 as the idle process."""
 
 _NAMES = {STEPS: "steps", BAND: "buckets", WAITS: "waits"}
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Which tracks there are: each rank has count of them, not all in use.
+    """The tracks of all ranks: `count` per rank, not all in use.
 
-    of_boxes has the track of each box, stage_of the stage of each such track.
+    of_boxes is the track of each box; stage_of maps such a track to its stage.
     """
 
     count: int
@@ -157,12 +158,12 @@ class Lanes:
     stage_of: dict[int, int]
 
     def tracks(self, rank: Int32, place: int) -> Int64:
-        """The ranks' tracks at that place."""
+        """The track ids of the ranks at that index."""
         return (rank.astype(np.int64) + 1) * self.count + place
 
 
 def lanes_of(boxes: Boxes) -> Lanes:
-    """A lane for each stage of a rank, and more for boxes of a stage that overlap."""
+    """Assigns a track to each stage of a rank, and more tracks to overlapping boxes."""
     lane = _lane_of_boxes(boxes)
     stages = np.unique(np.column_stack((boxes.stage, lane)), axis=0)
     place = STAGES + _row_of(stages, boxes.stage, lane)
@@ -172,7 +173,7 @@ def lanes_of(boxes: Boxes) -> Lanes:
 
 
 def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
-    """The tracks of all ranks: a process each, named by where it runs, and what it holds."""
+    """The tracks of all ranks: a process track per rank and its child tracks."""
     tracks = []
     stages: dict[int, set[int]] = {rank: set() for rank in run.ranks}
     for track, stage in lanes.stage_of.items():
@@ -188,7 +189,7 @@ def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
 
 
 def _lane_of_boxes(boxes: Boxes) -> Int64:
-    """The first lane of its stage that is free when a box begins."""
+    """For each box the first lane of its stage that is free when the box begins."""
     lane = np.zeros(len(boxes.rank), dtype=np.int64)
     free_at: dict[tuple[int, int], list[int]] = {}
     order = np.lexsort((boxes.start_ns, boxes.rank)).tolist()
@@ -204,14 +205,14 @@ def _lane_of_boxes(boxes: Boxes) -> Int64:
 
 
 def _row_of(stages: Int64, stage: Int32, lane: Int64) -> Int64:
-    """The row of each (stage, lane) in the sorted table of them."""
+    """The row of each (stage, lane) in the sorted table of stages and lanes."""
     keys = {pair: row for row, pair in enumerate(map(tuple, stages.tolist()))}
     pairs = zip(stage.tolist(), lane.tolist(), strict=True)
     return np.array([keys[pair] for pair in pairs], dtype=np.int64)
 
 
 def _process_name(run: Run, rank: int, stages: list[int]) -> str:
-    """Such as "rank 3 (host0, stage 1)", as far as that is known."""
+    """A process name such as "rank 3 (host0, stage 1)"; omits unknown parts."""
     hosts = [host.host for host in run.hosts if rank in host.ranks and host.host != "unknown"]
     seen = stages or _stage_by_mesh(run, rank)
     which = [f"stage {seen[0]}" if len(seen) == 1 else f"stages {', '.join(map(str, seen))}"]
@@ -226,13 +227,12 @@ def _stage_by_mesh(run: Run, rank: int) -> list[int]:
     return [mesh.coordinate(rank, "pp")] if mesh.size("pp") > 1 else []
 
 
-# Perfetto's protobuf: tracks, the slices on them and the flows between, as bytes.
+# Perfetto protobuf: tracks, slices and flows as bytes.
 #
-# The numbers of the fields are those of trace_packet.proto, track_descriptor.proto,
-# track_event.proto and interned_data.proto in
-# github.com/google/perfetto/tree/main/protos/perfetto/trace. Numbers that differ from slice to
-# slice have a fixed width (protobuf allows a varint more bytes than it needs), so that many
-# packets are one matrix of bytes.
+# Field numbers are those of trace_packet.proto, track_descriptor.proto, track_event.proto and
+# interned_data.proto in github.com/google/perfetto/tree/main/protos/perfetto/trace. Numbers that
+# differ between slices have a fixed width (protobuf allows padded varints), so that many packets
+# form one matrix of bytes.
 
 _PACKET, _TIMESTAMP, _SEQUENCE, _EVENT, _INTERNED, _SEQUENCE_FLAGS, _DESCRIPTOR = (
     1, 8, 10, 11, 12, 13, 60,
@@ -253,7 +253,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PerfettoTrack:
-    """A row of the page; a process holds the tracks that name it as their parent."""
+    """A track of the Perfetto UI; parent is the id of its process track."""
 
     id: int
     name: str
@@ -264,10 +264,10 @@ class PerfettoTrack:
 
 @dataclass(frozen=True, slots=True)
 class PerfettoSlices:
-    """Intervals on tracks, columns of one length: at no instant two on one track, none empty.
+    """Non-empty slices that do not overlap on a track, as columns of equal length.
 
-    track is a Track's id, name a place in the list of names, flow the id of the one flow that ends
-    at the slice, 0 for none. Times are not negative.
+    track is a track id, name an index into the list of names, flow the id of the flow that ends at
+    the slice, 0 for none. Times are not negative.
     """
 
     track: Int64
@@ -279,9 +279,9 @@ class PerfettoSlices:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Where flows begin, columns of one length: the flow's id, and a row of the slices.
+    """The begin of each flow: its id and a row of the slices, as columns of equal length.
 
-    The slice begins before that ends at which the flow ends.
+    The slice must begin before the end of the slice at which the flow ends.
     """
 
     flow: Int64
@@ -289,17 +289,17 @@ class Origins:
 
 
 def head(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
-    """The packets that say which tracks there are and what the slices' names mean."""
+    """Encodes the packets of the track descriptors and the interned slice names."""
     texts = [(2, _message((1, i + 1), (2, name))) for i, name in enumerate(names)]
     interned = _packet((_INTERNED, _message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
     return b"".join([interned, *(_packet((_DESCRIPTOR, _described(t))) for t in tracks)])
 
 
 def events(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
-    """The packets of all slices.
+    """Encodes the begin and end packets of all slices.
 
-    Readers sort packets by time and keep the order of those at one time: ends come first, so that
-    a slice is over when the next one begins at its end.
+    Readers sort packets by time and keep the order of packets with equal times. Ends come first, so
+    that a slice ends before the next one begins at the same time.
     """
     for block in _blocks(np.flatnonzero(slices.flow == 0)):
         yield _rows(_END, slices.end_ns[block], [_varint_field(11, slices.track[block])])
@@ -310,7 +310,7 @@ def events(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
 
 
 def _begins(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
-    """The beginnings, together those of as many flows."""
+    """The begin packets, grouped by their number of flows."""
     count = np.bincount(origins.row, minlength=len(slices.track))
     first = np.cumsum(count) - count
     flow = origins.flow[np.argsort(origins.row, kind="stable")]
@@ -327,7 +327,7 @@ def _blocks(rows: Int64) -> Iterator[Int64]:
 
 
 def _rows(kind: int, at_ns: Int64, columns: Sequence[UInt8]) -> bytes:
-    """A packet a row: an event of that kind at those times, made of the columns."""
+    """Encodes one packet per row: an event of that kind at that time, with the columns."""
     event = [_alike(_message((9, kind)), len(at_ns)), *columns]
     size = sum(column.shape[1] for column in event)
     before = _tag(_SEQUENCE, 0) + _varint(_ONE_SEQUENCE) + _tag(_EVENT, 2) + _varint(size)
@@ -357,7 +357,7 @@ def _fixed_field(number: int, values: Int64) -> UInt8:
 
 
 def _described(track: PerfettoTrack) -> bytes:
-    """The track's descriptor; a process orders its tracks by their place."""
+    """Encodes the descriptor of a track; a process orders its tracks by their place."""
     if track.pid is None:
         return _message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))
     process = _message((1, track.pid), (6, track.name))
@@ -369,7 +369,7 @@ def _packet(*content: tuple[int, int | str | bytes]) -> bytes:
 
 
 def _message(*content: tuple[int, int | str | bytes]) -> bytes:
-    """The fields (number, value) of a message."""
+    """Encodes the fields (number, value) of a message."""
     return b"".join(_field(number, value) for number, value in content)
 
 

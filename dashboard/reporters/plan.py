@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage
 
 
-# The terminal's answer to a plan: the best layouts, why the others lose, and the way there.
+# The screen of plan: the best layouts, why others are slower, and the rule-of-thumb layout.
 
 _DIM = "bright_black"
 
@@ -40,11 +40,11 @@ MOST_REFUSED = 3
 
 
 def plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
-    """The whole screen of one plan, to be printed by a rich console of any width."""
+    """Builds the screen of a plan for a rich console of any width."""
     parts: list[RenderableType] = [_plan_heading(job, plan), _searched(plan.searched), Text()]
     parts += [_ranking(job, plan), Text(), _details(plan), Text(), *_tree(job, plan)]
     lines = toml_lines(plan.best.choice, job.model.experts is not None)
-    parts += [Text(), Text("to job.toml", style="bold"), *map(Text, lines)]
+    parts += [Text(), Text("add to job.toml", style="bold"), *map(Text, lines)]
     return Group(*parts)
 
 
@@ -52,7 +52,7 @@ def _plan_heading(job: JobConfig, plan: Plan) -> Text:
     recipe, name = job.training, job.model.name or f"of {job.model.layers} layers"
     text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
     text.append(
-        f"\n{recipe.global_batch:,} sequences of {recipe.seq_len:,} tokens a step   "
+        f"\n{recipe.global_batch:,} sequences of {recipe.seq_len:,} tokens per step   "
         f"{recipe.dtype} {recipe.optimizer}, {recipe.framework}",
         style="not bold",
     )
@@ -62,15 +62,15 @@ def _plan_heading(job: JobConfig, plan: Plan) -> Text:
 def _searched(searched: Searched) -> Text:
     refused = searched.considered - searched.too_big - searched.fit
     text = f"{searched.considered:,} layouts considered: {searched.fit:,} fit, "
-    text += f"{searched.too_big:,} do not, {refused:,} cannot be"
+    text += f"{searched.too_big:,} do not fit, {refused:,} are invalid"
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in searched.refused[:MOST_REFUSED])
     text += f" ({kinds})" if kinds else ""
-    return Text(f"{text}; {searched.timed:,} timed, the others cannot be faster", style=_DIM)
+    return Text(f"{text}; {searched.timed:,} timed, others ruled out by lower bounds", style=_DIM)
 
 
 def _ranking(job: JobConfig, plan: Plan) -> Table:
-    """One line a split of the GPUs."""
-    table = bare_table("", "layout", "step", "behind", "MFU", "peak memory", "confidence")
+    """One line per layout."""
+    table = bare_table("", "layout", "step", "slower", "MFU", "peak memory", "confidence")
     table.columns[1].justify = "left"
     for rank, one in enumerate((plan.best, *(each.candidate for each in plan.runners_up)), 1):
         behind = one.step_ns / plan.best.step_ns - 1
@@ -87,7 +87,7 @@ def _ranking(job: JobConfig, plan: Plan) -> Table:
 
 
 def _details(plan: Plan) -> Table:
-    """The settings of each, and why it lost."""
+    """The settings of each layout, and why it is slower."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -103,29 +103,29 @@ def _settings(one: Candidate) -> Text:
 
 
 def _tree(job: JobConfig, plan: Plan) -> list[RenderableType]:
-    """The questions that people ask by hand, and on which links the best layout lies."""
-    table = bare_table("as people decide", "a GPU needs", "")
+    """The decisions of the rule-of-thumb layout, and the links of the best layout."""
+    table = bare_table("rule of thumb", "memory per GPU", "")
     for trial in _shown_trials(plan.tree):
         needs = units.gibibytes(trial.peak_bytes)
         answer = Text("fits", style="green") if trial.fits else Text("does not fit", style=_DIM)
         table.add_row(_question(trial), needs, answer)
-    links = ", ".join(_place(place) for place in plan.places) or "no other GPU to talk to"
-    there = f"a GPU has {units.gibibytes(job.hardware.memory_bytes)}"
-    rest = Text(f"leanest layouts, all recomputed; {there}", style=_DIM)
-    return [table, rest, _by_hand(plan), Text(f"its links: {links}")]
+    links = ", ".join(_place(place) for place in plan.places) or "none (one GPU)"
+    there = f"memory of a GPU: {units.gibibytes(job.hardware.memory_bytes)}"
+    rest = Text(f"each in its most memory-efficient form, full recomputation; {there}", style=_DIM)
+    return [table, rest, _by_hand(plan), Text(f"links of the best layout: {links}")]
 
 
 def _by_hand(plan: Plan) -> Text:
-    """Where the questions end, beside where the search does."""
+    """The rule-of-thumb layout and the fastest layout."""
     last, best = plan.tree[-1], axes_words(plan.best.choice)
     sizes = [f"{axis} {size}" for axis, size in (("tp", last.tp), ("pp", last.pp)) if size > 1]
-    alone = "data parallelism alone" if plan.gpus > 1 else "one GPU"
+    alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
     by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
-    return Text(f"by hand: {by_hand}; fastest of all: {best}")
+    return Text(f"rule of thumb: {by_hand}; fastest: {best}")
 
 
 def _shown_trials(tree: tuple[Trial, ...]) -> list[Trial]:
-    """Of each question the answer, and of a pipeline the last that does not fit too."""
+    """The last trial of each question, and the last pipeline that does not fit."""
     last = {trial.question: trial for trial in tree}
     before = [trial for trial in tree[-2:-1] if trial.pp > 1]
     return [*list(last.values())[:-1], *before, *list(last.values())[-1:]]
@@ -138,33 +138,33 @@ def _question(trial: Trial) -> str:
 
 
 def _place(place: AxisPlacement) -> str:
-    where = "in a node" if place.nodes == 1 else f"over {place.nodes:,} nodes"
+    where = "within a node" if place.nodes == 1 else f"across {place.nodes:,} nodes"
     return f"{place.axis} {place.ranks:,} {where} ({place.link})"
 
 
-# A plan in words: how a layout is called, and why a runner-up lost.
+# Layouts as text, and why a runner-up is slower.
 
 LEAST = 0.0005
-"""Of the best's step: what changes less is not worth a word."""
+"""Share of the best step time; smaller changes are omitted."""
 
 MOST_REASONS = 3
 
 _PLAIN = {
-    "skew": "waiting for the slowest node", "copy": "offloading", "idle": "waiting for the host",
-    "bubble": "bubble", "collective": "collectives", "p2p": "messages",
+    "skew": "stragglers", "copy": "offloading", "idle": "host-bound idle time",
+    "bubble": "bubble", "collective": "collectives", "p2p": "p2p messages",
 }  # fmt: skip
 
 
 def axes_words(choice: Choice) -> str:
-    """The axes of more than one rank: "tp 8 pp 16 dp 64"."""
+    """The axes with more than one rank: "tp 8 pp 16 dp 64"."""
     sizes = zip(("tp", "pp", "cp", "dp", "ep"), choice.axes, strict=True)
     return " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one GPU"
 
 
 def settings_words(one: Candidate) -> str:
-    """What goes with the axes: schedule, ZeRO, what is recomputed, microbatches."""
+    """Schedule, microbatches, ZeRO stage and recomputation of a layout."""
     choice = one.choice
-    chunks = f" of {choice.chunks} stages a rank" if choice.chunks > 1 else ""
+    chunks = f", {choice.chunks} stages per rank" if choice.chunks > 1 else ""
     known = (
         f"{choice.schedule}{chunks}" if choice.pp > 1 else "",
         f"{_microbatches(one.microbatches)} of {choice.micro_batch:,}",
@@ -179,15 +179,15 @@ def settings_words(one: Candidate) -> str:
 
 
 def lost_words(best: Candidate, one: RunnerUp) -> str:
-    """What costs it most, in shares of the best's step, and what it gains against that."""
+    """What makes a runner-up slower, and what offsets it, as shares of the best step time."""
     step_ns = best.step_ns
     told = [reason for reason in one.reasons if abs(reason.delta_ns) > LEAST * step_ns]
     more = [reason for reason in told if reason.delta_ns > 0][:MOST_REASONS]
     less = [reason for reason in told if reason.delta_ns < 0][-1:]
     if not more:
-        return f"as fast, with {_memory(one.more_bytes)}"
+        return f"equally fast, with {_memory(one.more_bytes)}"
     words = ", ".join(_reason(best, one.candidate, reason) for reason in more)
-    return words + "".join(f"; gains {_reason(best, one.candidate, reason)}" for reason in less)
+    return words + "".join(f"; offset by {_reason(best, one.candidate, reason)}" for reason in less)
 
 
 def _microbatches(count: int) -> str:
@@ -196,7 +196,7 @@ def _microbatches(count: int) -> str:
 
 def _memory(more_bytes: int) -> str:
     if not more_bytes:
-        return "as much memory"
+        return "the same memory"
     return f"{units.gibibytes(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} memory"
 
 
@@ -209,18 +209,18 @@ def _what(best: Candidate, other: Candidate, reason: Reason) -> str:
     if reason.bucket == "compute":
         return _compute(best.choice, other.choice) if reason.delta_ns > 0 else "compute"
     if reason.bucket == "p2p" and reason.axis == "pp":
-        return "messages between stages"
+        return "messages between pipeline stages"
     return f"exposed {reason.axis}" if reason.axis else _PLAIN[reason.bucket]
 
 
 def _compute(best: Choice, other: Choice) -> str:
-    """What makes the same model take more computing."""
+    """Why the same model needs more compute time."""
     if other.recompute != best.recompute and other.recompute != "none":
         return f"recomputation ({other.recompute})"
     if other.tp > best.tp:
-        return "narrower products"
+        return "narrower GEMMs"
     if other.micro_batch < best.micro_batch or other.cp > best.cp:
-        return "shorter products"
+        return "smaller GEMMs"
     return "compute of the slowest stage"
 
 
@@ -234,15 +234,15 @@ def _why(other: Candidate, reason: Reason) -> str:
     return f" ({reason.axis} {size})" if size and reason.axis != "pp" else ""
 
 
-# The terminal's answer to a calibration: the constants, and how well they explain the runs.
+# The screen of calibrate: the constants, and how well they reproduce the runs.
 
 MOST_TRANSFERS = 8
 
-_UNSEEN = "guess"
+_UNSEEN = "default"
 
 
 def calibration_screen(found: Calibration, out: Path | None) -> RenderableType:
-    """The whole screen of one calibration; out is the file that was written."""
+    """Builds the screen of a calibration; out is the file that was written, if any."""
     parts: list[RenderableType] = [_calibration_heading(found), Text(), _constants(found), Text()]
     if found.transfers:
         parts += [_transfers(found.transfers), Text()]
@@ -253,14 +253,14 @@ def calibration_screen(found: Calibration, out: Path | None) -> RenderableType:
 def _calibration_heading(found: Calibration) -> Text:
     runs = list(dict.fromkeys(one.run for one in found.stages))
     words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    text = Text(f"{found.hardware.name} as told by {words}: {', '.join(runs)}", style="bold")
+    text = Text(f"{found.hardware.name} calibrated from {words}: {', '.join(runs)}", style="bold")
     off = units.percent(found.hardware.efficiency.error)
-    text.append(f"\nother layouts may be off by {off}", style="not bold")
+    text.append(f"\nexpected error for other layouts: {off}", style="not bold")
     return text
 
 
 def _constants(found: Calibration) -> Table:
-    table = bare_table("constant", "before", "now")
+    table = bare_table("constant", "before", "calibrated")
     before, now = _constant_lines(found.known), _constant_lines(found.hardware)
     for (name, old), (_, new) in zip(before, now, strict=True):
         if new:
@@ -269,26 +269,26 @@ def _constants(found: Calibration) -> Table:
 
 
 def _constant_lines(hardware: HardwareConfig) -> Iterable[tuple[str, str]]:
-    """(what it is, its value as people read it), in the same order for any hardware."""
+    """(name, formatted value) of each constant, in the same order for any hardware."""
     known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
     peak = hardware.peaks_flops_per_s[0][1]
     bytes_per_s = known.memory * hardware.memory_bytes_per_s
     return (
-        ("products", f"{units.flops(known.gemm * peak)}/s"),
+        ("GEMM", f"{units.flops(known.gemm * peak)}/s"),
         ("attention", f"{units.flops(known.attention * peak)}/s"),
         ("memory", units.gigabytes_per_second(bytes_per_s)),
-        ("launch of a kernel", units.microseconds(known.launch_ns)),
-        ("host, a layer's forward", units.milliseconds(known.host_ns) if known.host_ns else ""),
+        ("kernel launch", units.microseconds(known.launch_ns)),
+        ("host, forward of a layer", units.milliseconds(known.host_ns) if known.host_ns else ""),
         (f"{intra.name}, busbw", units.gigabytes_per_second(intra.bytes_per_s * intra.ring)),
-        (f"{intra.name}, a step", units.microseconds(intra.latency_ns)),
+        (f"{intra.name}, latency of a step", units.microseconds(intra.latency_ns)),
         (f"{inter.name}, busbw", units.gigabytes_per_second(inter.bytes_per_s * inter.ring)),
-        (f"{inter.name}, a step", units.microseconds(inter.latency_ns)),
-        ("activations, of the predicted", units.percent(hardware.learned.activations)),
+        (f"{inter.name}, latency of a step", units.microseconds(inter.latency_ns)),
+        ("activations, measured / predicted", units.percent(hardware.learned.activations)),
     )
 
 
 def _transfers(transfers: tuple[TransferSweep, ...]) -> Group:
-    table = bare_table("measured", "ranks", "size", "time")
+    table = bare_table("collective", "ranks", "size", "time")
     rows = [
         (one.op, str(one.ranks), units.size(size), units.milliseconds(ns))
         for one in transfers
@@ -297,13 +297,13 @@ def _transfers(transfers: tuple[TransferSweep, ...]) -> Group:
     for row in rows[:MOST_TRANSFERS]:
         table.add_row(*row)
     more = len(rows) - MOST_TRANSFERS
-    left_out = Text(f"and {more} more, which --json has", style=_DIM)
+    left_out = Text(f"and {more} more (see --json)", style=_DIM)
     return Group(table, left_out) if more > 0 else Group(table)
 
 
 def _stages(stages: tuple[ExplainedStage, ...]) -> Table:
-    """Measured and predicted step of each stage, and the bucket that is farthest off."""
-    table = bare_table("run", "stage", "measured", "predicted", "off", "most in")
+    """Measured and predicted step of each stage, and the bucket with the largest error."""
+    table = bare_table("run", "stage", "measured", "predicted", "error", "largest in")
     for one in stages:
         off = units.signed_percent(one.predicted.step_ns / one.step_ns - 1)
         table.add_row(
@@ -324,14 +324,14 @@ def _farthest(one: ExplainedStage) -> str:
 
 
 def _mend(found: Calibration, out: Path | None) -> list[RenderableType]:
-    """What to do with it."""
+    """How to use the constants."""
     if out is None:
-        return [Text(), Text("--out FILE keeps these constants", style=_DIM)]
-    lines = ("to job.toml", "[hardware]", f'file = "{out}"')
+        return [Text(), Text("save these constants with --out FILE", style=_DIM)]
+    lines = ("add to job.toml", "[hardware]", f'file = "{out}"')
     return [Text(), Text(lines[0], style="bold"), *map(Text, lines[1:])]
 
 
-# The terminal's table of checks: what the model is held to, how far off it is, and where most.
+# The screen of validate: error and limit of each check, and the rows with the largest errors.
 
 EQUALITIES = "equalities"
 
@@ -348,7 +348,7 @@ _NAMES = {
 
 
 def validation_screen(checks: Sequence[Check], every_row: bool = False) -> RenderableType:
-    """One line a check, by group, then its worst rows, or every row with those fitted on."""
+    """One line per check, by group, then its worst rows, or all rows including fitted ones."""
     parts: list[RenderableType] = []
     for group in _GROUPS:
         parts += _group([check for check in checks if _group_of(check) == group], group)
@@ -364,7 +364,7 @@ def validation_screen(checks: Sequence[Check], every_row: bool = False) -> Rende
 
 
 def _group_of(check: Check) -> str:
-    """An equality, or what the check's name speaks of."""
+    """The group of a check: equalities, or by the words of its name."""
     if check.measure == "equality":
         return EQUALITIES
     topics = (topic for topic, words in _TOPICS.items() if any(w in check.name for w in words))
@@ -388,7 +388,7 @@ def _equalities(checks: Sequence[Check]) -> Table:
 
 
 def _within_bars(checks: Sequence[Check], name: str) -> Table:
-    table = _table(name, "rows", "result", "bar", "verdict")
+    table = _table(name, "rows", "result", "limit", "verdict")
     for check in checks:
         bar = _numbers(check.bar) if check.bar else "none"
         table.add_row(_short(check), str(len(check.reported)), _result(check, check.result), bar,
@@ -397,14 +397,14 @@ def _within_bars(checks: Sequence[Check], name: str) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    """Numbers are never cut; a long name goes on in the next line."""
+    """A table whose first column wraps, so that numbers are never cut."""
     table = bare_table(first, *others)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
 
 
 def _short(check: Check) -> str:
-    """The check's name without what the group's heading says already."""
+    """The name of a check without the words that its group heading has."""
     return check.name.replace(", step time", "").replace(", peak memory", "")
 
 
@@ -420,11 +420,11 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def _verdict(check: Check) -> Text:
-    """Met, or missed by how much."""
+    """Met, or by how much the limit is missed."""
     if check.skipped:
         return Text("skipped", style="bright_black")
     if not check.bar:
-        return Text("shown only", style="bright_black")
+        return Text("no limit", style="bright_black")
     if check.met:
         return Text("met", style="green")
     return Text(f"missed by {_missed_by(check)}", style="red")
@@ -439,7 +439,7 @@ def _missed_by(check: Check) -> str:
 
 
 def _baselines(checks: Sequence[Check]) -> list[RenderableType]:
-    """What the simplest model reaches on the same rows, and where it is the better one."""
+    """The error of the simplest model on the same rows, and whether it is better."""
     compared = [check for check in checks if check.baseline and not check.skipped]
     if not compared:
         return []
@@ -453,16 +453,16 @@ def _baselines(checks: Sequence[Check]) -> list[RenderableType]:
             else Text("worse than the model", "bright_black")
         )
         table.add_row(_short(check), _result(check, check.baseline or ()), said)
-    return [Text("beside it, one constant utilization for each GPU and dtype, same rows:"), table]
+    return [Text("for comparison, one constant utilization per GPU and dtype, same rows:"), table]
 
 
 def _notes(checks: Sequence[Check]) -> list[Text]:
-    """What is to be known of a check, and the first row that it left out."""
+    """The notes of the checks, and the first row that each one excluded."""
     lines = [f"{check.name}: {check.note}" for check in checks if check.note]
     for check in checks:
         if check.left_out:
             more = f" (and {len(check.left_out) - 1} more)" if len(check.left_out) > 1 else ""
-            lines.append(f"{check.name}: left out {check.left_out[0]}{more}")
+            lines.append(f"{check.name}: excluded {check.left_out[0]}{more}")
     return [Text(line, style="bright_black") for line in lines]
 
 
@@ -470,23 +470,23 @@ def _total(checks: Sequence[Check]) -> Text:
     held = [check for check in checks if check.bar and not check.skipped]
     met = sum(check.met for check in held)
     fitted = len({row.case for check in checks for row in check.rows if row.fitted})
-    words = f"{met} of {len(held)} checks met; rows fitted on, which do not count: {fitted}"
+    words = f"{met} of {len(held)} checks met; rows excluded because fitted: {fitted}"
     return Text(words, style="bold" if met == len(held) else "bold red")
 
 
 def _validation_heading(check: Check, every_row: bool) -> str:
     if every_row:
         return f"{check.name}: all rows"
-    return f"{check.name}: {'not equal' if check.measure == 'equality' else 'farthest off'}"
+    return f"{check.name}: {'not equal' if check.measure == 'equality' else 'largest errors'}"
 
 
-# The terminal's table of single published numbers beside the model's.
+# The table of published and predicted values.
 
 _SHOWN, _NOTABLE = 3, 0.01
 
 
 def far_off(check: Check) -> Sequence[Row]:
-    """What is worth a line: rows that are not equal, or off by more than a percent."""
+    """The worst rows: not equal, or with an error of at least 1 %."""
     rows = check.worst
     if check.measure != "equality":
         rows = tuple(row for row in rows if abs(row.error) >= _NOTABLE)
@@ -494,9 +494,9 @@ def far_off(check: Check) -> Sequence[Row]:
 
 
 def row_table(rows: Sequence[Row]) -> Table:
-    """One line a row; an id that is too long for the terminal goes on in the next line."""
+    """One line per row; long ids wrap."""
     several = len({row.what for row in rows}) > 1
-    marks = ["fitted on"] if any(row.fitted for row in rows) else []
+    marks = ["fitted"] if any(row.fitted for row in rows) else []
     table = bare_table("row", "published", "predicted", "error", *marks)
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for row in rows:

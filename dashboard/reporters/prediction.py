@@ -1,4 +1,4 @@
-"""Terminal screens of model, and of a run against its model."""
+"""Terminal screen of model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.memory import allocated_band
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
 
-# The terminal's answer to a job.toml: how long a step should take, where it goes, what fits.
+# The screen of model: step time, split, memory, pipeline and communication.
 
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
 
@@ -28,7 +28,7 @@ _CONFIDENCE = {"calibrated": "bold", "high": "bold", "low": "bold yellow"}
 
 
 def prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
-    """The whole screen for one prediction, to be printed by a rich console of any width."""
+    """Builds the screen of a prediction for a rich console of any width."""
     parts: list[RenderableType] = [_prediction_heading(job, prediction), _training(job)]
     parts += [_step(prediction), _peak_memory(job, prediction)]
     parts += [Text(), split_table(prediction), _memo(prediction)]
@@ -57,7 +57,7 @@ def _sizes(job: JobConfig) -> str:
 
 
 def _axes(layout: ParallelConfig) -> str:
-    """The axes of more than one rank, and how the states are spread: "tp 2 pp 2, ZeRO-1"."""
+    """The axes with more than one rank, and the ZeRO stage: "tp 2 pp 2, ZeRO-1"."""
     sizes = [(axis, getattr(layout, axis)) for axis in _AXES]
     axes = " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
     sequence = ", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else ""
@@ -68,9 +68,9 @@ def _training(job: JobConfig) -> Text:
     recipe = job.training
     known = (
         f"{recipe.global_batch:,} sequence{'s' if recipe.global_batch > 1 else ''} "
-        f"of {recipe.seq_len:,} tokens a step",
+        f"of {recipe.seq_len:,} tokens per step",
         f"{job.microbatches:,} microbatch{'es' if job.microbatches > 1 else ''} "
-        f"of {recipe.micro_batch:,} a rank",
+        f"of {recipe.micro_batch:,} per rank",
         f"{recipe.dtype} {recipe.optimizer}, {recipe.framework}",
         "" if recipe.recompute == "none" else f"recompute {recipe.recompute}",
         f"offload {', '.join(sorted(recipe.offload))}" if recipe.offload else "",
@@ -90,13 +90,13 @@ def _step(prediction: Prediction) -> Text:
 
 def _use_of_peak(prediction: Prediction) -> str:
     if prediction.mfu is None or prediction.hfu is None:
-        return "MFU unknown: no peak at this dtype"
+        return "MFU unknown: no peak FLOP/s for this dtype"
     mfu, hfu = units.percent(prediction.mfu), units.percent(prediction.hfu)
     return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
 
 def _peak_memory(job: JobConfig, prediction: Prediction) -> Text:
-    """Whether the fullest stage fits, and by how much."""
+    """The peak memory of the stage that needs most, and whether it fits."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     there = job.hardware.memory_bytes
     band = allocated_band(job, most)
@@ -110,13 +110,13 @@ def _peak_memory(job: JobConfig, prediction: Prediction) -> Text:
 
 def _memo(prediction: Prediction) -> Text:
     split = prediction.split
-    memo = f"{units.milliseconds(split.overlapped_ns)} of the compute hides transfers"
+    memo = f"overlapped communication: {units.milliseconds(split.overlapped_ns)}"
     if split.bubble_covered_ns:
         covered = units.milliseconds(split.bubble_covered_ns)
-        memo += f", {covered} of communication lies in holes of the schedule"
-    memo += f"; model {units.flops(prediction.model_flops)}"
+        memo += f", communication inside the pipeline bubble: {covered}"
+    memo += f"; model FLOPs: {units.flops(prediction.model_flops)}"
     if prediction.hardware_flops != prediction.model_flops:
-        memo += f", with recomputation {units.flops(prediction.hardware_flops)}"
+        memo += f", with recomputation: {units.flops(prediction.hardware_flops)}"
     return Text(memo, style="bright_black")
 
 
@@ -124,7 +124,7 @@ def _pipeline(job: JobConfig, prediction: Prediction) -> Text:
     if job.parallel.pp == 1:
         return Text("no pipeline: one stage")
     chunks = job.parallel.stages_per_rank
-    of_chunks = f", {chunks} stages a rank" if chunks > 1 else ""
+    of_chunks = f", {chunks} stages per rank" if chunks > 1 else ""
     return Text(
         f"pipeline {job.parallel.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
         f"bubble fraction {units.percent(prediction.bubble_fraction)}, "
@@ -132,7 +132,7 @@ def _pipeline(job: JobConfig, prediction: Prediction) -> Text:
     )
 
 
-# The terminal's tables of a prediction: the buckets, the stages, the communication.
+# The tables of a prediction: buckets, stages, communication.
 
 MOST_STAGES, MOST_KINDS = 6, 10
 
@@ -140,7 +140,7 @@ _CATEGORIES = ("weights", "gradients", "optimizer", "activations", "transient", 
 
 
 def split_table(prediction: Prediction) -> Table:
-    """The seven buckets of the slowest stage: time and share."""
+    """The time and share of the seven buckets in the slowest stage."""
     table = bare_table("", "predicted", "share", "")
     split = prediction.split
     for bucket, ns in zip(BUCKETS, split.buckets_ns, strict=True):
@@ -152,7 +152,7 @@ def split_table(prediction: Prediction) -> Table:
 
 
 def stages_table(prediction: Prediction) -> Group | Table:
-    """Each stage's parameters, compute and bubble, and its memory by what it is for."""
+    """Parameters, compute, bubble and memory by category of each stage."""
     shown = _shown_stages(prediction)
     table = bare_table("stage", *(str(i) for i in shown))
     splits = [prediction.splits[i] for i in shown]
@@ -165,7 +165,7 @@ def stages_table(prediction: Prediction) -> Group | Table:
     _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
     more = len(prediction.splits) - len(shown)
     stages = f"{more} stage{'s' if more > 1 else ''}"
-    left_out = Text(f"and {stages} more, which --json has", style="bright_black")
+    left_out = Text(f"and {stages} more (see --json)", style="bright_black")
     return Group(table, left_out) if more else table
 
 
@@ -175,13 +175,13 @@ def _add_memory(
     memory: Sequence[StageMemory],
     bytes_of: Callable[[StageMemory], int],
 ) -> None:
-    """A line of the table; one in which no stage has anything takes no room."""
+    """Adds a row to the table unless it is zero for all stages."""
     if any(bytes_of(row) for row in memory):
         table.add_row(name, *(units.gibibytes(bytes_of(row)) for row in memory))
 
 
 def _shown_stages(prediction: Prediction) -> list[int]:
-    """The ends, the slowest and the fullest stage, then the others from the first on."""
+    """The first, last, slowest and fullest stage, then the others in order."""
     count = len(prediction.splits)
     fullest = max(range(count), key=lambda i: prediction.memory[i].total_bytes)
     first = dict.fromkeys((0, count - 1, _slowest(prediction), fullest, *range(count)))
@@ -193,7 +193,7 @@ def _slowest(prediction: Prediction) -> int:
 
 
 def communication_table(prediction: Prediction) -> Group:
-    """What a rank of the slowest stage sends in a step, the most exposed first."""
+    """The communication of a rank of the slowest stage in a step, most exposed first."""
     stage = _slowest(prediction)
     rows = _merged([row for row in prediction.communication if row.message.stage == stage])
     rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
@@ -204,15 +204,15 @@ def communication_table(prediction: Prediction) -> Group:
         table.add_row(*_cells(row))
     more = len(rows) - MOST_KINDS
     kinds = f"{more} kind{'s' if more > 1 else ''}"
-    left_out = [Text(f"and {kinds} more, which --json has", style="bright_black")]
+    left_out = [Text(f"and {kinds} more (see --json)", style="bright_black")]
     of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
-    heading = Text(f"communication of a rank{of_stage} in a step")
+    heading = Text(f"communication per step of a rank{of_stage}")
     return Group(heading, table, *(left_out if more > 0 else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Calls that look alike: on one axis, of one op, in one phase, of one size."""
+    """Calls with the same axis, op, phase and size."""
 
     axis: str
     op: str
@@ -251,27 +251,27 @@ def _cells(kind: _Kind) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# The terminal's list of formulas: each with the run's numbers, and what rules of thumb say.
+# The list of formulas with the numbers of the job, and common rules of thumb.
 
 _INDENT = (0, 0, 0, 2)
 
 _VERDICTS: dict[Verdict, str] = {
-    "right": "holds",
-    "wrong": "does not hold",
-    "half": "holds only in part",
-    "unit": "holds in another unit",
+    "right": "is correct",
+    "wrong": "is wrong",
+    "half": "is only partly correct",
+    "unit": "is correct in another unit",
 }
 
 
 def listing(explained: Sequence[Explained], heard: Sequence[Folk] = ()) -> RenderableType:
-    """One formula after the other, then what else is heard about them, for any width."""
-    heading = Text("WHY: the formulas, with this run's numbers", style="bold")
+    """Lists the formulas, then the rules of thumb about them, for any width."""
+    heading = Text("FORMULAS with the numbers of this job", style="bold")
     parts: list[RenderableType] = [Text(), heading]
     for one in explained:
         parts += [Text(), *_entry(one)]
     if heard:
-        parts += [Text(), Text("ALSO HEARD ABOUT THESE FORMULAS, and what holds", style="bold")]
-        parts += [_heard(folk) for folk in heard]
+        parts += [Text(), Text("COMMON RULES OF THUMB about these formulas", style="bold")]
+        parts += [_heard(rule) for rule in heard]
     return Group(*parts)
 
 
@@ -285,7 +285,7 @@ def _entry(one: Explained) -> list[RenderableType]:
 
 
 def _symbols(symbols: Sequence[Symbol]) -> Table:
-    """Name, value and meaning, one symbol a line."""
+    """Name, value and meaning of each symbol, one per line."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for symbol in symbols:
         value = _shown(symbol.value, symbol.unit)
@@ -295,7 +295,7 @@ def _symbols(symbols: Sequence[Symbol]) -> Table:
 
 def _rule(rule: RuleOfThumb, unit: Unit) -> Text:
     value = _shown(rule.value, unit)
-    return Text(f'rule of thumb: "{rule.rule}" would say {value}: {rule.why}', style="yellow")
+    return Text(f'rule of thumb "{rule.rule}" gives {value}: {rule.why}', style="yellow")
 
 
 def _heard(folk: Folk) -> Text:

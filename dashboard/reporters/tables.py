@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import MemoryRow, Report, Run
 
 
-# The terminal's one-line answers: what the step's end hangs on, slow steps, what is estimated.
+# Lines of the analyze screen: critical path, slow steps, estimated waits, memory.
 
 _MOST_PARTS, _MOST_STEPS = 4, 3
 
@@ -23,20 +23,20 @@ _COMMUNICATION = ("collective", "p2p", "skew", "bubble")
 
 
 def clocks(report: Report) -> str:
-    """How well the ranks' clocks are joined, "" where one host or nothing tells."""
+    """The error of the clock alignment between hosts, "" if unknown or a single host."""
     doubts = [row.sigma_ns for row in report.clocks if row.sigma_ns]
-    return f"clocks ±{units.microseconds(max(doubts))}" if doubts else ""
+    return f"clock error ±{units.microseconds(max(doubts))}" if doubts else ""
 
 
 def overlap(report: Report) -> str:
-    """Which part of the moving of data compute hides, over all ranks and kinds."""
+    """The share of the transfer time that is overlapped by compute, over all ranks."""
     moved = sum(row.moved_ns for row in report.overlap)
     hidden = sum(row.hidden_ns for row in report.overlap)
     return f" ({units.percent(hidden / moved)} of transfer)" if moved else ""
 
 
 def critical_path(report: Report) -> list[Text]:
-    """What the end of the average step hangs on, the largest parts first, and whose they are."""
+    """The largest parts of the critical path of the mean step, and their ranks."""
     sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
     for part in report.critical_path:
         sums[part.bucket, part.axis][part.rank] += part.ns
@@ -45,18 +45,18 @@ def critical_path(report: Report) -> list[Text]:
         return []
     largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
     shown = [_part(*kind, sums[kind], total) for kind in largest]
-    return [Text(f"the end of a step hangs on: {', '.join(shown)}")]
+    return [Text(f"critical path: {', '.join(shown)}")]
 
 
 def _part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
     on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
     (most, _), *others = ranks.most_common()
-    whose = f"most r{most}" if others else f"r{most}"
+    whose = f"mostly r{most}" if others else f"r{most}"
     return f"{bucket}{on} {units.percent(ranks.total() / total)} ({whose})"
 
 
 def slow_steps(report: Report) -> list[Text]:
-    """The steps that took plainly longer than the others, and where that began."""
+    """The steps that took clearly longer than the others, and where the delay began."""
     worst = sorted(report.slow_steps, key=lambda row: -row.excess_ns)[:_MOST_STEPS]
     return [
         Text(
@@ -69,7 +69,7 @@ def slow_steps(report: Report) -> list[Text]:
 
 
 def coverage(report: Report) -> list[Text]:
-    """On which axes waits are estimated, where ranks or calls are missing."""
+    """The axes whose waits are estimates because ranks or calls are missing."""
     from stepsplit.analyzer.report.report import full_steps
 
     partial = [row for row in report.coverage if row.holds != "measured"]
@@ -77,40 +77,40 @@ def coverage(report: Report) -> list[Text]:
         return []
     parts = [
         f"{row.axis or 'other'} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
-        f"({row.whole} of {row.groups} groups whole)"
+        f"({row.whole} of {row.groups} groups complete)"
         for row in partial
     ]
-    text = f"compute, copy and idle hold; waits: {', '.join(parts)}"
+    text = f"compute, copy and idle are exact; waits: {', '.join(parts)}"
     return [Text(text, style="bright_black")]
 
 
 def profiling(run: Run) -> str:
-    """What the profiler cost; nothing where too few steps beside it were timed."""
+    """The profiler overhead, "" if too few steps were timed without the profiler."""
     if run.profiling_slowdown is None:
         return ""
-    return f"profiled {units.signed_percent(run.profiling_slowdown)}"
+    return f"profiler overhead {units.signed_percent(run.profiling_slowdown)}"
 
 
 _HELD = ("weights", "gradients", "optimizer", "activations")
 
 
 def memory(rows: Sequence[MemoryRow]) -> str:
-    """What the rank that holds most holds; nothing where none is known."""
+    """The memory of the rank that uses most, "" if unknown."""
     most = max(rows, key=_held_bytes, default=None)
     if most is None or not _held_bytes(most):
         return ""
     kinds = [(name, getattr(most, f"{name}_bytes")) for name in _HELD]
-    parts = [f"{name} {units.size(held)}" for name, held in kinds if held is not None]
+    parts = [f"{name} {units.size(size)}" for name, size in kinds if size is not None]
     if most.peak_allocated_bytes is not None:
         parts.append(f"peak {units.gibibytes(most.peak_allocated_bytes)}")
-    return f"memory, most on r{most.rank}: {', '.join(parts)}"
+    return f"memory (largest on r{most.rank}): {', '.join(parts)}"
 
 
 def _held_bytes(row: MemoryRow) -> int:
     return row.peak_allocated_bytes or sum(getattr(row, f"{name}_bytes") or 0 for name in _HELD)
 
 
-# Tables without lines, and the color of each bucket in the terminal.
+# Tables without lines, and the color of each bucket.
 
 BUCKET_STYLE = {
     "compute": "green",
@@ -128,9 +128,9 @@ _WORDS = ("op", "phase")
 
 
 def bare_table(first: str, *others: str) -> Table:
-    """A table whose numbers stand right; words may fold, numbers never do.
+    """A table without lines. Numbers are right-aligned and never wrapped; text may wrap.
 
-    A last column without a name takes the room that is left.
+    A last column without a name takes the remaining width.
     """
     table = Table(
         box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, expand="" in others

@@ -13,17 +13,17 @@ from stepsplit.analyzer.regression.checks import Answer, Judged, Shifted, SideFa
 from stepsplit.analyzer.regression.metrics import meaning_of
 from stepsplit.dashboard.reporters.tables import bare_table
 
-# The terminal's answer to: does the candidate stay within its budgets?
+# The screen of check.
 
 STYLE: dict[Answer, str] = {"pass": "green", "regressed": "red", "inconclusive": "yellow"}
 
 _DIM = "bright_black"
 
-_LOW = "low confidence: a side is of one run alone; record 3 to 5 a side"
+_LOW = "low confidence: a side has only one run; record 3 to 5 runs per side"
 
 
 def verdict_screen(verdict: Verdict) -> RenderableType:
-    """The whole screen of one verdict, to be printed by a rich console of any width."""
+    """Builds the screen of a check result for a rich console of any width."""
     parts: list[RenderableType] = [
         Text(headline(verdict), style=f"bold {STYLE[verdict.answer]}"),
         Text(sides(verdict), _DIM),
@@ -52,8 +52,8 @@ def _gated_table(verdict: Verdict) -> Table:
 def _notes(verdict: Verdict) -> list[Text]:
     noted = (one for one in verdict.gated if one.note or one.answer != "pass")
     notes = [Text(_note(one), STYLE[one.answer]) for one in noted]
-    shown = [f"{one.metric} {told}" for one in verdict.gated if (told := detectable(one))]
-    told = f"these runs would show, in 4 of 5 cases: {', '.join(shown)}"
+    shown = [f"{one.metric} {text}" for one in verdict.gated if (text := detectable(one))]
+    told = f"minimum detectable change (80 % power): {', '.join(shown)}"
     return [*notes, *([Text(told, _DIM)] if shown else [])]
 
 
@@ -66,15 +66,15 @@ def _causes(verdict: Verdict) -> list[RenderableType]:
     if not verdict.causes:
         return []
     lines = [Text(f"{i}  {one.message}") for i, one in enumerate(verdict.causes, 1)]
-    link = [] if verdict.compare_url is None else [Text(f"both sides: {verdict.compare_url}", _DIM)]
-    return [Text(), Text("WHY", "bold"), *lines, *link]
+    link = [] if verdict.compare_url is None else [Text(f"comparison: {verdict.compare_url}", _DIM)]
+    return [Text(), Text("CAUSES", "bold"), *lines, *link]
 
 
 def _others(verdict: Verdict) -> list[RenderableType]:
     if not verdict.others:
         return []
-    table = bare_table("moved, without a budget", "baseline", "candidate", "change",
-                       "96 % interval")  # fmt: skip
+    heading = "other significant changes (no budget)"
+    table = bare_table(heading, "baseline", "candidate", "change", "96 % interval")
     for one in verdict.others:
         table.add_row(
             one.metric, value(one.metric, one.baseline), value(one.metric, one.candidate),
@@ -83,22 +83,22 @@ def _others(verdict: Verdict) -> list[RenderableType]:
     return [Text(), table]
 
 
-# A verdict as markdown: a pull request's comment, or the summary of a workflow's step.
+# Markdown for a pull request comment, or for the summary of a workflow step.
 
 COMMENT_BYTES = 64 << 10
-"""GitHub refuses longer comments."""
+"""GitHub rejects longer comments."""
 
-_CUT = "\n\n(cut: the whole verdict is in the JSON file)\n"
+_CUT = "\n\n(truncated: the complete result is in the JSON file)\n"
 
 _GATED = ("metric", "budget", "baseline", "candidate", "change", "96 % interval", "detectable", "")
 
-_CALLS = ("calls a step", "of", "baseline", "candidate")
+_CALLS = ("calls per step", "size", "baseline", "candidate")
 
 _MOST_CALLS = 20
 
 
 def markdown(verdict: Verdict, most_bytes: int = COMMENT_BYTES) -> str:
-    """The verdict, at most so many bytes of it."""
+    """The check result as markdown, truncated to most_bytes."""
     blocks = [
         f"### stepsplit {MARKS[verdict.answer]} {_plain(headline(verdict))}",
         _plain(sides(verdict)),
@@ -124,8 +124,8 @@ def _causes_markdown(verdict: Verdict) -> list[str]:
         return []
     told = [f"{i}. {_plain(cause.message)}" for i, cause in enumerate(verdict.causes, 1)]
     url = verdict.compare_url
-    link = [] if url is None else [f"[Both sides, page by page]({url})"]
-    return ["**Why**", "\n".join(told), *link]
+    link = [] if url is None else [f"[Comparison in the dashboard]({url})"]
+    return ["**Causes**", "\n".join(told), *link]
 
 
 def _calls(verdict: Verdict) -> list[str]:
@@ -148,7 +148,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of a recording, which must not become markup, links or mentions."""
+    """Escapes text of a recording, so that it cannot become markup, links or mentions."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     for mark in "\\`*_[]<>|#@":
         text = text.replace(mark, f"\\{mark}" if mark not in "<>@" else f"&#{ord(mark)};")
@@ -165,40 +165,40 @@ def _cut(text: str, most_bytes: int) -> str:
     return kept.rpartition("\n")[0] + _CUT
 
 
-# A verdict's metrics in the words that every face shows.
+# Texts that all outputs of check share.
 
 MARKS: dict[Answer, str] = {"pass": "✓", "regressed": "✗", "inconclusive": "?"}
 
 _HEADS: dict[Answer, str] = {
     "pass": "PASS: within all budgets",
     "regressed": "REGRESSED",
-    "inconclusive": "INCONCLUSIVE: these runs can neither show nor rule out a regression",
+    "inconclusive": "INCONCLUSIVE: these runs neither confirm nor rule out a regression",
 }
 
 
 def headline(verdict: Verdict) -> str:
-    """The answer, with the metrics that regressed."""
+    """The result, with the metrics that regressed."""
     over = [one.metric for one in verdict.gated if one.answer == "regressed"]
     return _HEADS[verdict.answer] + (f": {', '.join(over)}" if over else "")
 
 
 def sides(verdict: Verdict) -> str:
-    """Which runs were held against which."""
+    """The number of runs and steps of both sides, and the setup."""
     setup = verdict.candidate.setup
     mesh = "" if setup.mesh is None else f", {setup.mesh}"
-    told = f"candidate {_side(verdict.candidate)}"
+    told = f"candidate: {_side(verdict.candidate)}"
     if verdict.baseline is not None:
-        told += f" against baseline {_side(verdict.baseline)}"
+        told += f", baseline: {_side(verdict.baseline)}"
     return f"{told}; {setup.world_size:,} x {setup.device}{mesh}"
 
 
 def _side(side: SideFacts) -> str:
     runs, steps = len(side.runs), sum(side.steps)
-    return f"of {runs:,} run{'s' if runs > 1 else ''} ({steps:,} steps)"
+    return f"{runs:,} run{'s' if runs > 1 else ''} ({steps:,} steps)"
 
 
 def value(metric: str, of: float | None) -> str:
-    """The metric's value with its unit, "" where unknown."""
+    """The value of a metric with its unit, "" if unknown."""
     if of is None:
         return ""
     unit = meaning_of(metric).unit
@@ -212,14 +212,14 @@ def value(metric: str, of: float | None) -> str:
 
 
 def change(judged: Judged | Shifted) -> str:
-    """Candidate less baseline: points of shares, counts as they are, else percent."""
+    """Candidate minus baseline: in points for shares, as a number for counts, else in percent."""
     if judged.harm is None:
         return ""
     return difference(judged.metric, meaning_of(judged.metric).worse * judged.harm, judged.baseline)
 
 
 def interval(judged: Judged | Shifted) -> str:
-    """The 96 % interval of the change, "" where there is none."""
+    """The 96 % interval of the change, "" if there is none."""
     if judged.low is None or judged.high is None:
         return ""
     worse = meaning_of(judged.metric).worse
@@ -232,7 +232,7 @@ def interval(judged: Judged | Shifted) -> str:
 
 
 def detectable(judged: Judged) -> str:
-    """The smallest harm that would be found in 4 of 5 cases, "" where nothing is tested."""
+    """The minimum detectable change at 80 % power, "" if the metric is not tested."""
     if judged.detectable is None:
         return ""
     worse = meaning_of(judged.metric).worse
@@ -240,7 +240,7 @@ def detectable(judged: Judged) -> str:
 
 
 def difference(metric: str, of: float, baseline: float | None) -> str:
-    """A difference in the metric's unit, of a baseline where there is one, with its sign."""
+    """A signed difference: in percent of the baseline if there is one, else in the unit."""
     unit = meaning_of(metric).unit
     if unit == "share":
         return units.signed_points(of)
@@ -253,7 +253,7 @@ def difference(metric: str, of: float, baseline: float | None) -> str:
 
 
 def one_line(judged: Judged) -> str:
-    """A metric's answer in one line, for machines that show lines."""
+    """The result of a metric in one line."""
     parts = [f"{value(judged.metric, judged.baseline)} -> " if judged.baseline is not None else ""]
     parts += [value(judged.metric, judged.candidate), f" ({change(judged)})"]
     told = f"{judged.metric} {judged.answer}: {''.join(parts)}, budget {judged.budget}"

@@ -50,12 +50,12 @@ def test_what_never_varies_changes_at_once_but_by_one_percent_at_least() -> None
     assert changes([5.0] * 40) == changes([0.0] * 40) == changes([0.1] * 5) == ()
 
 
-def test_a_change_is_told_by_what_the_level_was() -> None:
+def test_a_change_is_relative_to_the_previous_level() -> None:
     assert (LevelChange(3, 8.0, 10.0).ratio, LevelChange(3, 8.0, 6.0).ratio) == (0.25, -0.25)
     assert LevelChange(3, 0.0, 1.0).ratio is None
 
 
-def test_of_a_long_history_the_newest_runs_are_looked_at() -> None:
+def test_only_the_newest_runs_of_a_long_history_are_searched() -> None:
     old = [50.0] * 30
     newest = [100.0] * (LOOKED_AT - 10) + [110.0] * 10
 

@@ -1,4 +1,4 @@
-"""stepsplit check and stepsplit baseline: exits, files, and what bad input is told."""
+"""stepsplit check and stepsplit baseline: exit statuses, files, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(*words: str) -> int:
     return cli.run(["check", *words])
 
 
-def test_the_three_answers_are_three_exits(
+def test_the_three_results_have_three_exit_statuses(
     base: str, worse: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noisy = side(tmp_path / "noisy.json", (0.10, 0.15, 0.07))
@@ -58,7 +58,7 @@ def test_the_three_answers_are_three_exits(
     assert "INCONCLUSIVE" in capsys.readouterr().out
 
 
-def test_several_candidates_and_baselines_make_one_side_each(base: str, tmp_path: Path) -> None:
+def test_several_candidates_form_one_side(base: str, tmp_path: Path) -> None:
     one = side(tmp_path / "one.json", (0.1002,))
     two = side(tmp_path / "two.json", (0.1003, 0.0998))
     json_file = tmp_path / "verdict.json"
@@ -77,14 +77,13 @@ def test_every_file_is_written_and_standard_output_is_json_alone(
     summary.write_text("# before\n")
     words = (*EXPOSED, *files, "--summary", str(summary), "--json", "-")
     assert check(worse, "--baseline", base, *words) == 1
-    told = capsys.readouterr().out
-    assert json.loads(told)["answer"] == "regressed"
+    assert json.loads(capsys.readouterr().out)["answer"] == "regressed"
     assert all((tmp_path / name).stat().st_size for name in names)
     assert json.loads((tmp_path / "codequality").read_text())[0]["location"]["path"] == base
     assert summary.read_text().startswith("# before\n### stepsplit ✗ REGRESSED")
 
 
-def test_annotations_where_github_runs_it(
+def test_annotations_are_printed_on_github_actions(
     base: str, worse: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
@@ -104,21 +103,21 @@ def test_an_added_call_fails_whatever_the_noise(base: str, tmp_path: Path) -> No
     assert check(own, "--baseline", base) == 1
 
 
-def test_recordings_and_reports_are_taken_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_side_may_be_a_recording_or_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     rules = ("--budget", "calls:exact", "--budget", "bytes:exact")
     assert check(ONE, "--baseline", f"{ONE}/report.json", *rules) == 0
     assert check(ONE, "--budget", "step:<=1us", "--budget", "calls.tp:<=48") == 3
     capsys.readouterr()
 
 
-def test_a_run_held_against_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_compared_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--job", "auto", "--budget", "exposed_comm:model+20%")
     assert check(ONE, *words) == 3
     assert "one run does not tell its noise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((ONE,), "needs a baseline; name --baseline B"),
         ((ONE, "--baseline", OTHER), "world size is 8 in tp2_pp2_dp2, 4 in tp2_pp2"),
@@ -128,19 +127,19 @@ def test_a_run_held_against_the_model(capsys: pytest.CaptureFixture[str]) -> Non
         ((ONE, "--baseline", ONE, "--budget", "budgets.toml"), "name a TOML file, or write a rule"),
         ((ONE, "--baseline", ONE, "--budget", "mfu:5%"), "does not tell mfu"),
         ((ONE, ONE, "--baseline", ONE), "are one recording; name each run of a side once"),
-        ((ONE, "--baseline", "store:"), "asks for no run of the store; write store:branch=main"),
-        ((ONE, "--baseline", "store:a=b,last=0"), "last is no number of runs"),
+        ((ONE, "--baseline", "store:"), "is not a valid store query; write store:branch=main"),
+        ((ONE, "--baseline", "store:a=b,last=0"), "last must be a number of runs"),
         ((ONE, "--baseline", "store:a=b"), "the store has no finished run for a=b"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
-    words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert check(*words, "--junit", "junit.xml") == 2
-    said = capsys.readouterr()
-    assert told in said.err and said.err.count("\n") == 1 and not said.out
+    output = capsys.readouterr()
+    assert message in output.err and output.err.count("\n") == 1 and not output.out
     assert not Path("junit.xml").exists()
 
 
@@ -149,26 +148,26 @@ def test_a_run_without_steps_and_one_with_nan_are_refused(
 ) -> None:
     body = json.loads((SAMPLES / "tp2_pp2" / "report.json").read_text())
     bad = [({"steps": []}, "no step to judge"), ({"mfu": float("nan")}, "not a stepsplit report")]
-    for change, told in bad:
+    for change, message in bad:
         file = tmp_path / "report.json"
         file.write_text(json.dumps(body | change))
         assert check(str(file), "--baseline", ONE) == 2
-        said = capsys.readouterr().err
-        assert told in said and str(file) in said
+        error = capsys.readouterr().err
+        assert message in error and str(file) in error
 
 
-def test_a_baseline_of_recordings_serves_the_gate(
+def test_check_accepts_a_baseline_file_of_recordings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "base.json"
     assert cli.run(["baseline", ONE, "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}: 1 run; 3 to 5 tell the noise better\n"
+    assert capsys.readouterr().out == f"{out}: 1 run; 3 to 5 runs estimate the noise better\n"
     assert check(ONE, "--baseline", str(out), "--budget", "calls:exact") == 0
     assert cli.run(["baseline", ONE, OTHER, "--out", str(out)]) == 2
     assert "not of one kind" in capsys.readouterr().err
 
 
-def test_runs_of_a_store_by_tag_keep_their_verdict_and_link_to_both_sides(
+def test_runs_of_a_store_record_their_result_and_link_to_the_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, artifacts = f"sqlite:///{tmp_path / 'store.db'}", str(tmp_path / "artifacts")

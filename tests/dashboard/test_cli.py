@@ -1,4 +1,4 @@
-"""The command line as other people's scripts know it."""
+"""The command line as scripts use it: options, exit statuses, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trace(tmp_path: Path) -> Path:
     return GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 6, 10).write(tmp_path)
 
 
-def test_analyze_prints_where_the_step_went(
+def test_analyze_prints_the_split_of_the_step(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["analyze", str(trace)]) == 0
@@ -39,7 +39,7 @@ def test_json_on_standard_output_is_json_alone(
     assert [row["compute_ns"] for row in report["steps"]] == [9_000]
 
 
-def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> None:
+def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert cli.run(["analyze", str(trace), "--out", str(out)]) == 0
     assert read_report(out).steps[0].compute_ns == 9_000
@@ -57,7 +57,7 @@ def test_out_holds_the_report_and_its_tables(trace: Path, tmp_path: Path) -> Non
         (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0", "--password-file", "--open-to-anyone"]),
         (["dashboard", "--trusted-proxy", "10.0.0.1"], ["--trusted-proxy-header"]),
         (["dashboard", "--password-file", "nowhere"], ["nowhere"]),
-        (["token", "revoke", "nobody"], ["nobody", "token list"]),
+        (["token", "revoke", "absent"], ["absent", "token list"]),
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
         (["demo", "--parallel", "tp=2000"], ["tp=2000"]),
@@ -74,14 +74,14 @@ def test_bad_input_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("stepsplit: ")
-    assert told.err.count("\n") == 1
-    assert all(word in told.err for word in words)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("stepsplit: ")
+    assert output.err.count("\n") == 1
+    assert all(word in output.err for word in words)
 
 
-def test_an_error_of_ours_is_one_line_that_names_the_traceback(
+def test_an_internal_error_is_one_line_that_names_the_traceback_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
 ) -> None:
     def broken(*_: object) -> None:
@@ -89,21 +89,19 @@ def test_an_error_of_ours_is_one_line_that_names_the_traceback(
 
     monkeypatch.setattr("stepsplit.analyzer.analysis.examine_or_find_hang", broken)
     assert cli.run(["analyze", str(trace)]) == 4
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    file = Path(told.split()[-1])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    file = Path(error.split()[-1])
     assert "ZeroDivisionError: ours" in file.read_text()
     file.unlink()
 
 
-def test_a_place_that_cannot_be_written_is_said(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_path_is_an_error(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["analyze", str(trace), "--json", f"{trace}/no/report.json"]) == 2
     assert "choose a place that can be written" in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_written_leaves_nothing_half(
+def test_an_unwritable_report_leaves_no_partial_files(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -167,7 +165,7 @@ HELP = {
 
 
 @pytest.mark.parametrize("verb", HELP, ids=lambda verb: " ".join(verb) or "stepsplit")
-def test_the_contract_of_options_is_frozen(
+def test_the_options_of_each_command_are_frozen(
     verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run([*verb, "--help"]) == 0
@@ -198,7 +196,7 @@ def test_imports_stay_light(module: str, absent: list[str]) -> None:
     assert done.stdout.split() == []
 
 
-def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
+def test_the_list_of_commands_shows_the_first_line_of_each_help() -> None:
     context = click.Context(cli.stepsplit)
     for verb, (_, line) in cli.VERBS.items():
         command = cli.stepsplit.get_command(context, verb)

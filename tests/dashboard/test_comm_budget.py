@@ -1,4 +1,4 @@
-"""pytest's fixture comm_budget: in one process, under torchrun, with a baseline and without."""
+"""The pytest fixture comm_budget: one process, torchrun, with and without a baseline."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ JOBS = Path(__file__).parents[1] / "collector_jobs"
 def said(
     folder: Path, *words: str, ranks: int = 1, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """What pytest says of the folder's tests; under torchrun with more than one rank."""
+    """Runs pytest on the folder's tests; under torchrun with more than one rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "pytest"]
     command += ["-p", "no:cacheprovider", "-p", "no:dash", "-rA", *words, str(folder)]
@@ -91,7 +91,7 @@ def test_limits_need_no_baseline_and_two_blocks_are_two_runs(tmp_path: Path) -> 
     assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
 
 
-def test_a_job_is_held_against_its_baseline(tmp_path: Path) -> None:
+def test_a_job_is_compared_with_its_baseline(tmp_path: Path) -> None:
     (tmp_path / "test_job.py").write_text(JOB)
     made = said(tmp_path, "--stepsplit-update", ranks=2)
     assert made.returncode == 0, made.stdout
@@ -101,7 +101,7 @@ def test_a_job_is_held_against_its_baseline(tmp_path: Path) -> None:
     assert same.returncode == 0 and same.stdout.count("2 passed") == 2, same.stdout
     more = said(tmp_path, ranks=2, EXTRA="1")
     assert more.returncode == 1
-    # Both ranks fail with rank 0's words: a job whose ranks disagree would hang.
+    # Both ranks fail with the message of rank 0: a job whose ranks disagree would hang.
     assert more.stdout.count("REGRESSED: calls, bytes") >= 2, more.stdout
     assert "all_reduce: +2 calls a step (4 of 262 kB before, 6 of 262 kB now)" in more.stdout
 
@@ -128,18 +128,16 @@ def test_without_baseline(comm_budget):
 
 @IN_TURN
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
-def test_what_cannot_be_told_is_skipped_or_fails_where_one_is_strict(
-    strict: bool, tmp_path: Path
-) -> None:
+def test_an_inconclusive_run_is_skipped_or_fails_with_strict(strict: bool, tmp_path: Path) -> None:
     (tmp_path / "test_unsure.py").write_text(UNSURE)
     found = said(tmp_path, *(["--stepsplit-strict"] if strict else []))
     assert found.returncode == 1
     assert ("2 failed" if strict else "1 failed, 1 skipped") in found.stdout, found.stdout
     assert "one run does not tell its noise" in found.stdout
-    assert "no baseline yet; make it with --stepsplit-update" in found.stdout
+    assert "no baseline yet; create it with --stepsplit-update" in found.stdout
 
 
-def test_pytest_alone_loads_nothing_of_stepsplit_but_the_plugin(tmp_path: Path) -> None:
+def test_only_the_plugin_is_imported_without_the_fixture(tmp_path: Path) -> None:
     loaded = "[name for name in sys.modules if name.startswith('stepsplit')]"
     (tmp_path / "test_plain.py").write_text(
         f"import sys\n\ndef test_plain():\n    assert {loaded} == {EXPECTED}\n"

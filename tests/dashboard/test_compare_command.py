@@ -38,21 +38,21 @@ def lines(found: RunComparison, width: int) -> list[str]:
 
 
 def test_more_microbatches_take_longer_with_a_smaller_bubble(found: RunComparison) -> None:
-    told = lines(found, 120)
-    assert told[0] == (
+    screen = lines(found, 120)
+    assert screen[0] == (
         "candidate is 260 ms (210.5 %) slower: compute +229 ms, bubble +14.9 ms, idle +10.1 ms"
     )
     for line in (
         "median step       124 ms      384 ms",
         "bubble fraction   35.3 %      16.1 %",
-        "microbatches     2         8",
-        "other microbatches: a step may hold more or less work",
-        "the step                 125 ms     381 ms     +256 ms     +204.9 %",
+        "microbatches               2         8",
+        "different microbatch count: a step may do more or less work",
+        "step                     125 ms     381 ms     +256 ms  +204.9 %",
         "  524 kB float32  candidate       8   0.17 ms  0.01 ms  3.03 GB/s",
         "gemm                64.6 ms     257 ms     +192 ms     54 -> 216",
         "and 7 families more",
     ):
-        assert line in told
+        assert line in screen
 
 
 def test_the_page_of_the_docs_shows_this_screen(found: RunComparison) -> None:
@@ -65,47 +65,47 @@ def test_the_page_of_the_docs_shows_this_screen(found: RunComparison) -> None:
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(
     pair: tuple[str, str], width: int
 ) -> None:
-    told = lines(compare_runs(*(SAMPLES / name for name in pair)), width)
-    assert max(map(len, told)) <= width
-    assert not [line for line in told if "…" in line]
+    screen = lines(compare_runs(*(SAMPLES / name for name in pair)), width)
+    assert max(map(len, screen)) <= width
+    assert not [line for line in screen if "…" in line]
 
 
-def test_another_layout_is_said_and_told_by_axis() -> None:
-    told = lines(compare_runs(SAMPLES / "dp4", SAMPLES / "fsdp4"), 120)
-    assert "mesh             dp_replicate 4         dp_shard 4" in told
-    assert [line for line in told if line.startswith("another layout: ")]
-    assert [line for line in told if line.startswith("dp shard skew ")]
+def test_a_different_layout_has_a_caveat_and_rows_by_axis() -> None:
+    screen = lines(compare_runs(SAMPLES / "dp4", SAMPLES / "fsdp4"), 120)
+    assert "mesh                       dp_replicate 4         dp_shard 4" in screen
+    assert [line for line in screen if line.startswith("different layout: ")]
+    assert [line for line in screen if line.startswith("dp shard skew ")]
 
 
-def test_the_same_run_twice_differs_in_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_run_twice_has_no_differences(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["compare", str(TWO), str(TWO)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "nothing differs: same settings, steps, buckets, calls and kernels"
-    assert len(told) == 8
+    screen = capsys.readouterr().out.splitlines()
+    assert screen[0] == "no differences: same settings, steps, buckets, calls and kernels"
+    assert len(screen) == 8
 
 
-def test_noise_and_what_hides_it_are_said(found: RunComparison) -> None:
+def test_the_headline_mentions_noise_and_its_absence(found: RunComparison) -> None:
     one = found.baseline
     later = replace(one, median_ns=one.median_ns + 1_500_000)
     quiet = replace(found, candidate=later)
     assert headline(quiet).plain == (
-        "candidate is 1.50 ms (1.2 %) slower, within the noise of both: no bucket changed by much"
+        "candidate is 1.50 ms (1.2 %) slower, within noise: no large change in any bucket"
     )
     alone = replace(found, baseline=later, candidate=replace(one, steps=1))
     assert headline(alone).plain == (
-        "candidate is 1.50 ms (1.2 %) faster (of one step alone, which does not tell its noise): "
-        "no bucket changed by much"
+        "candidate is 1.50 ms (1.2 %) faster (noise unknown: a single step): "
+        "no large change in any bucket"
     )
 
 
-def test_a_recording_is_as_good_as_its_report(tmp_path: Path, found: RunComparison) -> None:
+def test_a_recording_compares_like_its_report(tmp_path: Path, found: RunComparison) -> None:
     recording, report = tmp_path / "pp2_m2", tmp_path / "named.json"
     shutil.copytree(TWO, recording, ignore=shutil.ignore_patterns(REPORT_NAME))
     shutil.copy(EIGHT / REPORT_NAME, report)
     assert compare_runs(recording, report) == found
 
 
-def test_a_comparison_is_the_same_behind_json(found: RunComparison) -> None:
+def test_a_comparison_round_trips_through_json(found: RunComparison) -> None:
     assert from_json(to_json(found)) == found
 
 
@@ -118,7 +118,7 @@ def test_a_comparison_is_the_same_behind_json(found: RunComparison) -> None:
         (b'{"schema": "stepsplit.compare/1"}', "not a stepsplit comparison"),
     ],
 )
-def test_what_is_no_comparison_is_refused(text: bytes, words: str) -> None:
+def test_an_invalid_comparison_is_rejected(text: bytes, words: str) -> None:
     with pytest.raises(DataError, match=words):
         from_json(text)
 
@@ -167,7 +167,9 @@ def test_rules_are_those_of_analyze(
     assert from_json(capsys.readouterr().out.encode()).baseline.mean.compute_ns == 4_000
 
 
-def test_rules_change_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_are_rejected_for_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rules, report = tmp_path / "rules.toml", tmp_path / "any.json"
     rules.write_text(RULES)
     report.write_bytes(report_to_json(analysis().report))
@@ -201,7 +203,7 @@ def test_bad_input_is_one_line_and_exit_2(
     report |= {"run": report["run"] | {"name": "nothing"}, "steps": []}
     Path("empty.json").write_text(json.dumps(report))
     assert cli.run(["compare", *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert all(word in told.err for word in words)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert all(word in output.err for word in words)

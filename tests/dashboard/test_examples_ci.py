@@ -109,7 +109,7 @@ def test_the_gitlab_job_writes_the_reports_that_it_names(tmp_path: Path) -> None
 def test_the_workflow_uses_the_action_as_it_is() -> None:
     action, workflow = parsed("action.yml"), parsed("workflow.yml")
     *_, used = workflow["jobs"]["communication"]["steps"]
-    needed = {name for name, told in action["inputs"].items() if told.get("required")}
+    needed = {name for name, option in action["inputs"].items() if option.get("required")}
     assert needed <= set(used["with"]) <= set(action["inputs"])
 
 

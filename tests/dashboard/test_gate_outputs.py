@@ -1,4 +1,4 @@
-"""A verdict as others read it: each output by its consumer's own rules."""
+"""The outputs of check, each validated by the rules of its consumer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def crowd() -> Verdict:
     return replace(one, gated=tuple(many), causes=one.causes * 50)
 
 
-def test_the_verdict_that_these_tests_are_about() -> None:
+def test_the_example_has_all_three_results() -> None:
     found = {one.metric: one.answer for one in verdict().gated}
     assert found == {
         "exposed_comm": "regressed", "step": "inconclusive",
@@ -71,7 +71,7 @@ def test_the_verdict_that_these_tests_are_about() -> None:
     }  # fmt: skip
 
 
-def test_json_comes_back_as_it_went() -> None:
+def test_json_round_trips() -> None:
     assert from_json(to_json(verdict())) == verdict()
     with pytest.raises(DataError, match="not a stepsplit verdict"):
         from_json(b'{"schema": "stepsplit.verdict/1"}')
@@ -105,8 +105,8 @@ def test_open_metrics_are_read_by_the_reference_parser() -> None:
     }  # fmt: skip
     family = families["stepsplit_step_seconds"]
     assert (family.type, family.unit) == ("gauge", "seconds")
-    told = {sample.labels["side"]: sample.value for sample in family.samples}
-    assert told["baseline"] == pytest.approx(0.11) and told["candidate"] == pytest.approx(0.11)
+    values = {sample.labels["side"]: sample.value for sample in family.samples}
+    assert values["baseline"] == pytest.approx(0.11) and values["candidate"] == pytest.approx(0.11)
 
 
 def test_gitlab_code_quality_has_every_field_and_a_fingerprint_that_stays() -> None:
@@ -137,15 +137,15 @@ def test_annotations_keep_to_githubs_limits_and_escapes() -> None:
     assert kinds.count("::error") == 10 and kinds.count("::warning") <= 10
 
 
-def test_a_summary_is_cut_to_what_the_step_has_left() -> None:
+def test_a_summary_is_truncated_to_the_remaining_size() -> None:
     whole = summary(crowd(), held_bytes=SUMMARY_BYTES - 5_000)
     assert len(whole.encode()) <= 5_000
-    assert whole.endswith("(cut: the whole verdict is in the JSON file)\n")
+    assert whole.endswith("(truncated: the complete result is in the JSON file)\n")
     assert len(summary(crowd()).encode()) <= SUMMARY_BYTES
     assert summary(crowd(), held_bytes=SUMMARY_BYTES) == ""
 
 
-def test_a_comment_fits_and_holds_no_markup_of_a_recording() -> None:
+def test_a_comment_fits_and_contains_no_markup_of_a_recording() -> None:
     assert len(markdown(crowd()).encode()) <= COMMENT_BYTES
     text = markdown(verdict(ODD))
     prose = re.sub("`[^`\n]*`", "", text)

@@ -40,7 +40,7 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job.toml whose prediction is the one that is laid down by hand."""
+    """A job.toml whose prediction is replaced by the one of prediction_builders."""
     module = "stepsplit.analyzer.model.predict"
     monkeypatch.setattr(f"{module}.predict", lambda job, rates: prediction())
     file = tmp_path / "job.toml"
@@ -60,7 +60,7 @@ def test_the_screen_is_printed(run_file: Path) -> None:
 
 
 def test_explain_adds_the_formulas(run_file: Path) -> None:
-    assert 'rule of thumb: "12 L h^2" would say 1.21B' in run(run_file, "--explain").stdout
+    assert 'rule of thumb "12 L h^2" gives 1.21B' in run(run_file, "--explain").stdout
 
 
 def test_json_on_standard_output_is_json_alone(run_file: Path) -> None:
@@ -68,7 +68,7 @@ def test_json_on_standard_output_is_json_alone(run_file: Path) -> None:
     assert result.stdout == prediction_to_json(prediction())
 
 
-def test_json_in_a_file_leaves_the_screen(run_file: Path, tmp_path: Path) -> None:
+def test_json_in_a_file_still_prints_the_screen(run_file: Path, tmp_path: Path) -> None:
     result = run(run_file, "--json", tmp_path / "out" / "p.json")
     assert "step 460 ms" in result.stdout
     assert prediction_from_json((tmp_path / "out" / "p.json").read_text()) == prediction()

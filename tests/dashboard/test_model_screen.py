@@ -1,4 +1,4 @@
-"""The terminal's answer to a job.toml, as a person reads it."""
+"""The screen of a prediction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stepsplit.dashboard.reporters.prediction import listing, prediction_screen
 
 SCREEN = """\
 model gpt-1.3b   1.31B parameters   8 x h100-sxm (1 node)   tp 2 pp 2 dp_replicate 2
-16 sequences of 2,048 tokens a step   8 microbatches of 1 a rank   bf16 adam, megatron   recompute
-full
+16 sequences of 2,048 tokens per step   8 microbatches of 1 per rank   bf16 adam, megatron
+recompute full
 step 460 ms (430-500 ms)   confidence high   8,904 tokens/s/GPU   MFU 8.1 %, HFU 10.6 % (C1)
 peak memory 14.5 GiB (14.0-15.0 GiB, stage 0) of 80.0 GiB (18.1 %): fits
 
@@ -33,7 +33,7 @@ skew          0.00 ms   0.0 %
 bubble        17.0 ms   3.7 %  ██▌
 copy          0.00 ms   0.0 %
 idle          8.00 ms   1.7 %  █▏
-0.00 ms of the compute hides transfers; model 297 TFLOP, with recomputation 390 TFLOP
+overlapped communication: 0.00 ms; model FLOPs: 297 TFLOP, with recomputation: 390 TFLOP
 
 pipeline 1f1b, 8 microbatches: bubble fraction 11.1 %, bubble overhead 12.5 %
 stage               0         1
@@ -48,7 +48,7 @@ transient     0.5 GiB   0.5 GiB
 other         1.0 GiB   1.0 GiB
 peak memory  14.5 GiB  11.5 GiB
 
-communication of a rank of stage 1 in a step
+communication per step of a rank of stage 1
 axis  op phase              calls     size     sent          time  exposed
 tp    all_reduce forward      192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
 tp    all_reduce backward     192  8.39 MB  1.61 GB  11.0-14.0 ms  12.0 ms
@@ -60,7 +60,7 @@ note: host-bound: launching a layer takes about as long as computing it
 
 LISTING = """\
 
-WHY: the formulas, with this run's numbers
+FORMULAS with the numbers of this job
 
 bytes of a rank = 1.26 GB
   comm.ddp: 2 (N-1)/N g P
@@ -69,10 +69,10 @@ bytes of a rank = 1.26 GB
   P = 354M      parameters
   B = 450 GB/s  nvlink4
   A. Author, 2020
-  rule of thumb: "2 P" would say 707 MB: P counts elements
+  rule of thumb "2 P" gives 707 MB: P counts elements
 
-ALSO HEARD ABOUT THESE FORMULAS, and what holds
-"all-reduce moves 2P" holds in another unit: 2P elements (B. Author, 2021)
+COMMON RULES OF THUMB about these formulas
+"all-reduce moves 2P" is correct in another unit: 2P elements (B. Author, 2021)
 """
 
 
@@ -83,7 +83,7 @@ def shown(what: RenderableType, width: int = 100) -> str:
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
-def test_the_screen_answers_how_long_where_it_goes_and_what_fits() -> None:
+def test_the_screen_shows_time_split_and_memory() -> None:
     assert shown(prediction_screen(job(), prediction())) == SCREEN
 
 
@@ -117,10 +117,10 @@ def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown() -> None
     assert [line.split() for line in lines if line.startswith("stage")] == [
         ["stage", "0", "1", "2", "3", "8", "15"]
     ]
-    assert "and 10 stages more, which --json has" in lines
+    assert "and 10 stages more (see --json)" in lines
 
 
-def test_what_does_not_fit_is_said_loudly() -> None:
+def test_a_stage_that_does_not_fit_is_marked() -> None:
     full = replace(prediction(), fits=False, memory=(
         replace(prediction().memory[0], activations_bytes=81 * GIB), prediction().memory[1],
     ))  # fmt: skip
@@ -128,12 +128,12 @@ def test_what_does_not_fit_is_said_loudly() -> None:
     assert " of 80.0 GiB (111.9 %): DOES NOT FIT\n" in text
 
 
-def test_an_unknown_peak_leaves_the_mfu_out() -> None:
+def test_mfu_is_unknown_without_a_peak() -> None:
     text = shown(prediction_screen(job(), replace(prediction(), mfu=None, hfu=None)))
-    assert "8,904 tokens/s/GPU   MFU unknown: no peak at this dtype\n" in text
+    assert "8,904 tokens/s/GPU   MFU unknown: no peak FLOP/s for this" in text
 
 
-def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
+def test_a_single_rank_omits_pipeline_and_communication() -> None:
     alone = ParallelConfig(zero=0)
     recipe = TrainingConfig(
         2048, 1, 1, optimizer="sgd", framework="ddp", offload=frozenset({"optimizer"})
@@ -146,7 +146,7 @@ def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
     assert text.startswith(
         "model of 24 layers, hidden size 2,048   1.31B parameters   1 x h100-sxm (1 node)"
         "   one rank\n"
-        "1 sequence of 2,048 tokens a step   1 microbatch of 1 a rank   bf16 sgd, ddp"
+        "1 sequence of 2,048 tokens per step   1 microbatch of 1 per rank   bf16 sgd, ddp"
         "   offload optimizer\n"
         "step 460 ms (430-500 ms)   confidence low"
     )
@@ -154,13 +154,13 @@ def test_one_rank_says_that_it_is_alone_and_what_it_leaves_out() -> None:
     assert "communication" not in text
 
 
-def test_states_that_are_spread_and_stages_that_share_a_rank_are_named() -> None:
+def test_zero_stage_and_stages_per_rank_are_shown() -> None:
     layout = ParallelConfig(
         tp=2, pp=2, dp_shard=2, zero=3, sequence_parallel=True, schedule="interleaved", chunks=2
     )
     text = shown(prediction_screen(job(layout=layout), prediction()), 120)
     assert "tp 2 pp 2 dp_shard 2, sequence parallel, ZeRO-3\n" in text
-    assert "pipeline interleaved, 2 stages a rank, 8 microbatches:" in text
+    assert "pipeline interleaved, 2 stages per rank, 8 microbatches:" in text
 
 
 def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
@@ -194,11 +194,11 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
         (units.milliseconds_between(0.9e6, 1_234e6), "1-1,234 ms"),
     ],
 )
-def test_counts_work_rates_and_bands_as_people_read_them(text: str, expected: str) -> None:
+def test_counts_work_rates_and_bands_are_formatted(text: str, expected: str) -> None:
     assert text == expected
 
 
-def test_words_of_a_narrow_table_break_between_words() -> None:
+def test_op_and_phase_wrap_in_a_narrow_table() -> None:
     """An op and its phase share a column, which alone may take a second line."""
     message = CommOp("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
     row = Communication(message, Band(9e9, 8e9, 9e9), 9_000 * MS)

@@ -118,7 +118,7 @@ def test_every_option_that_names_a_file_is_tried_here(capsys: pytest.CaptureFixt
         cli.run([verb, "--help"])
         for line in capsys.readouterr().out.splitlines():
             words = line.split()
-            if words[1:2] == ["FILE"] and ("rite" in line or "goes" in line or "Add" in line):
+            if words[1:2] == ["FILE"] and ("rite" in line or "Append" in line):
                 found.add(f"{verb} {words[0]}")
     assert found == set(COMMANDS)
 
@@ -187,13 +187,13 @@ def test_standard_output_by_its_path_is_added_to(
         command = [sys.executable, "-m", "stepsplit.dashboard", *words, place]
         done = subprocess.run(command, stdout=file, cwd=tmp_path, check=True)
         file.write(b"after\n")
-    told = out.read_bytes()
+    output = out.read_bytes()
     expected = (tmp_path / "expected").read_bytes().strip()
     assert done.returncode == 0
-    assert told.startswith(b"before\n")
-    assert told.endswith(b"after\n")
-    assert told.count(expected) == 1
-    assert len(told) > len(expected) + 100, "the screen is missing"
+    assert output.startswith(b"before\n")
+    assert output.endswith(b"after\n")
+    assert output.count(expected) == 1
+    assert len(output) > len(expected) + 100, "the screen is missing"
 
 
 def test_tables_in_the_place_of_devices_and_links(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The trace for ui.perfetto.dev: a straggler's story, and what holds of every run."""
+"""The Perfetto export: a straggler, and properties of every trace."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def straggler(folder: Path) -> Path:
     return folder
 
 
-def test_who_waited_is_led_to_from_what_the_late_rank_did(tmp_path: Path) -> None:
+def test_a_flow_leads_from_the_late_rank_to_the_wait(tmp_path: Path) -> None:
     file = tmp_path / "out.pftrace"
     assert cli.run(["export", str(straggler(tmp_path)), "--perfetto", str(file)]) == 0
     late, early = "rank 0 (host0)", "rank 1 (host0)"
@@ -96,7 +96,7 @@ def test_who_waited_is_led_to_from_what_the_late_rank_did(tmp_path: Path) -> Non
     assert found.empty_tracks == [(late, "waits")]
 
 
-def test_the_waits_of_the_tables_say_for_whom_where_and_in_which_call(tmp_path: Path) -> None:
+def test_the_wait_table_has_owner_axis_and_op(tmp_path: Path) -> None:
     found = examine([straggler(tmp_path)]).tables.waits
     row = (found.rank, found.step, found.bucket, found.owner)
     assert [column.tolist() for column in row] == [[1], [1], [BUCKETS.index("skew")], [0]]
@@ -104,11 +104,11 @@ def test_the_waits_of_the_tables_say_for_whom_where_and_in_which_call(tmp_path: 
     assert (found.start_ns.tolist(), found.dur_ns.tolist()) == ([10_000], [40_000])
 
 
-def test_a_slice_that_several_waited_for_has_an_arrow_to_each() -> None:
+def test_a_slice_that_several_ranks_waited_for_has_a_flow_to_each() -> None:
     late = (0, 1, "compute", 0, 90)
     early = [(rank, 1, "skew", 0, 90) for rank in range(1, 20)]
-    held = waits(*((rank, 1, "skew", 0, "dp_shard", "all_gather", 0, 90) for rank in range(1, 20)))
-    found = shown(Tables(segments(late, *early), boxes(), held), run(20))
+    table = waits(*((rank, 1, "skew", 0, "dp_shard", "all_gather", 0, 90) for rank in range(1, 20)))
+    found = shown(Tables(segments(late, *early), boxes(), table), run(20))
     busy = Slice("rank 0 (host0)", "buckets", "compute", 0, 90)
     assert {one for one, _ in found.flows} == {busy}
     assert {other.process for _, other in found.flows} == {
@@ -116,12 +116,12 @@ def test_a_slice_that_several_waited_for_has_an_arrow_to_each() -> None:
     }
 
 
-def test_a_wait_for_a_rank_that_nobody_recorded_has_no_arrow() -> None:
+def test_a_wait_for_an_unrecorded_rank_has_no_flow() -> None:
     band = segments((0, 1, "skew", 0, 50), (0, 1, "bubble", 50, 50))
-    held = waits(
+    table = waits(
         (0, 1, "skew", 7, "", "all_reduce", 0, 50), (0, 1, "bubble", -1, "pp", "recv", 50, 50)
     )
-    found = shown(Tables(band, boxes(), held), run(1))
+    found = shown(Tables(band, boxes(), table), run(1))
     assert [one.name for one in found.slices if one.track == "waits"] == [
         "skew: waits for rank 7 (all_reduce)",
         "bubble: waits (pp recv)",
@@ -129,14 +129,14 @@ def test_a_wait_for_a_rank_that_nobody_recorded_has_no_arrow() -> None:
     assert found.flows == []
 
 
-def test_each_stage_of_a_rank_has_its_boxes_and_what_overlaps_lies_beside_them() -> None:
+def test_each_stage_has_a_track_and_overlapping_boxes_get_another() -> None:
     band = segments((0, 1, "compute", 0, 100))
-    held = boxes(
+    table = boxes(
         (0, 1, 0, 0, 0, 0, 40), (0, 1, 0, 1, 0, 30, 20), (0, 1, 2, 0, 0, 50, 20),
         (0, 1, 0, 0, 1, 70, 20), (0, 1, 0, 0, 2, 90, 10),
     )  # fmt: skip
     process = "rank 0 (host0, stages 0, 2)"
-    stages = [one for one in shown(Tables(band, held), run(1)).slices if "stage " in one.track]
+    stages = [one for one in shown(Tables(band, table), run(1)).slices if "stage " in one.track]
     assert stages == [
         Slice(process, "stage 0", "F0", 0, 40),
         Slice(process, "stage 0", "F1", 30, 50),
@@ -146,7 +146,7 @@ def test_each_stage_of_a_rank_has_its_boxes_and_what_overlaps_lies_beside_them()
     ]
 
 
-def test_without_boxes_the_mesh_tells_the_stage() -> None:
+def test_without_boxes_the_stage_comes_from_the_mesh() -> None:
     band = segments(*((rank, 1, "compute", 0, 10) for rank in range(4)))
     mesh = (AxisSize("pp", 2), AxisSize("tp", 2))
     found = shown(Tables(band, boxes()), run(4, mesh))
@@ -155,7 +155,7 @@ def test_without_boxes_the_mesh_tells_the_stage() -> None:
     ]
 
 
-def test_what_lasts_no_time_is_left_out_and_times_before_zero_are_moved() -> None:
+def test_empty_slices_are_dropped_and_negative_times_shifted() -> None:
     band = segments((0, 1, "compute", -20, 20), (0, 1, "idle", 0, 0), (0, 1, "copy", 0, 5))
     assert shown(Tables(band, boxes()), run(1)).slices == [
         Slice("rank 0 (host0)", "buckets", "compute", 0, 20),
@@ -164,7 +164,7 @@ def test_what_lasts_no_time_is_left_out_and_times_before_zero_are_moved() -> Non
     ]
 
 
-def test_a_run_without_a_step_shows_its_ranks_alone() -> None:
+def test_a_run_without_a_step_has_only_its_tracks() -> None:
     none = Segments(*(np.empty(0, kind) for kind in (np.int32, np.int32, np.uint8, "i8", "i8")))
     found = shown(Tables(none, boxes()), run(2))
     assert found.slices == []
@@ -176,20 +176,20 @@ band_of_rank = st.lists(row, max_size=8)
 
 
 @given(st.lists(band_of_rank, min_size=1, max_size=3))
-def test_every_slice_lies_in_its_ranks_steps_and_every_arrow_between_slices(
+def test_every_slice_lies_in_a_step_and_every_flow_between_slices(
     bands: list[list[tuple[int, str, int, int]]],
 ) -> None:
-    rows, held = [], []
+    rows, waited = [], []
     for rank, band in enumerate(bands):
         now = 0
         for step, bucket, dur, owner in sorted(band, key=lambda part: part[0]):
             rows.append((rank, step, bucket, now, dur))
             if bucket in ("skew", "bubble"):
-                held.append((rank, step, bucket, owner, "tp", "all_reduce", now, dur))
+                waited.append((rank, step, bucket, owner, "tp", "all_reduce", now, dur))
             now += dur
-    if not rows or not held:
+    if not rows or not waited:
         return
-    found = shown(Tables(segments(*rows), boxes(), waits(*held)), run(len(bands)))
+    found = shown(Tables(segments(*rows), boxes(), waits(*waited)), run(len(bands)))
     steps = [one for one in found.slices if one.track == "steps"]
     assert all(
         any(s.process == one.process and s.start_ns <= one.start_ns and one.end_ns <= s.end_ns
@@ -198,7 +198,7 @@ def test_every_slice_lies_in_its_ranks_steps_and_every_arrow_between_slices(
     )  # fmt: skip
     assert sum(one.end_ns - one.start_ns for one in steps) == sum(part[4] for part in rows)
     ends = {rank: sum(part[4] for part in rows if part[0] == rank) for rank in range(len(bands))}
-    known = [one for one in held if one[7] and one[6] + one[7] <= ends.get(one[3], 0)]
+    known = [one for one in waited if one[7] and one[6] + one[7] <= ends.get(one[3], 0)]
     assert len(found.flows) == len(known)
     for source, wait in found.flows:
         assert f"rank {source.process[5]} " in wait.name
@@ -206,16 +206,16 @@ def test_every_slice_lies_in_its_ranks_steps_and_every_arrow_between_slices(
 
 
 @pytest.mark.parametrize("name", ["pp2_m8", "tp2_pp2_dp2"])
-def test_of_a_sample_the_buckets_and_the_waits_add_up_to_the_report(name: str) -> None:
+def test_buckets_and_waits_of_a_sample_add_up_to_the_report(name: str) -> None:
     found = examine([SAMPLES / name])
     drawn = read(b"".join(perfetto_trace(found.report, found.tables)))
     sums: Counter[tuple[str, str]] = Counter()
     for one in drawn.slices:
         sums[one.track, one.name.split(":")[0]] += one.end_ns - one.start_ns
     for bucket in BUCKETS:
-        held = sum(getattr(row, f"{bucket}_ns") for row in found.report.steps)
-        assert sums["buckets", bucket] == held
-        assert sums["waits", bucket] == (held if bucket in ("skew", "bubble") else 0)
+        expected = sum(getattr(row, f"{bucket}_ns") for row in found.report.steps)
+        assert sums["buckets", bucket] == expected
+        assert sums["waits", bucket] == (expected if bucket in ("skew", "bubble") else 0)
     assert len([one for one in drawn.slices if one.track == "steps"]) == len(found.report.steps)
     assert len(drawn.flows) == len(found.tables.waits.rank)
 
@@ -229,7 +229,7 @@ def saved(tmp_path: Path) -> Path:
     return out
 
 
-def test_what_analyze_has_kept_is_not_analyzed_again(
+def test_a_saved_analysis_is_not_analyzed_again(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh, kept = tmp_path / "fresh.pftrace", tmp_path / "kept.pftrace.gz"
@@ -243,7 +243,7 @@ def test_what_analyze_has_kept_is_not_analyzed_again(
     assert gzip.decompress(kept.read_bytes()) == fresh.read_bytes()
 
 
-def test_a_folder_from_before_there_were_waits_has_no_arrows(saved: Path, tmp_path: Path) -> None:
+def test_an_older_folder_without_waits_has_no_flows(saved: Path, tmp_path: Path) -> None:
     (saved / "tables" / "waits.parquet").unlink()
     file = tmp_path / "old.pftrace"
     assert cli.run(["export", str(saved), "--perfetto", str(file)]) == 0
@@ -253,7 +253,7 @@ def test_a_folder_from_before_there_were_waits_has_no_arrows(saved: Path, tmp_pa
 
 
 @pytest.mark.parametrize("broken", [b"", b"not parquet at all"])
-def test_a_broken_table_is_said_and_nothing_is_written(
+def test_a_broken_table_is_an_error_and_writes_no_file(
     broken: bytes, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (saved / "tables" / "segments.parquet").write_bytes(broken)
@@ -263,15 +263,13 @@ def test_a_broken_table_is_said_and_nothing_is_written(
     assert not file.exists()
 
 
-def test_a_place_that_cannot_be_written_is_said(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_path_is_an_error(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = saved / "report.json" / "x.pftrace"
     assert cli.run(["export", str(saved), "--perfetto", str(file)]) == 2
     assert "choose a place that can be written" in capsys.readouterr().err
 
 
-def test_a_trace_broken_off_leaves_no_file(
+def test_an_interrupted_export_leaves_no_file(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> Iterator[bytes]:

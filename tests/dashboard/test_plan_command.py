@@ -57,7 +57,7 @@ def printed(job: JobConfig, found: Plan, width: int) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_a_plan_is_the_same_behind_json(found: Plan) -> None:
+def test_a_plan_round_trips_through_json(found: Plan) -> None:
     assert from_json(to_json(found)) == found
 
 
@@ -77,12 +77,12 @@ def test_json_names_its_schema_and_keeps_its_keys(found: Plan) -> None:
         ('{"schema": "stepsplit.plan/1", "gpus": 1}', "not a stepsplit plan"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
+def test_an_invalid_plan_is_rejected(text: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         from_json(text)
 
 
-def test_buckets_that_do_not_add_up_are_refused(found: Plan) -> None:
+def test_buckets_that_do_not_add_up_are_rejected(found: Plan) -> None:
     step_ns = found.best.step_ns
     torn = to_json(found).replace(f'"step_ns": {step_ns}', f'"step_ns": {step_ns + 1}')
     with pytest.raises(DataError, match="add up to"):
@@ -90,22 +90,22 @@ def test_buckets_that_do_not_add_up_are_refused(found: Plan) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_screen_ranks_and_says_why(job: JobConfig, found: Plan, width: int) -> None:
+def test_the_screen_ranks_and_explains_layouts(job: JobConfig, found: Plan, width: int) -> None:
     lines = printed(job, found, width)
     ranks = [line for line in lines if line[:1].isdigit() and " ms " in line]
     assert [line[0] for line in ranks] == ["1", "2", "3", "4"]
     assert all("high" in line or "low" in line for line in ranks)
     assert sum("+" in line for line in ranks) == 3
-    assert any(line.startswith("a GPU has 79.6 GiB") or "a GPU has" in line for line in lines)
+    assert any("memory of a GPU: " in line for line in lines)
     assert lines[-1].startswith("recompute = ")
     assert max(map(len, lines)) <= width
 
 
 def test_the_command_prints_the_screen(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", str(run_file), "--gpus", "8", "--top", "2"]) == 0
-    told = capsys.readouterr().out
-    assert "layouts considered" in told
-    assert "[parallel]" in told
+    screen = capsys.readouterr().out
+    assert "layouts considered" in screen
+    assert "[parallel]" in screen
 
 
 def test_json_on_standard_output_is_json_alone(
@@ -115,12 +115,12 @@ def test_json_on_standard_output_is_json_alone(
     assert capsys.readouterr().out == to_json(found)
 
 
-def test_json_in_a_file_leaves_the_screen(
+def test_json_in_a_file_still_prints_the_screen(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out" / "plan.json"
     assert cli.run(["plan", str(run_file), "--gpus", "8", "--json", str(file)]) == 0
-    assert "as people decide" in capsys.readouterr().out
+    assert "rule of thumb" in capsys.readouterr().out
     assert from_json(file.read_text()).gpus == 8
 
 
@@ -129,7 +129,7 @@ def test_json_in_a_file_leaves_the_screen(
     [
         (["--gpus", "0"], "0 GPUs hold no model; give --gpus 1 or more"),
         (["--gpus", "1"], "no layout on 1 x h100-sxm fits; the nearest is tp 1 pp 1 cp 1 dp 1"),
-        (["--gpus", "8", "--keep", "colour"], "--keep 'colour' is nothing that a plan chooses"),
+        (["--gpus", "8", "--keep", "colour"], "--keep 'colour' is not a setting of the search"),
         (["--gpus", "8", "--top", "0"], "--top"),
         (["--gpus", "many"], "--gpus"),
         ([], "--gpus"),
@@ -139,13 +139,13 @@ def test_bad_input_is_one_line_and_exit_2(
     run_file: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["plan", str(run_file), *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert words in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert words in output.err
 
 
-def test_what_is_kept_stays(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_settings_do_not_change(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.write_text(f"{RUN}\n[parallel]\ntp = 4\n")
     assert cli.run(["plan", str(run_file), "--gpus", "8", "--keep", "tp,cp", "--json", "-"]) == 0
     kept = from_json(capsys.readouterr().out)

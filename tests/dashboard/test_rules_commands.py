@@ -1,4 +1,4 @@
-"""One rules file, obeyed by every command that reads a recording, and by the HTA bridge.
+"""A rules file applies to every command that reads a recording, and to the HTA bridge.
 
 The story is a synchronization kernel of one's own: compute for the built-in rules, a collective for
 the user's.
@@ -110,7 +110,7 @@ def test_compare_splits_both_runs_by_the_rules(
     assert [times(ruled[side]["mean"]) for side in ("baseline", "candidate")] == [OWN] * 2
 
 
-def test_a_baseline_is_of_the_rules_and_so_is_the_check_against_it(
+def test_rules_apply_to_a_baseline_and_to_the_check_against_it(
     trace: str, rules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "baseline.json"
@@ -189,7 +189,7 @@ def test_export_of_an_analyzed_folder_reads_its_recording_anew(
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # HTA's own, for pandas 3
-def test_hta_takes_kernels_for_what_the_rules_say(trace: str, rules: str, tmp_path: Path) -> None:
+def test_hta_classifies_kernels_by_the_rules(trace: str, rules: str, tmp_path: Path) -> None:
     """HTA drops the last of the steps. What begins with nccl communicates for it."""
     if find_spec("hta") is None:
         absent("hta", "HolisticTraceAnalysis is not installed")
@@ -212,7 +212,7 @@ def broken_down(place: str, rules: str | None) -> tuple[float, float]:
     return row["compute_time(us)"], row["non_compute_time(us)"]
 
 
-def test_other_rules_are_obeyed_by_what_was_cached(
+def test_other_rules_apply_to_cached_recordings(
     trace: str, rules: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "LEAST_CACHED_BYTES", 0)
@@ -224,7 +224,7 @@ def test_other_rules_are_obeyed_by_what_was_cached(
 
 
 @for_each("words", [("check", "PLACE", "--baseline", "PLACE"), ("baseline", "PLACE", "--out", "b")])
-def test_what_is_analyzed_already_takes_no_rules(
+def test_rules_are_rejected_for_analyzed_runs(
     words: tuple[str, ...],
     rules: str,
     tmp_path: Path,
@@ -235,7 +235,7 @@ def test_what_is_analyzed_already_takes_no_rules(
     Path("any.json").write_bytes(to_json(analysis().report))
     for place, problem in (
         ("any.json", "any.json: a report is made already; with rules name its recording"),
-        ("store:branch=main", "store:branch=main: analyzed already; with rules name"),
+        ("store:branch=main", "store:branch=main: already analyzed; with --rules give"),
     ):
         named = [place if word == "PLACE" else word for word in words]
         assert cli.run([*named, "--rules", rules]) == 2

@@ -41,7 +41,7 @@ def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
     assert shown(160, msgspec.structs.replace(report, run=run))[1] == line
 
 
-def test_the_screen_says_what_the_profiler_cost_and_what_the_fullest_rank_holds() -> None:
+def test_the_screen_shows_profiler_overhead_and_memory_of_the_fullest_rank() -> None:
     report = analysis().report
     rows = (
         MemoryRow(0, None, None, 1000, 1000, 2000, None, None, None),
@@ -51,6 +51,6 @@ def test_the_screen_says_what_the_profiler_cost_and_what_the_fullest_rank_holds(
 
     lines = shown(160, msgspec.structs.replace(report, run=slowed, memory=rows))
 
-    assert lines[2].endswith("profiled +33.1 %)")
-    held = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
-    assert f"memory, most on r1: {held}" in lines
+    assert lines[2].endswith("profiler overhead +33.1 %)")
+    memory = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
+    assert f"memory (largest on r1): {memory}" in lines

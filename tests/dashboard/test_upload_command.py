@@ -1,4 +1,4 @@
-"""stepsplit upload against a server that is in the same process, and breaks off on the way."""
+"""stepsplit upload against a server in the same process that drops connections."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: P
     assert state(store, run_id) == ("queued", None)
 
 
-def test_giving_up_says_how_to_go_on(
+def test_giving_up_prints_how_to_resume(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inner, patches = _server(store), iter(range(10_000))
@@ -124,9 +124,9 @@ def test_giving_up_says_how_to_go_on(
     with _Serving(dying) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
     (run,) = store.runs()
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     again = f"stepsplit upload {recording} --to {url} --resume {run.id}"
-    assert told.endswith(f"the server answered 503; go on with: {again}\n")
+    assert error.endswith(f"the server answered 503; resume with: {again}\n")
     assert store.files.held(run.id).bytes == 1000
 
     with _Serving(inner) as url:
@@ -136,7 +136,7 @@ def test_giving_up_says_how_to_go_on(
     assert store.files.held(run.id).bytes == 2500
 
 
-def test_a_token_lets_in_and_its_absence_is_told(
+def test_a_missing_token_is_an_error(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
@@ -145,7 +145,7 @@ def test_a_token_lets_in_and_its_absence_is_told(
     with _Serving(server) as url:
         asked = ["upload", str(recording), "--to", url]
         assert cli.run(asked) == 2
-        assert "give it by --token or STEPSPLIT_TOKEN" in capsys.readouterr().err
+        assert "set it with --token or STEPSPLIT_TOKEN" in capsys.readouterr().err
         assert cli.run([*asked, "--token", token]) == 0
 
 
@@ -163,8 +163,8 @@ def test_waiting_ends_with_the_analysis(
         assert cli.run(["upload", str(recording), "--to", url, "--wait"]) == 2
     worker.join()
 
-    told = "the analysis failed: the trace is torn; record it again"
-    assert capsys.readouterr().err == f"stepsplit: {told}\n"
+    message = "the analysis failed: the trace is torn; record it again"
+    assert capsys.readouterr().err == f"stepsplit: {message}\n"
 
 
 def test_a_refusal_is_one_line(
@@ -174,8 +174,8 @@ def test_a_refusal_is_one_line(
     with _Serving(server) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
 
-    told = "the server refused: the file is larger than this server takes (1500 bytes)"
-    assert capsys.readouterr().err == f"stepsplit: {told}\n"
+    message = "the server refused: the file is larger than this server takes (1500 bytes)"
+    assert capsys.readouterr().err == f"stepsplit: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_a_refusal_is_one_line(
     [
         (["nowhere", "--to", "http://x"], "nowhere: no such file or folder"),
         (["{empty}", "--to", "http://x"], "no files to upload"),
-        (["{file}", "--to", "ftp://x"], "not a dashboard's address"),
+        (["{file}", "--to", "ftp://x"], "not a dashboard address"),
         (["{file}", "--to", "http://x:port"], "--to http://x:port"),
         (["{file}", "--to", "http://x", "--tag", "a"], "write KEY=VALUE"),
-        (["{file}", "{file}", "--to", "http://x"], "is there twice"),
+        (["{file}", "{file}", "--to", "http://x"], "is given twice"),
     ],
 )
-def test_what_cannot_be_is_told(
+def test_bad_input_is_one_line_and_exit_2(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -197,8 +197,8 @@ def test_what_cannot_be_is_told(
     places = {"empty": tmp_path / "empty", "file": tmp_path / "file"}
 
     assert cli.run(["upload", *(part.format(**places) for part in arguments)]) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -
         asked = f"/api/v1/runs/{run_id}/files/rank0.json"
         Connection(url, None).ask("PATCH", asked, b"0" * 100, part)
 
-        with pytest.raises(UsageError, match="is shorter than what was sent"):
+        with pytest.raises(UsageError, match="is shorter than the part already uploaded"):
             sender.send(run_id, FileToSend(path, "rank0.json", 50))
 
 

@@ -329,7 +329,7 @@ def test_the_command_fits_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     sample = str(SAMPLES / "tp2_pp2")
     assert cli.run(["calibrate", sample, "--job", str(rest), "--out", str(out)]) == 0
     screen = capsys.readouterr().out
-    assert "cpu as told by 1 run: " in screen
+    assert "cpu calibrated from 1 run: " in screen
     assert "all_reduce" in screen
     assert f'file = "{out}"' in screen.replace("\n", "")
     assert "[[transfers]]" in out.read_text()

@@ -238,17 +238,17 @@ def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
         "volumes        0      0  skipped",
         "volumes: no such rows in this folder",
         "",
-        "step time  rows                   result           bar           verdict",
+        "step time  rows                   result         limit           verdict",
         "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
-        "beside it, one constant utilization for each GPU and dtype, same rows:",
+        "for comparison, one constant utilization per GPU and dtype, same rows:",
         "GPUs  mean 15.0 %, p90 20.0 %  worse than the model",
         "GPUs, step time: two runs",
         "",
-        "GPUs, step time: farthest off",
+        "GPUs, step time: largest errors",
         "row  published  predicted    error",
         "a         10 s       12 s  +20.0 %",
         "",
-        "1 of 2 checks met; rows fitted on, which do not count: 1",
+        "1 of 2 checks met; rows excluded because fitted: 1",
     ]
 
 
@@ -266,9 +266,9 @@ def test_nothing_is_cut_at_eighty_columns(checks: tuple[Check, ...]) -> None:
 def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
     times = check("times", [row("a", 10, 11), row("b", 10, 10, True)], "mean", (0.2,))
     assert shown((times,), every_row=True)[-5:-2] == [
-        "row  published  predicted    error  fitted on",
+        "row  published  predicted    error  fitted",
         "a         10 s       11 s  +10.0 %",
-        "b         10 s       10 s   +0.0 %        yes",
+        "b         10 s       10 s   +0.0 %     yes",
     ]
 
 

@@ -48,7 +48,7 @@ def analyze_command(
     job: str | None,
     rules_file: Path | None,
 ) -> None:
-    """Split every training step into compute, communication, bubble and idle.
+    """Split each step into compute, communication, bubble and idle.
 
     PATH is a file, folder, zip or tar archive, or URL with traces of torch.profiler, or of Nsight
     Systems exported to SQLite. Several paths together are one recording. If there are only Flight

@@ -87,7 +87,7 @@ def check_command(
     artifacts: str,
     **files: Path | None,
 ) -> int:
-    """Check runs against performance budgets: pass, regressed or inconclusive.
+    """Check runs against budgets: pass, regressed or inconclusive.
 
     CANDIDATE and B are each a recording as for analyze, a report.json or its folder, a file written
     by stepsplit baseline, or runs of a store: store:branch=main,last=10 or store:ID. Give 3 to 5

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     help="Show each formula with the numbers of this job, and rules of thumb that differ.",
 )  # fmt: skip
 def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
-    """Predict one training step: time, split, memory and communication.
+    """Predict time, split, memory and communication of a step.
 
     job.toml describes the model, the parallel layout, the batch and the hardware, by preset or by
     numbers. Does not run the job.
@@ -85,7 +85,7 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
 def plan_command(
     job_file: Path, gpus: int, top: int, keep: tuple[str, ...], json_file: str | None
 ) -> None:
-    """Find the fastest layout that fits, and explain why others are slower.
+    """Find the fastest layout that fits, and why others are slower.
 
     job.toml gives model, sequence length, batch, precision, framework and hardware. The search
     covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does

@@ -42,7 +42,7 @@ gather_command = collectors_command(
 attach_command = collectors_command("attach", "Record some steps of a running job.")
 
 record_command = collectors_command(
-    "record", "Run an unmodified training command and record some of its steps."
+    "record", "Record some steps of an unmodified training command."
 )
 
 
@@ -77,7 +77,7 @@ _MEMINFO = Path("/proc/meminfo")
     help="Port of the dashboard.",
 )
 def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
-    """Train and record a small GPT on this machine, then show its report."""
+    """Train and record a small GPT here, then show its report."""
     from rich.console import Console
 
     from stepsplit.analyzer.analysis import examine_as_told

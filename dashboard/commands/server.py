@@ -234,7 +234,7 @@ def upload_command(
     resume: str | None,
     wait: bool,
 ) -> None:
-    """Upload a recording to a dashboard and print the URL of its page.
+    """Upload a recording to a dashboard and print its URL.
 
     PATH is a file or a folder. Interrupted transfers are resumed automatically.
     """

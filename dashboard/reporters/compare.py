@@ -231,13 +231,13 @@ def _count(number: float) -> str:
 
 def _more(rows: int, one: str, several: str) -> list[Text]:
     left = rows - MOST
-    return [Text(f"and {left} {one if left == 1 else several} more", _DIM)] if left > 0 else []
+    return [Text(f"and {left} more {one if left == 1 else several}", _DIM)] if left > 0 else []
 
 
 # The screen of what-if.
 
 _WORDS = {
-    "even": "equal compute on all ranks and stages, no slow calls",
+    "even": "equal compute on all ranks, no slow calls",
     "even-ranks": "equal compute on all ranks of a stage",
     "even-stages": "equal compute on all ranks and stages",
     "no-slow-ranks": "no rank is slower than its peers in the same kernels",

@@ -121,7 +121,7 @@ def _by_hand(plan: Plan) -> Text:
     sizes = [f"{axis} {size}" for axis, size in (("tp", last.tp), ("pp", last.pp)) if size > 1]
     alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
     by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
-    return Text(f"rule of thumb: {by_hand}; fastest: {best}")
+    return Text(f"rule-of-thumb layout: {by_hand}; fastest layout: {best}")
 
 
 def _shown_trials(tree: tuple[Trial, ...]) -> list[Trial]:

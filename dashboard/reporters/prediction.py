@@ -90,7 +90,7 @@ def _step(prediction: Prediction) -> Text:
 
 def _use_of_peak(prediction: Prediction) -> str:
     if prediction.mfu is None or prediction.hfu is None:
-        return "MFU unknown: no peak FLOP/s for this dtype"
+        return "MFU unknown: no peak at this dtype"
     mfu, hfu = units.percent(prediction.mfu), units.percent(prediction.hfu)
     return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
@@ -164,8 +164,8 @@ def stages_table(prediction: Prediction) -> Group | Table:
         _add_memory(table, category, memory, attrgetter(f"{category}_bytes"))
     _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
     more = len(prediction.splits) - len(shown)
-    stages = f"{more} stage{'s' if more > 1 else ''}"
-    left_out = Text(f"and {stages} more (see --json)", style="bright_black")
+    stages = f"{more} more stage{'s' if more > 1 else ''}"
+    left_out = Text(f"and {stages} (see --json)", style="bright_black")
     return Group(table, left_out) if more else table
 
 
@@ -203,8 +203,8 @@ def communication_table(prediction: Prediction) -> Group:
     for row in rows[:MOST_KINDS]:
         table.add_row(*_cells(row))
     more = len(rows) - MOST_KINDS
-    kinds = f"{more} kind{'s' if more > 1 else ''}"
-    left_out = [Text(f"and {kinds} more (see --json)", style="bright_black")]
+    kinds = f"{more} more kind{'s' if more > 1 else ''}"
+    left_out = [Text(f"and {kinds} (see --json)", style="bright_black")]
     of_stage = f" of stage {stage}" if len(prediction.splits) > 1 else ""
     heading = Text(f"communication per step of a rank{of_stage}")
     return Group(heading, table, *(left_out if more > 0 else ()))

@@ -117,7 +117,7 @@ def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown() -> None
     assert [line.split() for line in lines if line.startswith("stage")] == [
         ["stage", "0", "1", "2", "3", "8", "15"]
     ]
-    assert "and 10 stages more (see --json)" in lines
+    assert "and 10 more stages (see --json)" in lines
 
 
 def test_a_stage_that_does_not_fit_is_marked() -> None:
@@ -130,7 +130,7 @@ def test_a_stage_that_does_not_fit_is_marked() -> None:
 
 def test_mfu_is_unknown_without_a_peak() -> None:
     text = shown(prediction_screen(job(), replace(prediction(), mfu=None, hfu=None)))
-    assert "8,904 tokens/s/GPU   MFU unknown: no peak FLOP/s for this" in text
+    assert "8,904 tokens/s/GPU   MFU unknown: no peak at this dtype\n" in text
 
 
 def test_a_single_rank_omits_pipeline_and_communication() -> None:
@@ -151,7 +151,7 @@ def test_a_single_rank_omits_pipeline_and_communication() -> None:
         "step 460 ms (430-500 ms)   confidence low"
     )
     assert "no pipeline: one stage\n" in text
-    assert "communication" not in text
+    assert "communication per step" not in text
 
 
 def test_zero_stage_and_stages_per_rank_are_shown() -> None:

@@ -1,4 +1,4 @@
-"""Causes of lost step time, each sized by a replay without it, the largest first."""
+"""Bottlenecks of a run: the gain of fixing each is estimated by a replay, largest gain first."""
 
 from __future__ import annotations
 
@@ -31,34 +31,39 @@ from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Int64, Note
 from stepsplit.collectors.rank_record import RankRecord
 
-# What holds a run up, the cause that is worth most first.
+# The bottlenecks of a run, largest gain first.
 
 MOST = 5
 
 MOST_CALLS = 500_000
-"""Of more calls a replay takes minutes and gigabytes: some 40 s and 1 GB for so many."""
+"""Upper limit of a replay: this many calls take about 40 s and 1 GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """What holds a recording up, largest gain first; notes say what was not looked for."""
+    """The bottlenecks of a recording, largest gain first; notes list analyses that were skipped."""
 
     findings: tuple[Finding, ...]
     notes: tuple[Note, ...] = ()
 
 
 def find_causes(found: RunSplit, origin_ns: int, records: Sequence[RankRecord] = ()) -> Causes:
-    """The causes of a recording; origin_ns is the report's t0, records are what its ranks told.
+    """Find the bottlenecks of a recording.
 
-    A gain is what the mean full step would be shorter by if that one cause were fixed, by a replay
-    of the recording without it. Gains do not add up.
+    A gain is the reduction of the mean full step if that one cause were fixed, estimated by a
+    replay of the recording without it. Gains are not additive.
+
+    Args:
+        found: the split recording.
+        origin_ns: the report's t0 on the common clock.
+        records: what each rank recorded about its own device (clocks, throttling).
     """
     calls = sum(len(rank.trace.calls) for rank in found.ranks)
     if not any(rank.steps for rank in found.ranks):
         return Causes(())
     if calls > MOST_CALLS:
         text = (
-            f"{calls:,} calls are too many to replay: causes are not looked for; record fewer steps"
+            f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )
         return Causes((), (Note("not_replayed", text),))
     scene = scene_of(found, origin_ns, records)
@@ -79,13 +84,15 @@ def _worth(scene: ReplayContext) -> tuple[Finding, ...]:
     return tuple(sorted(worth, key=lambda cause: -cause.gain_ns)[:MOST])
 
 
-# What the schedule itself costs with so few microbatches.
+# The bubble of the pipeline schedule, compared with twice as many microbatches.
+
+_SCHEDULE_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
 
 
 def few_microbatches(scene: ReplayContext) -> list[Finding]:
-    """As if the same work came in twice as many microbatches of the same size.
+    """Estimate the gain of twice as many microbatches of the same size for the same work.
 
-    What the schedule's window works stays; its ideal bubble is that of so many.
+    The busy time of the pipeline stays the same; only the ideal bubble fraction changes.
     """
     schedule, holes = scene.found.schedule, scene.found.holes
     now = schedule.ideal_bubble_fraction if schedule else None
@@ -110,24 +117,24 @@ def few_microbatches(scene: ReplayContext) -> list[Finding]:
             steps=scene.steps_of(scene.counted),
             events=(),
             message=(
-                f"the {schedule.name} schedule itself idles {units.percent(now)} of the pipeline's "
-                f"time with {schedule.microbatches} microbatches; twice as many of the same size "
-                f"idle {units.percent(then)}"
+                f"{_SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
+                f"{units.percent(now)} with {schedule.microbatches} microbatches; "
+                f"{2 * schedule.microbatches} would reduce it to {units.percent(then)}"
             ),
         )
     ]
 
 
-# Work that is shared out unevenly: over the ranks of a stage, and over the stages.
+# Load imbalance: between the ranks of a stage, and between the stages.
 
 _UNEVEN = 1.02
-"""Below so many times the mean a share of work is even."""
+"""A rank or stage counts as imbalanced above this multiple of the mean work."""
 
 
 def uneven_shares(scene: ReplayContext) -> list[Finding]:
-    """Findings for stages of unequal compute, and for unequal ranks within a stage.
+    """Find load imbalance between stages and between the ranks of a stage.
 
-    Compute is taken at the peers' pace: a slow device has no more work.
+    Compute is scaled to the speed of the peers, so that a slow device does not count as more work.
     """
     steps = scene.graph.steps
     work = scene.bucket_ns("compute") * pace_of(scene)
@@ -157,14 +164,14 @@ def _uneven_stages(scene: ReplayContext, of_stage: Float, mean: Float) -> Findin
         steps=scene.steps_of(mine),
         events=(),
         message=(
-            f"stage {stage} computes {units.percent(ratio - 1)} more than the mean stage, and the "
-            "others wait for it: give it fewer layers"
+            f"pipeline imbalance: stage {stage} has {units.percent(ratio - 1)} more compute than "
+            "average; move layers off it"
         ),
     )
 
 
 def _with_layers(scene: ReplayContext, graph: DependencyGraph, times: Float) -> DependencyGraph:
-    """What layers communicate within their stage comes and goes with them."""
+    """Scale the communication within a stage with its number of layers."""
     kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= STAGE_AXES)
     return moved_faster(graph, kernels, times[graph.kernels.step[kernels]])
 
@@ -187,27 +194,27 @@ def _uneven_ranks(scene: ReplayContext, work: Float, of_stage: Float) -> Finding
         steps=scene.steps_of(mine),
         events=(),
         message=(
-            f"rank {worst} has {units.percent(ratio - 1)} more to compute than the mean rank of "
-            "its stage, and the others wait for it"
+            f"load imbalance: rank {worst} has {units.percent(ratio - 1)} more compute than the "
+            "average rank of its stage"
         ),
     )
 
 
 def _heaviest(scene: ReplayContext, who: Int64, ratio: Float) -> tuple[int, float] | None:
-    """(who has the most work on average, how many times the mean); None where all is even."""
+    """(the label with the most work on average, its ratio to the mean); None if balanced."""
     numbers, place = np.unique(who[scene.counted], return_inverse=True)
     mean = np.bincount(place, ratio[scene.counted]) / np.bincount(place)
     most = int(mean.argmax())
     return (int(numbers[most]), float(mean[most])) if mean[most] > _UNEVEN else None
 
 
-# Ranks whose device computes the same kernels more slowly than its peers do.
+# Stragglers: ranks whose device runs the same kernels slower than its peers.
 
 
 def pace_of(scene: ReplayContext) -> Float:
-    """For each row how long its compute would take at the peers' pace, a ratio of what it took.
+    """For each row, its compute time at the speed of its peers as a ratio of the measured time.
 
-    What all ranks of a stage are slower by is the stage's own work, no device's.
+    A slowdown shared by all ranks of a stage counts as work of the stage, not as a slow device.
     """
     lost: dict[int, int] = defaultdict(int)
     for one in scene.found.detail.slow_kernels:
@@ -222,7 +229,7 @@ def pace_of(scene: ReplayContext) -> Float:
 
 
 def _usual_compute(scene: ReplayContext) -> Float:
-    """The mean compute of each row's rank in its full steps."""
+    """For each row, the mean compute of its rank over the full steps, in ns."""
     compute, steps = scene.bucket_ns("compute"), scene.graph.steps
     counted = scene.counted
     count = np.bincount(steps.rank[counted], minlength=len(scene.ranks))
@@ -230,8 +237,11 @@ def _usual_compute(scene: ReplayContext) -> Float:
     return np.maximum(total / np.maximum(count, 1), 1.0)[steps.rank]
 
 
+_FAMILY_NAMES = {"gemm": "GEMM"}
+
+
 def slow_paces(scene: ReplayContext) -> list[Finding]:
-    """A finding for each slow rank, as if it alone kept its peers' pace."""
+    """A finding for each straggler; its gain is that of this rank alone at its peers' speed."""
     pace = pace_of(scene)
     slow = {scene.ranks[index] for index in scene.graph.steps.rank[pace < 1].tolist()}
     return [_slow_rank_finding(scene, int(rank), pace) for rank in sorted(slow)]
@@ -252,8 +262,9 @@ def _slow_rank_finding(scene: ReplayContext, rank: int, pace: Float) -> Finding:
         steps=scene.steps_of(mine),
         events=_slowest(scene, rank, rows[0]),
         message=(
-            f"rank {rank} computes slowly and all wait for it: its {rows[0].family} kernels take "
-            f"{rows[0].ratio:.2f} times as long as its peers'" + (f"; {said}" if said else "")
+            f"rank {rank} is a straggler: its {_FAMILY_NAMES.get(rows[0].family, rows[0].family)} "
+            f"kernels are {rows[0].ratio:.2f}x slower than on its peers"
+            + (f"; {said}" if said else "")
         ),
     )
 
@@ -266,29 +277,29 @@ def _slowest(scene: ReplayContext, rank: int, slow: SlowRank) -> tuple[EventRef,
     return tuple(scene.event(index, row) for row in longest.tolist())
 
 
-# What a slow rank's device said of itself while it was recorded.
+# The state of a straggler's GPU during the recording: SM clock and throttling.
 
 _LOWER = 0.97
-"""A clock below this part of the median rank's is worth a word."""
+"""A clock below this fraction of the median rank's clock is reported."""
 
 _REASONS = (
     (0x0004, "power cap"),
     (0x0008, "hardware slowdown"),
     (0x0010, "sync boost"),
-    (0x0020, "too hot, by software"),
-    (0x0040, "too hot, by hardware"),
+    (0x0020, "thermal slowdown by software"),
+    (0x0040, "thermal slowdown by hardware"),
     (0x0080, "power brake"),
 )
 """Bits of nvmlClocksEventReasons (nvml.h) that slow a busy device down."""
 
 
 def said_of(records: Sequence[RankRecord], rank: int) -> str:
-    """Its SM clock beside the median rank's, and what throttled it; "" where nothing tells."""
+    """The rank's SM clock compared with the median rank and its throttle reasons; "" if normal."""
     clocks = {one.rank.rank: clock for one in records if (clock := _clock_mhz(one)) is not None}
     words = []
     if rank in clocks and clocks[rank] < _LOWER * median(clocks.values()):
         usual = median(clocks.values())
-        words.append(f"its SM clock is {clocks[rank]:,.0f} MHz, the median rank's {usual:,.0f}")
+        words.append(f"SM clock {clocks[rank]:,.0f} MHz (median rank: {usual:,.0f} MHz)")
     reasons = _throttled(records, rank)
     if reasons:
         words.append(f"throttled: {', '.join(reasons)}")
@@ -309,33 +320,30 @@ def _throttled(records: Sequence[RankRecord], rank: int) -> list[str]:
     return [name for bit, name in _REASONS if bits & bit]
 
 
-# Ranks that do nothing, or copy, for longer than the others; and what all of them idle.
+# Ranks that idle or copy longer than their peers, and idle time common to all ranks (host-bound).
 
 _SAYS = {
-    "idle": ("host_stall", "rank {rank} runs nothing for {more} of the step longer than the "
-             "others, and they wait for it: its host is late"),
-    "copy": ("slow_copy", "rank {rank} copies memory for {more} of the step longer than the "
-             "others, and they wait for it"),
+    "idle": ("host_stall", "rank {rank} is late because of its host: idle for {more} of the step "
+             "longer than its peers"),
+    "copy": ("slow_copy", "rank {rank} is late because of memory copies: {more} of the step "
+             "longer than on its peers"),
 }  # fmt: skip
 
 _OF_NO_HOST = ("launch_latency", "dependency", "unknown")
 
 _LEAST = 0.005
-"""Of the mean step; a rank that idles or copies for less beyond the others is not looked at."""
+"""Ranks that idle or copy less than this fraction of the mean step beyond their peers are fine."""
 
 
 def late_hosts(scene: ReplayContext) -> list[Finding]:
-    """A finding for each rank that idles or copies longer than the others, and one for what all
-    of them idle."""
+    """A finding for each rank that idles or copies longer than its peers, and one for the idle time
+    common to all ranks."""
     found = [one for work in _SAYS for one in _beyond_others(scene, work)]
     return [*found, _host_bound(scene, _usual(scene, _of_host_ns(scene)))]
 
 
 def _of_host_ns(scene: ReplayContext) -> Float:
-    """What each row idles because of its host.
-
-    A device's own latencies are left out, and what the trace does not tell.
-    """
+    """The idle time of each row caused by its host, without device latencies and unknown causes."""
     first = np.cumsum([0, *(len(rank.steps) for rank in scene.found.ranks)])
     found = np.zeros(len(scene.stage))
     for index, causes in enumerate(scene.found.detail.idle):
@@ -346,7 +354,7 @@ def _of_host_ns(scene: ReplayContext) -> Float:
 
 
 def _usual(scene: ReplayContext, values: Float) -> Float:
-    """For each row the lower median over the ranks in its step."""
+    """For each row, the lower median over the ranks of its step."""
     steps = scene.graph.steps
     found = np.zeros(len(values))
     for step in np.unique(steps.step).tolist():
@@ -385,10 +393,11 @@ def _of_rank(scene: ReplayContext, work: str, index: int, usual: Float) -> Findi
 
 
 def _host_bound(scene: ReplayContext, common: Float) -> Finding:
-    """As if no rank had the idle time that all have."""
+    """The finding for the idle time that all ranks have in common."""
     idle = scene.work_ns("idle")
     share = float(common[scene.counted].mean()) / scene.mean_ns
-    who = "every rank" if len(scene.ranks) > 1 else "the rank"
+    what = "GPU idle" if scene.found.ranks[0].trace.on_device else "idle"
+    where = " on every rank" if len(scene.ranks) > 1 else ""
     return Finding(
         code="host_bound",
         bucket="idle",
@@ -399,7 +408,7 @@ def _host_bound(scene: ReplayContext, common: Float) -> Finding:
         steps=scene.steps_of(scene.counted),
         events=(),
         message=(
-            f"{who} runs nothing for {units.percent(share)} of the step: "
+            f"{what} {units.percent(share)} of the step{where} (host-bound); "
             f"{why_idle(_host_causes(scene))}"
         ),
     )

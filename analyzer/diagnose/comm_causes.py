@@ -1,4 +1,4 @@
-"""Causes in communication: slow links, redundant calls, lost overlap."""
+"""Communication bottlenecks: slow links, redundant all-gathers, exposed gradient reduction."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.split.strategy_evidence import accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int64
 
-# When the gradients of a rank's step are made.
+# When the gradients of a step are ready.
 
 _FORWARD = 1 / 3
-"""Of forward and backward, where nothing marks them: a backward takes twice a forward."""
+"""Forward share of forward + backward if they are not marked: a backward takes twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backwards:
-    """The backwards of a rank: when each kernel of autograd began (on a CPU each op), on the common
-    clock, and how many passes a step has outside of a pipeline."""
+    """The backward passes of a rank.
+
+    autograd_ns: start of each autograd kernel (CPU runs: op) on the common clock. passes: number of
+    backward passes per step if the run has no pipeline.
+    """
 
     rank: RankSplit
     autograd_ns: Int64
@@ -41,7 +44,7 @@ class Backwards:
 
     @classmethod
     def of(cls, rank: RankSplit, passes: int) -> Backwards:
-        """The backwards of the rank."""
+        """Find the backward passes of a rank."""
         events = rank.trace.events
         spans = events.of(Category.OP) & events.named("autograd::engine")
         marked = union(events.start_ns[spans], events.end_ns[spans])
@@ -51,8 +54,11 @@ class Backwards:
         return cls(rank, rank.clock.common_ns(begun), passes)
 
     def before(self, window: int, until: int) -> tuple[int, int]:
-        """(begin, end) of the last backward of a step before an instant, on the common clock: as
-        its pipeline's boxes or autograd mark it, else the latter part of what came before."""
+        """(begin, end) of the last backward of a step before `until`, on the common clock.
+
+        Taken from the pipeline's boxes or from autograd; otherwise estimated as the last part of
+        the time since the start of the step.
+        """
         boxes = self.rank.grids[window].boxes
         last = [box for box in boxes if box.phase != "forward" and box.end_ns <= until]
         if last:
@@ -63,17 +69,17 @@ class Backwards:
         return until - (until - begin) // self.passes, until
 
 
-# Links that move the same data more slowly than others of their kind.
+# Links that are slower than comparable links with the same traffic.
 
 _SLOW = 1.15
-"""From so many times the time of others on, a link is slow."""
+"""A link is slow above this multiple of the transfer time of comparable links."""
 
 _LEAST_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Calls of one kind between the same ranks: kernels, and how long their data took."""
+    """Calls of one kind between the same ranks: their kernels and transfer times."""
 
     ranks: tuple[int, ...]
     kernels: Int64
@@ -81,8 +87,11 @@ class _Link:
 
 
 def slow_links(scene: ReplayContext) -> list[Finding]:
-    """A finding for each set of ranks between which data moves slowly, as if it moved as fast as
-    between others: of as many ranks on as many hosts, by the same op, of the same size."""
+    """A finding for each set of ranks with a slow link.
+
+    Compared are links with the same op, message size, number of ranks and number of hosts; the gain
+    is that of a transfer time as on the other links.
+    """
     slow: dict[tuple[int, ...], list[tuple[Int64, Float]]] = defaultdict(list)
     for alike in _alike(scene).values():
         for link, ratio in _slower(alike):
@@ -91,7 +100,7 @@ def slow_links(scene: ReplayContext) -> list[Finding]:
 
 
 def _alike(scene: ReplayContext) -> dict[tuple[int, ...], list[_Link]]:
-    """The links by what they carry: op, size, how many ranks and hosts."""
+    """The links grouped by (op, message size, number of ranks, number of hosts)."""
     kernels, matched = scene.graph.kernels, scene.found.matched
     took = scene.graph.rest_ns[kernels.end]
     links: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = defaultdict(
@@ -114,7 +123,7 @@ def _alike(scene: ReplayContext) -> dict[tuple[int, ...], list[_Link]]:
 
 
 def _carries(scene: ReplayContext) -> Int64:
-    """For each kernel the row that its end waited for: of several messages the last to move."""
+    """For each kernel the row that determined its end: of several messages the last transfer."""
     kernels, found = scene.graph.kernels, scene.found
     rows = kernels.row.copy()
     for i in np.flatnonzero(found.matched.op[rows] >= OPS.index("send")).tolist():
@@ -137,7 +146,10 @@ def _ends(scene: ReplayContext, kernel: int, row: int) -> tuple[int, ...]:
 
 
 def _slower(links: list[_Link]) -> list[tuple[_Link, float]]:
-    """The links that are slower than the usual one, all but their fastest calls than its most."""
+    """The links slower than the median link, with the ratio of their median transfer times.
+
+    The 25th percentile of a slow link must exceed the 75th percentile of the median link.
+    """
     known = [link for link in links if len(link.took_ns) >= _LEAST_COUNT]
     if len(known) < 2:
         return []
@@ -169,23 +181,25 @@ def _slow_link_finding(
         steps=scene.steps_of(rows),
         events=scene.calls(kernels),
         message=(
-            f"data moves {ratio:.1f} times as slowly between ranks {units.listed(ranks)} as "
-            "between others that send the same"
+            f"slow link between ranks {units.listed(ranks)}: transfers are {ratio:.1f}x slower "
+            "than between other ranks with the same traffic"
         ),
     )
 
 
-# Weights and activations that are gathered though the layout does not need it.
+# Redundant all-gathers: weights and activations that the layout does not require to be gathered.
 
 _PRECISIONS = (0.25, 0.5, 1.0, 2.0)
 
 _PADDING = 1e-3
-"""What weights may take of the bytes of their gradients, and how exactly they do."""
+"""Possible ratios of weight bytes to gradient bytes, and the tolerance for padding."""
 
 
 def needless_calls(scene: ReplayContext) -> list[Finding]:
-    """A finding for each axis on which more is gathered than its reductions tell that it needs, as
-    if those gathers were not there."""
+    """A finding for each axis with more all-gathers than its reductions require.
+
+    The gain is that of a run without the redundant all-gathers.
+    """
     found: dict[str, list[Int64]] = defaultdict(list)
     for number, group in enumerate(scene.found.matched.groups):
         axes = scene.found.layout.axes_of(group)
@@ -198,8 +212,11 @@ def needless_calls(scene: ReplayContext) -> list[Finding]:
 
 
 class _Gathers:
-    """What a group gathers and reduces of tensors in all steps: kernels of all its ranks, in order
-    of start, with op and message_bytes; one marks those of its first rank."""
+    """The tensor all-gathers and reductions of a group in all steps.
+
+    Holds the kernels of all its ranks in order of start, with op and message_bytes; `_one` marks
+    those of the first rank.
+    """
 
     def __init__(self, scene: ReplayContext, kernels: Int64) -> None:
         table, matched = scene.graph.kernels, scene.found.matched
@@ -221,7 +238,7 @@ class _Gathers:
         return cls(scene, np.flatnonzero((matched.group[row] == group) & large))
 
     def needless(self, axes: frozenset[str]) -> Int64:
-        """The kernels of the gathers that nothing needs, on all ranks."""
+        """The kernels of redundant all-gathers on all ranks."""
         gathers = self._of("all_gather")
         if not axes or not gathers.any():
             return self._kernels[:0]
@@ -237,8 +254,11 @@ class _Gathers:
         return np.asarray(self._op == OP_CODE[op])
 
     def _beyond_scattered(self, gathers: Bool) -> Bool:
-        """More than two for each reduce_scatter: of sizes that nothing scatters, else those that
-        hold ranks up most. Who accumulates gradients gathers more often than he scatters."""
+        """All-gathers beyond two per reduce_scatter.
+
+        Chosen are sizes without a matching reduce_scatter, else the most exposed calls. With
+        gradient accumulation there are more all-gathers than reduce-scatters: none is redundant.
+        """
         scatters = self._of("reduce_scatter") & self._one
         excess = int((gathers & self._one).sum()) - 2 * int(scatters.sum())
         accumulates = accumulated_microbatches(self._scene.found.strategies) is not None
@@ -250,20 +270,20 @@ class _Gathers:
         return self._most_exposed(gathers, excess)
 
     def _fits(self, scattered: Int64) -> Bool:
-        """Which calls are of the weights whose gradients are scattered, padding aside."""
+        """Which calls match the size of weights whose gradients are scattered, except padding."""
         weights = np.multiply.outer(scattered, _PRECISIONS).ravel()
         apart = np.abs(self._bytes[:, np.newaxis] / weights - 1)
         return np.asarray((apart < _PADDING).any(axis=1))
 
     def _beyond_logits(self, gathers: Bool) -> Bool:
-        """Of a size that occurs more often than microbatches, each of which may gather logits."""
+        """All-gathers of a size that occurs more often than once per microbatch (the logits)."""
         schedule = self._scene.found.schedule
         allowed = (schedule.microbatches if schedule else 1) * len(np.unique(self._step))
         sizes, count = np.unique(self._bytes[gathers & self._one], return_counts=True)
         return gathers & np.isin(self._bytes, sizes[count > allowed])
 
     def _before_sums(self, gathers: Bool) -> Bool:
-        """Before the last sum of gradients of their step: behind it ZeRO-1 hands weights on."""
+        """All-gathers before the last gradient reduction of their step; ZeRO-1 gathers after it."""
         found = np.zeros_like(gathers)
         for step in np.unique(self._step).tolist():
             mine = np.flatnonzero(self._one & (self._step == step))
@@ -294,23 +314,25 @@ def _redundant_call_finding(scene: ReplayContext, axis: str, kernels: Int64) -> 
         steps=scene.steps_of(rows),
         events=scene.calls(kernels),
         message=(
-            f"{len(kernels) / steps:.0f} all_gathers a step on {axis} ({units.size(size)} a rank) "
-            "bring nothing that the layout needs"
+            f"redundant all-gathers on {axis}: {len(kernels) / steps:.0f} per step "
+            f"({units.size(size)} per rank) that the layout does not require"
         ),
     )
 
 
-# Gradients that are summed while nothing computes, though they could be during the backward.
+# Exposed gradient reduction that could overlap with the backward.
 
 _SUMS = ("all_reduce", "reduce_scatter")
 
 _HIDDEN = 0.1
-"""Where compute hides as much of the sums as this, they overlap already."""
+"""Gradient reduction counts as overlapped if at least this fraction is hidden by compute."""
 
 
 def lost_overlap(scene: ReplayContext) -> list[Finding]:
-    """As if each bucket of gradients were summed as soon as the backward has made it, in the order
-    in which they are summed now, and only what follows waited."""
+    """The finding for exposed gradient reduction.
+
+    The replay starts each bucket as soon as its gradients are ready, in the recorded order.
+    """
     if _hidden_share(scene) >= _HIDDEN:
         return []
     moves = moves_of(scene)
@@ -330,15 +352,15 @@ def lost_overlap(scene: ReplayContext) -> list[Finding]:
             steps=scene.steps_of(rows),
             events=scene.calls(kernels),
             message=(
-                f"gradients are summed while nothing computes, for {units.milliseconds(spent)} a "
-                "step; bucket by bucket during the backward, most of that would be hidden"
+                f"exposed gradient reduction: {units.milliseconds(spent)} per step; reducing "
+                "bucket by bucket during the backward would overlap most of it with compute"
             ),
         )
     ]
 
 
 def moves_of(scene: ReplayContext) -> list[Earlier]:
-    """The sums of gradients that held ranks up, and when each bucket of them was there."""
+    """The exposed gradient reductions, and when the gradients of each bucket were ready."""
     return [move for index in range(len(scene.found.ranks)) for move in _moves(scene, index)]
 
 
@@ -350,7 +372,7 @@ def _hidden_share(scene: ReplayContext) -> float:
 
 
 def _moves(scene: ReplayContext, index: int) -> list[Earlier]:
-    """What one rank would sum earlier, step by step."""
+    """The gradient reductions that one rank could start earlier, one item per step."""
     rank, kernels = scene.found.ranks[index], scene.graph.kernels
     exposed = rank.attribution.exposed
     syncs = {
@@ -376,7 +398,7 @@ def _moves(scene: ReplayContext, index: int) -> list[Earlier]:
 
 
 def _passes(scene: ReplayContext) -> int:
-    """How many backwards a step has outside of a pipeline: gradients are whole with the last."""
+    """Backward passes per step without a pipeline; gradients are complete after the last."""
     return accumulated_microbatches(scene.found.strategies) or 1
 
 

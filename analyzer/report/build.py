@@ -40,7 +40,7 @@ from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
 from stepsplit.collectors.rank_record import MemoryState, RankRecord
 
-# RunSplit -> Report: what the split found, as rows.
+# RunSplit -> Report: the results of the split as rows.
 
 UNKNOWN_HOST = "unknown"
 
@@ -51,9 +51,9 @@ def build_report(
     findings: Sequence[Finding] = (),
     notes: Sequence[Note] = (),
 ) -> Report:
-    """The report of a split recording; times count from the start of its earliest step.
+    """Build the report of a split recording; times count from the start of its earliest step.
 
-    findings are what holds it up, notes what was not looked for.
+    findings are its bottlenecks, notes the analyses that were skipped.
     """
     origin = origin_ns(found)
     steps = tuple(_step(step, origin) for rank in found.ranks for step in rank.steps)
@@ -225,11 +225,11 @@ assert BUCKETS[COLLECTIVE : BUBBLE + 1] == ("collective", "p2p", "skew", "bubble
 # Detail -> the rows of a report: sums over the full steps, and times from the report's t0.
 
 _MOST_OPS = 5
-"""Of each cause, so many ops of a rank are named."""
+"""Number of ops listed per rank and cause; the rest is summed in one row."""
 
 
 def idle_rows(found: RunSplit) -> tuple[IdleRow, ...]:
-    """Why each rank idled, over its full steps, the largest causes of a rank first."""
+    """The idle time of each rank by cause over its full steps, largest cause first."""
     pairs = zip(found.ranks, found.detail.idle, strict=True)
     return tuple(row for rank, causes in pairs for row in _idle_of(rank, causes))
 
@@ -256,13 +256,13 @@ def _of_cause(rank: int, cause: str, ops: dict[str, list[int]]) -> Iterable[Idle
 
 
 def _full(steps: Sequence[StepSplit]) -> frozenset[int]:
-    """The places of the full steps, of all where none is full."""
+    """The indices of the full steps; of all steps if none is full."""
     full = frozenset(i for i, step in enumerate(steps) if step.kind == "full")
     return full or frozenset(range(len(steps)))
 
 
 def contention_rows(found: RunSplit) -> tuple[ContentionRow, ...]:
-    """How much communication slows the compute of each rank whose recording tells it."""
+    """How much communication slows the compute of each rank, where it could be measured."""
     return tuple(
         ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
         for rank, one in zip(found.ranks, found.detail.contention, strict=True)
@@ -286,28 +286,28 @@ def path_rows(found: RunSplit, origin: int) -> tuple[tuple[PathPart, ...], tuple
 
 
 def step_times(found: RunSplit) -> tuple[StepDurations, ...]:
-    """How long steps take, of the run (rank None) first, then of each rank."""
+    """Step durations: of the run (rank None) first, then of each rank."""
     variation = found.detail.variation
     return (*((variation.run,) if variation.run else ()), *variation.ranks)
 
 
-# What the ranks told of themselves -> rows of the report: memory, and what the profiler cost.
+# Records of the ranks -> rows of the report: memory and profiling overhead.
 
 FEWEST_STEPS = 3
-"""So many steps beside the profiler are needed to say what it cost."""
+"""Number of steps without the profiler needed to estimate its overhead."""
 
 
 def memory_rows(records: Sequence[RankRecord]) -> tuple[MemoryRow, ...] | None:
-    """A row for each rank that measured its memory; None where none did."""
+    """A row for each rank that measured its memory; None if no rank did."""
     rows = (_row(r.rank.rank, r.memory) for r in records if r.memory is not None)
     return tuple(rows) or None
 
 
 def profiling_slowdown(records: Sequence[RankRecord]) -> float | None:
-    """How much longer steps took under the profiler than beside it, as a part of the latter.
+    """Profiling overhead: how much longer profiled steps take, as a fraction of unprofiled steps.
 
-    The median over the ranks of the ratio of their medians, less 1; None where too few steps beside
-    it were timed. Steps differ from each other by more than that: a small negative value is noise.
+    The median over the ranks of the ratio of their medians, minus 1; None if too few steps were
+    timed without the profiler. A small negative value is noise.
     """
     ratios = [
         median(times.profiled_ns) / median(beside) - 1
@@ -331,27 +331,26 @@ def _row(rank: int, memory: MemoryState) -> MemoryRow:
     )
 
 
-# Why a rank idles, in words.
+# The causes of idle time as text.
 
 IDLE_MEANING = {
-    "data_loading": "waiting for the next batch",
-    "allocation": "allocating memory",
-    "synchronize": "launching late after waiting for the device",
-    "launch_bound": "launching too slowly",
-    "python": "Python between ops",
-    "launch_latency": "the device's own latency",
+    "data_loading": "waiting for the data loader",
+    "allocation": "memory allocation",
+    "synchronize": "late launches after a synchronization",
+    "launch_bound": "launch-bound host work",
+    "python": "Python code between ops",
+    "launch_latency": "kernel launch latency",
     "dependency": "waiting for another stream",
-    "late_start": "work that was launched in time and started late",
-    "other": "what the host does between computing",
-    "unknown": "what the trace does not tell",
+    "late_start": "late start of work launched in time",
+    "other": "host work",
+    "unknown": "idle time of unknown cause",
 }
 
 _MOST_LETTERS = 60
 
 
 def why_idle(causes: Iterable[IdleCause]) -> str:
-    """The largest cause of all, the op that has most of it, and its part of the idle time; "" where
-    nothing idled."""
+    """The largest cause of idle time, its share of it and its main op; "" without idle time."""
     sums: dict[str, Counter[str]] = defaultdict(Counter)
     for one in causes:
         sums[one.cause][one.op or ""] += one.idle_ns
@@ -360,8 +359,8 @@ def why_idle(causes: Iterable[IdleCause]) -> str:
         return ""
     cause = max(sums, key=lambda name: sums[name].total())
     op = sums[cause].most_common(1)[0][0]
-    named = f" ({_short(op)})" if op else ""
-    return f"{IDLE_MEANING[cause]}{named} is {units.percent(sums[cause].total() / total)} of it"
+    where = f" in {_short(op)}" if op else ""
+    return f"{units.percent(sums[cause].total() / total)} of it is {IDLE_MEANING[cause]}{where}"
 
 
 def _short(op: str) -> str:

@@ -78,8 +78,8 @@ def test_idle_is_told_by_cause_as_the_mean_of_a_step() -> None:
     (section,) = idle(report)
 
     by_cause, _, _ = found(section, html.Table)
-    late = "synchronize launching late after waiting for the device"
-    busy = "launch bound launching too slowly"
+    late = "synchronize late launches after a synchronization"
+    busy = "launch bound launch-bound host work"
     assert body(by_cause) == [
         [late, "aten::item", "57.1 %", "rank 1, 8.00 ms", "87.5 %", "3.50 ms"],
         [busy, "aten::mm", "100.0 %", "rank 0, 2.00 ms", "12.5 %", "0.50 ms"],

@@ -1,4 +1,4 @@
-"""What holds a run up: the right cause first, its size true, nothing where nothing is wrong."""
+"""Bottlenecks of a run: the right cause first, a correct gain, no finding for a healthy run."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_pat
 
 
 def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
-    """Rank 1 runs a kernel more, 90 of compute where rank 0 has 50. At 70 each they meet at 62 and
-    end 14 and 8 behind the sum."""
+    """Rank 1 runs one kernel more: 90 of compute, rank 0 has 50. At 70 each they meet at 62 and
+    end 14 and 8 after the all_reduce."""
     traces = []
     for rank, busy in ((0, 40), (1, 80)):
         trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
@@ -65,8 +65,8 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
-    """Rank 0 runs nothing from 20 to 60, rank 1 is there at 30. There is no time in which all
-    ranks run nothing, so host_bound is no finding."""
+    """Rank 0 is idle from 20 to 60, rank 1 arrives at 30. The ranks are never idle together, so
+    there is no host_bound finding."""
     late = GpuTrace(0, 2, groups=PAIR).step(1, 0, 90)
     late.kernel("a", 0, 20).kernel("b", 60, 70, launched=60).all_reduce(70, 80)
     late.kernel("adam", 80, 90)
@@ -76,8 +76,8 @@ def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
     assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (0,), 40_000)
 
 
-def test_a_link_is_slow_beside_others_that_carry_the_same(tmp_path: Path) -> None:
-    """Four calls each: 10 between ranks 0 and 1, 20 between 2 and 3; all wait for nobody."""
+def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path) -> None:
+    """Four calls each: 10 between ranks 0 and 1, 20 between 2 and 3; no rank waits."""
     traces = []
     for rank in range(4):
         first = rank // 2 * 2
@@ -92,7 +92,7 @@ def test_a_link_is_slow_beside_others_that_carry_the_same(tmp_path: Path) -> Non
     (found,) = findings(tmp_path, *traces)
     assert (found.code, found.ranks) == ("slow_link", (2, 3))
     assert found.gain_ns == 20_000, "of 40 on two of four ranks"
-    assert "2.0 times as slowly between ranks 2, 3" in found.message
+    assert "slow link between ranks 2, 3: transfers are 2.0x slower" in found.message
 
 
 def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
@@ -126,14 +126,15 @@ def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Pat
     [
         (
             (1980, 1200, 1980),
-            "; its SM clock is 1,200 MHz, the median rank's 1,980; throttled: too hot, by hardware",
+            "; SM clock 1,200 MHz (median rank: 1,980 MHz); "
+            "throttled: thermal slowdown by hardware",
         ),
         ((1200, 1980, 1980), ""),
         ((), ""),
     ],
     ids=["hot", "another is hot", "not read"],
 )
-def test_a_slow_device_says_why_where_its_clock_was_read(
+def test_a_straggler_finding_names_the_clock_and_throttling_if_recorded(
     clocks_mhz: tuple[int, ...], why: str, tmp_path: Path
 ) -> None:
     """Rank 1 takes 14 us for a gemm, the others 10."""
@@ -156,8 +157,7 @@ def test_a_slow_device_says_why_where_its_clock_was_read(
         write_record(tmp_path, RankRecord("job", where, 3, "nccl", gpu=(gpu,)))
     (slow,) = (one for one in analyze(tmp_path).findings if one.code == "slow_rank")
     assert slow.message == (
-        "rank 1 computes slowly and all wait for it: "
-        f"its gemm kernels take 1.40 times as long as its peers'{why}"
+        f"rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers{why}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The dependency graph of a recorded run: what each event waited for."""
+"""The dependency graph of a recorded run: events and the events that they depend on."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from stepsplit.analyzer.split.steps import on_main_stream
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
 
-# What each instant of a run hung on: the graph that a replay runs through.
+# The dependency graph of a run, input of a replay.
 
 NEVER = -(1 << 61)
-"""The time of what does not happen: nothing waits for it."""
+"""The time of an event that does not happen; no event waits for it."""
 
 WORK = ("compute", "copy", "idle")
-"""What a rank does of its own, the columns of Graph.work_ns."""
+"""Kinds of local work of a rank, the columns of DependencyGraph.work_ns."""
 
 Needs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mains:
-    """The nodes of the ranks' own time lines: rank i has those from first[i] to first[i + 1]."""
+    """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1]."""
 
     first: Int64
 
     def of_rank(self, index: int) -> slice:
-        """The nodes of one rank, in order of time."""
+        """The nodes of one rank in order of time."""
         return slice(int(self.first[index]), int(self.first[index + 1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The collectives and messages as they ran, a row each event of a rank; columns of one length.
+    """The recorded collectives and messages, a row per event of a rank; columns of equal length.
 
-    rank indexes the ranks of the split; call is the first of the rank's calls that the event holds
-    and row that call's row among all; start, end are nodes: its arrival and its end.
-    resume is the node of the rank's own time line that waited for it, -1 where none did; step is
-    the row of the steps in which it began.
+    rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
+    the row of that call among all calls; start and end are nodes: its arrival and its end. resume
+    is the node of the rank's timeline that waited for the event, -1 if none; step is the row of the
+    steps in which it began.
     """
 
     rank: Int64
@@ -65,9 +65,9 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class StepEdges:
-    """The steps of all ranks; begin and end are nodes. Columns of one length.
+    """The steps of all ranks; begin and end are nodes. Columns of equal length.
 
-    rank indexes the ranks of the split, full says whether the step counts.
+    rank indexes the ranks of the split; full marks steps that enter the mean.
     """
 
     rank: Int64
@@ -79,13 +79,13 @@ class StepEdges:
 
 @dataclass(frozen=True, slots=True)
 class DependencyGraph:
-    """The run's instants, and what each waits for.
+    """The dependency graph of a run.
 
-    A node is an instant of a rank's own time line, the arrival at a call, its meeting or its end.
-    It comes rest_ns after the latest of what it needs and of before (the node on the same time line
-    before it, -1 for none) with the work between, work_ns of shape (nodes, WORK). step is the row
-    of steps in which a node's work was, -1 elsewhere. order names each node after all that it
-    needs. With nothing changed a replay gives the measured times.
+    A node is an instant of a rank's timeline, the arrival at a call, the synchronization of a call
+    or its end. Its time is the latest of its dependencies (needs) and of its predecessor on the
+    timeline (before, -1 for none) plus the work in between (work_ns, shape (nodes, WORK)), plus
+    rest_ns. step is the row of the steps that contain a node's work, -1 if none. order is a
+    topological order. A replay of an unchanged graph reproduces the measured times.
     """
 
     before: Int64
@@ -102,15 +102,15 @@ class DependencyGraph:
         return len(self.before)
 
 
-# RunSplit -> Graph: what every instant of the run hung on.
+# RunSplit -> DependencyGraph.
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a graph is made of, rank by rank; the nodes of all time lines come first, then those of
-    the events, two each, and of the meetings.
+    """The parts of a graph by rank.
 
-    node, kernel and step are where each rank's nodes, events and steps begin among all.
+    The nodes of all timelines come first, then two nodes per event, then the synchronization nodes.
+    node, kernel and step are the offsets of each rank's nodes, events and steps.
     """
 
     mains: tuple[Main, ...]
@@ -141,18 +141,18 @@ class _Parts:
 
     @property
     def measured_ns(self) -> Int64:
-        """When each node of the time lines and of the events was."""
+        """The measured time of each node of the timelines and of the events."""
         events = [np.stack((m.start_ns, m.end_ns), axis=1).ravel() for m in self.calls]
         return np.concatenate([*(main.at_ns for main in self.mains), *events])
 
 
 def _begins(counts: Sequence[int]) -> tuple[int, ...]:
-    """Where each begins, and where the last ends."""
+    """The offset of each part, and the end of the last."""
     return tuple(np.cumsum([0, *counts]).tolist())
 
 
 def graph_of(found: RunSplit) -> DependencyGraph:
-    """The graph of a recording whose ranks have steps."""
+    """Build the graph of a recording whose ranks have steps."""
     parts = _Parts.of(found)
     kernels = _kernels(parts, found)
     edges = _graph_edges(parts, kernels, found)
@@ -204,7 +204,7 @@ def _kernels(parts: _Parts, found: RunSplit) -> Kernels:
 
 
 def _graph_edges(parts: _Parts, kernels: Kernels, found: RunSplit) -> Edges:
-    """What needs what, but for the time lines themselves."""
+    """All dependencies except those along the timelines."""
     hangs, behind, kernel = [], [], []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
@@ -224,7 +224,7 @@ def _graph_edges(parts: _Parts, kernels: Kernels, found: RunSplit) -> Edges:
 
 
 def _guessed_ns(measured: Int64, edges: Edges, count: int) -> Int64:
-    """When each node was: a meeting when its last member arrived."""
+    """The time of each node; a synchronization takes place when its last member arrives."""
     at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
     into = edges[1] >= len(measured)
     np.maximum.at(at, edges[1][into], at[edges[0][into]])
@@ -258,7 +258,7 @@ def _steps(parts: _Parts, found: RunSplit) -> StepEdges:
 
 
 def _rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
-    """How long after all that it needs each arrival and each end came, as measured."""
+    """The measured delay of each arrival and each end after its last dependency."""
     times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
     work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
     mains, events = int(graph.mains.first[-1]), len(known)
@@ -275,7 +275,7 @@ def _rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
     return np.array(rest, dtype=np.int64)
 
 
-# The ranks' own time lines, cut where something hangs on them or they hang on something.
+# The ranks' timelines, cut at each dependency.
 
 _NO_MORE = np.iinfo(np.int64).max
 
@@ -284,11 +284,10 @@ _OWN = [BUCKETS.index(name) for name in WORK]
 
 @dataclass(frozen=True, slots=True)
 class Main:
-    """One rank's time line on the common clock, a row each cut.
+    """The timeline of one rank on the common clock, a row per cut.
 
-    work_ns, of shape (cuts, WORK), is what the rank did of its own since the cut before; window is
-    the place of the step in which that was. begin and end are the cuts at which steps begin and
-    end.
+    work_ns, shape (cuts, WORK), is the local work since the previous cut; window is the index of
+    the step that contains it. begin and end are the cuts at which the steps begin and end.
     """
 
     at_ns: Int64
@@ -298,16 +297,16 @@ class Main:
     end: Int64
 
     def cut_at(self, when_ns: Int64) -> Int64:
-        """The cut at each instant or before it, -1 before the first."""
+        """The last cut at or before each instant, -1 before the first."""
         return np.searchsorted(self.at_ns, when_ns, side="right") - 1
 
     def window_at(self, when_ns: Int64) -> Int64:
-        """The place of the step in which each instant lies."""
+        """The index of the step that contains each instant."""
         return self.window[np.clip(self.cut_at(when_ns) + 1, 0, len(self.window) - 1)]
 
 
 def main_of(rank: RankSplit, made: CommCalls) -> Main:
-    """The time line of a rank that has steps, cut by what it called."""
+    """The timeline of a rank with steps, cut at its calls."""
     clock, band = rank.clock, rank.attribution.band
     windows = rank.windows.windows
     edges = clock.common_ns(
@@ -331,13 +330,13 @@ def main_of(rank: RankSplit, made: CommCalls) -> Main:
 
 
 def _box_edges(rank: RankSplit) -> Int64:
-    """Where forwards and backwards of a pipeline begin and end."""
+    """The begin and end times of the forwards and backwards of a pipeline."""
     boxes = [box for grid in rank.grids for box in grid.boxes]
     return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
 
 
 def _with_idle(rank: RankSplit, made: CommCalls) -> UInt8:
-    """The bucket of each part of the rank's band; what it did not wait for hid that it idled."""
+    """The bucket of each part of the rank's band; idle where the rank did not wait for the call."""
     band, compute = rank.attribution.band, rank.work.compute
     over = np.append(np.sort(rank.clock.own_ns(made.end_ns[made.held])), _NO_MORE)
     resumes = np.append(compute.start_ns, _NO_MORE)
@@ -347,20 +346,20 @@ def _with_idle(rank: RankSplit, made: CommCalls) -> UInt8:
     return np.where(alone, IDLE, band.bucket).astype(np.uint8)
 
 
-# Whose arrival the end of each collective and message needed.
+# The arrivals that the end of each collective and message depends on.
 
 _NEED_ALL = [OP_CODE[op] for op in (*TOGETHER, "all_to_all", "barrier", "unknown")]
 
 Edges = tuple[Int64, Int64]
-"""(nodes that are needed, nodes that need them), of one length."""
+"""(source nodes, dependent nodes), of equal length."""
 
 
 def meetings_of(found: RunSplit, kernels: Kernels, kernel: Int64, first: int) -> Edges:
-    """The edges from arrivals to ends; kernel is that of each row of Matched.
+    """The edges from arrivals to ends; kernel is the kernel of each row of Matched.
 
-    Members of a call that all needs meet in a node of their own, numbered from first on. From a
-    root, or to it, an event needs the rank that came last before its end alone; a message needs
-    its other end, unless the sender left before the receiver came.
+    The members of a synchronizing call share one node, numbered from first on. A rooted collective
+    depends only on the rank that arrived last before its end; a message depends on its peer, unless
+    the sender finished before the receiver arrived.
     """
     matched = found.matched
     alone = (kernels.start, kernels.end)
@@ -375,7 +374,7 @@ def meetings_of(found: RunSplit, kernels: Kernels, kernel: Int64, first: int) ->
 
 
 def _meets(matched: Matched, found: RunSplit) -> Bool:
-    """Which rows are of calls in which everybody needs everybody."""
+    """Which rows are of calls that synchronize all members."""
     early = found.arrivals.end_ns < found.arrivals.moves_ns
     return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
 
@@ -404,23 +403,23 @@ def _rooted(found: RunSplit, kernels: Kernels, kernel: Int64) -> Edges:
     return kernels.start[kernel[both[:, 0]]], kernels.end[kernel[both[:, 1]]]
 
 
-# The collectives and messages of one rank as device events, on gloo as calls.
+# The collectives and messages of one rank as device events (gloo: as calls).
 
 _SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
 
 _TIMES = 4
-"""What begins so soon behind a wait, or after such a part of it, waited for the same."""
+"""Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
 
 _ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
 class CommCalls:
-    """The events that carried out a rank's calls, in order of start; columns of one length.
+    """The events of a rank's calls in order of start; columns of equal length.
 
-    of_call says of each of the rank's calls which event it was. hangs_ns is the instant of the
-    rank's own time line that an event's start hung on, behind is the event before it on the same
-    stream, -1 for none. held: the rank did not go on before it ended.
+    of_call is the event of each call. Then, per event: the instant of the rank's timeline that its
+    start depends on, the previous event on the same stream (-1 for none), and whether it blocked
+    the rank until its end.
     """
 
     call: Int64
@@ -433,7 +432,7 @@ class CommCalls:
 
 
 def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
-    """The events of the rank, whose calls have those rows among all."""
+    """The events of a rank; rows is the slice of its calls among all calls."""
     label = _events(rank.trace)
     count = int(label.max(initial=-1)) + 1
     start = -most_of(label, -arrivals.start_ns[rows], count)
@@ -460,23 +459,26 @@ def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
 
 
 def _lanes(trace: RankTrace, call: Int64) -> Int64:
-    """The stream of each event; gloo has none, there every call has one of its own."""
+    """The stream of each event; gloo has no streams, so each call gets its own."""
     if not trace.on_device:
         return np.arange(len(call), dtype=np.int64)
     return trace.events.lane[trace.calls.event[call]].astype(np.int64)
 
 
 def _events(trace: RankTrace) -> Int64:
-    """A number for each call's event; on gloo every call is one of its own."""
+    """The event number of each call; on gloo each call is its own event."""
     if not trace.on_device:
         return np.arange(len(trace.calls), dtype=np.int64)
     return labels_of(trace.calls.event)
 
 
 def _held(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
-    """What the rank waited for: in each gap of compute the event that ended last, and those at
-    whose end another one began on another stream. What else ended there did so by chance, as did
-    on a device what ended while the host was late, unless that waited for the device."""
+    """Which events blocked the rank.
+
+    In each compute gap these are the event that ended last and events at whose end another one
+    began on another stream. Other events ended there by coincidence; so did, on a device, events
+    that ended while the host was late, unless the host was synchronizing.
+    """
     gap = np.full(len(start), -1)
     gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
     rows = np.flatnonzero(gap >= 0)
@@ -493,8 +495,8 @@ def _held(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64
 
 
 def _goes_on(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
-    """Whether the rank went on because these ended: at once, or soon for so long a wait; or its
-    host waited for the device."""
+    """Whether the rank resumed because these events ended: compute started soon after, relative to
+    the wait, or the host was synchronizing with the device."""
     if not rank.trace.on_device:
         return np.ones(len(end), dtype=np.bool_)
     own, compute = rank.clock.own_ns(end), rank.work.compute
@@ -508,7 +510,7 @@ def _goes_on(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
 
 
 def _behind(lane: Int64, start: Int64, end: Int64) -> Int64:
-    """For each event the one before it on its stream that was over when it began, -1 for none."""
+    """For each event the previous one on its stream if it had ended at its start, else -1."""
     order = np.argsort(lane, kind="stable")
     before, after = order[:-1], order[1:]
     follows = (lane[before] == lane[after]) & (end[before] <= start[after])
@@ -518,11 +520,11 @@ def _behind(lane: Int64, start: Int64, end: Int64) -> Int64:
 
 
 def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
-    """The instant of the rank's own time line on which each event's start hung.
+    """The instant of the rank's timeline that the start of each event depends on.
 
-    A kernel hangs on the compute launched before it, if it started soon behind that and what its
-    stream did last (free_ns), or while the rank computed. What started late in a gap of compute
-    hangs on what the rank did until then, as does a call on gloo.
+    A kernel depends on the compute launched before it, if it started soon after that and after its
+    stream was free (free_ns), or while the rank computed. A kernel that started late in a compute
+    gap, and any gloo call, depends on the timeline at its own start.
     """
     if not rank.trace.on_device:
         return start
@@ -538,8 +540,8 @@ def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int
 
 
 def _launched_before(trace: RankTrace, event: Int64) -> Int64:
-    """When the last compute kernel that was launched before each of these ended on the stream that
-    computes most, on the rank's own clock; the smallest int64 where there is none."""
+    """The end of the last compute kernel on the main stream that was launched before each event, on
+    the rank's own clock; the smallest int64 if there is none."""
     events = trace.events
     kernels = events.of(Category.KERNEL)
     kernels[trace.calls.event] = False
@@ -554,14 +556,13 @@ def _launched_before(trace: RankTrace, event: Int64) -> Int64:
     return np.where(known, last_end[before], _ALWAYS)
 
 
-# An order in which every node comes after all that it needs.
+# Topological order of the nodes.
 
 
 def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
-    """The nodes in such an order.
+    """The nodes in topological order.
 
-    Clocks that are off by a little can make two ranks wait for each other: there the node that was
-    measured first goes first.
+    Small clock errors can create cycles between ranks; they are broken at the earliest node.
     """
     source, target = _dependency_pairs(before, needs)
     missing = np.bincount(target, minlength=len(before)).tolist()
@@ -585,7 +586,7 @@ def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
 
 
 def _dependency_pairs(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
-    """(what is needed, what needs it)"""
+    """(source nodes, dependent nodes)"""
     behind = np.flatnonzero(before >= 0)
     counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs))
     needed = np.fromiter(chain.from_iterable(needs), dtype=np.int64, count=int(counts.sum()))
@@ -594,7 +595,7 @@ def _dependency_pairs(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
 
 
 def _freed(node: int, missing: list[int]) -> list[int]:
-    """The node as if it waited for nothing; none where it is done already."""
+    """Drop the open dependencies of a node; returns it, or no node if it was done already."""
     if missing[node] <= 0:
         return []
     missing[node] = 0

@@ -1,4 +1,4 @@
-"""Hang analysis: Flight Recorder dumps in, which rank is missing in which call out."""
+"""Hang analysis of Flight Recorder dumps: which rank is missing in which call."""
 
 from __future__ import annotations
 
@@ -34,59 +34,73 @@ from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
 from stepsplit.analyzer.readers.registry import FLIGHT, kinds_of
 from stepsplit.analyzer.readers.sources import Source
 
-# All that is known of a hang while its culprits are looked for.
+# The input of the search for the culprits of a hang.
 
 
 @dataclass(frozen=True, slots=True)
 class HangInputs:
-    """What is stuck, on what members disagree, and how far each rank with a dump came."""
+    """The stuck calls, the mismatches between members, and the progress of each rank."""
 
     stuck: tuple[Stuck, ...]
     mismatches: tuple[Mismatch, ...]
     ranks: tuple[Progress, ...]
 
     def has_dump(self, rank: int) -> bool:
-        """Whether the rank left a dump."""
+        """Whether there is a dump of the rank."""
         return any(one.rank == rank for one in self.ranks)
 
     def mismatch_of(self, call: Stuck) -> Mismatch | None:
-        """What the call's members disagree on."""
+        """The mismatch between the members of a call, if any."""
         at = call.group, call.seq
         return next((one for one in self.mismatches if (one.group, one.seq) == at), None)
 
     def oldest_open(self, rank: int) -> Called | None:
-        """The first call of the rank that is not done; None where all are, or it left no dump."""
+        """The rank's first call that is not completed; None if there is none, or no dump."""
         return next((call for one in self.ranks if one.rank == rank for call in one.open), None)
 
 
-# Flight Recorder dumps -> the hang that they tell of.
+# Flight Recorder dumps -> Hang.
 
-_GUESSED = "the dumps do not list the members of groups: taken are the ranks that called on them"
+_GUESSED = "the dumps do not list group members: inferred from the ranks that used each group"
 
 
 def find_hang(*places: str | Path) -> Hang | None:
-    """The hang that the Flight Recorder dumps in the places tell of; None where nothing is stuck.
+    """Find the cause of a hang from PyTorch Flight Recorder dumps.
 
-    Raises DataError where a place is missing, holds no dump, or holds two dumps of a rank.
+    Args:
+        places: files, folders, archives or URLs with the dumps of one job, one dump per rank.
+
+    Returns:
+        A `Hang` with the ranks to blame, the stuck calls and the last call of each suspect; None if
+        every call in the dumps has completed.
+
+    Raises:
+        DataError: a place is missing, contains no dump, or contains two dumps of the same rank.
+
+    Example:
+        >>> from stepsplit.analyzer import find_hang
+        >>> hang = find_hang("/tmp/nccl_trace")  # doctest: +SKIP
+        >>> print(hang.verdict)  # doctest: +SKIP
+        rank 1 blocks all other ranks: it has not called all_reduce 5 of default_pg (group 0)
     """
     found = read_calls(places)
     return found if found.stuck else None
 
 
 def read_calls(places: Sequence[str | Path]) -> Hang:
-    """How the calls stand by the dumps in the places. Raises DataError as find_hang does."""
+    """Read the dumps and examine their calls, stuck or not. Raises DataError like find_hang."""
     dumps, warnings = read_dumps(places)
     if not dumps:
         why = f": {warnings[0].message}" if warnings else ""
-        raise DataError(places[0] if places else "no path", f"no Flight Recorder dump in it{why}",
-                        "name the folder of a job's dumps")  # fmt: skip
+        raise DataError(places[0] if places else "no path", f"no Flight Recorder dump found{why}",
+                        "pass the folder with the dumps of the job")  # fmt: skip
     return how_calls_stand(dumps, warnings)
 
 
 def read_dumps(
     places: Sequence[str | Path],
 ) -> tuple[tuple[FlightDump, ...], tuple[HangWarning, ...]]:
-    """The dumps in the places, and what of them could not be read or told. Raises DataError."""
+    """The dumps in the places, and warnings about unreadable files. Raises DataError."""
     dumps: list[FlightDump] = []
     warnings: list[HangWarning] = []
     with files_of([str(place) for place in places]) as sources:
@@ -108,9 +122,9 @@ def _kinds(source: Source) -> tuple[str, ...]:
 
 
 def how_calls_stand(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning] = ()) -> Hang:
-    """What the dumps say, whether or not anything is stuck; one dump a rank.
+    """Examine the calls of the dumps, one dump per rank, whether or not any call is stuck.
 
-    Raises DataError where two dumps are of one rank: they are of two incidents.
+    Raises DataError for two dumps of the same rank, which belong to two incidents.
     """
     _refuse_two_of_a_rank(dumps)
     groups = job_groups(dumps)
@@ -135,12 +149,12 @@ def _refuse_two_of_a_rank(dumps: Sequence[FlightDump]) -> None:
     rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
     if count > 1:
         first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
-        problem = f"a second dump of the rank, beside {first}"
-        raise DataError(second, problem, "name the dumps of one hang", rank)
+        problem = f"second dump of the same rank; the first is {first}"
+        raise DataError(second, problem, "pass the dumps of one hang only", rank)
 
 
 def _order(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
-    """What explains most comes first: waits for a culprit, what a culprit stands in, the rest."""
+    """Sort key: calls that wait for a culprit, then calls in which a culprit waits, then others."""
     to_blame = {rank for one in culprits for rank in one.ranks}
     if to_blame & (set(call.waits_for) - set(call.waiting)):
         level = 0
@@ -154,7 +168,7 @@ def _order(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
 def _last_calls(
     ranks: Sequence[Progress], culprits: Sequence[Culprit], stuck: Iterable[Stuck]
 ) -> tuple[LastCall, ...]:
-    """Where the culprits are, then others that are waited for and not there."""
+    """The last calls of the culprits, then of other missing ranks."""
     to_blame = [rank for one in culprits for rank in one.ranks]
     missing = sorted({one.rank for call in stuck for one in call.missing})
     calls = {rank.rank: rank.calls[-1] for rank in ranks if rank.calls}
@@ -177,7 +191,7 @@ def _guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
     return (HangWarning("groups_guessed", _GUESSED),) if groups.guessed else ()
 
 
-# What is said of those who hold a job up: one sentence a cause.
+# The text of a finding: one sentence per cause.
 
 NOTHING_STUCK = "nothing is stuck: every call in the dumps has completed"
 
@@ -185,64 +199,66 @@ _MOST_NAMED, _MOST_TOLD = 8, 3
 
 
 def whole(messages: Sequence[str]) -> tuple[str, ...]:
-    """The sentences of the first culprits, and how many more there are."""
+    """The sentences of the first culprits, and the number of further ones."""
     more = len(messages) - _MOST_TOLD
-    told = (f"and {more} more such",) if more > 0 else ()
+    told = (f"and {more} more",) if more > 0 else ()
     return (*messages[:_MOST_TOLD], *told) or (NOTHING_STUCK,)
 
 
 def how_long_held(ranks: tuple[int, ...], held: tuple[int, ...], scene: HangInputs) -> str:
-    """Who holds whom up."""
+    """Which ranks block how many others."""
     others = {one.rank for one in scene.ranks} - set(ranks)
-    whom = "everybody" if others <= set(held) else f"{len(held)} of {len(others)} other ranks"
+    whom = f"{len(held)} of {len(others)} other ranks"
+    if others <= set(held):
+        whom = "all other ranks"
     if not held:
         return f"{_named(ranks)} {_verb(ranks, 'hangs', 'hang')}"
-    return f"{_named(ranks)} {_verb(ranks, 'holds', 'hold')} {whom} up"
+    return f"{_named(ranks)} {_verb(ranks, 'blocks', 'block')} {whom}"
 
 
 def not_called(ranks: tuple[int, ...], call: Stuck) -> str:
-    """They have not come to a call."""
+    """The ranks have not made a call."""
     return f"{_verb(ranks, 'it has', 'they have')} not called {_call(call)}"
 
 
 def unfinished(ranks: tuple[int, ...], call: Stuck, scene: HangInputs) -> str:
-    """They have not come to a call, for they stand in an older one."""
-    stands = f"{_verb(ranks, 'does', 'do')} not finish {_open_call(ranks, scene)}"
-    return f"{not_called(ranks, call)}, and {stands}"
+    """The ranks have not made a call because they are stuck in an older one."""
+    stuck = f"{_verb(ranks, 'is', 'are')} stuck in {_open_call(ranks, scene)}"
+    return f"{not_called(ranks, call)} and {stuck}"
 
 
 def no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
-    """Only they can be missing."""
-    left = f"{_verb(ranks, 'it', 'they')} left none, and all others have called {_call(call)}"
-    return f", as far as dumps tell: {left}"
+    """Only these ranks can be missing, since they left no dump."""
+    left = f"no dump of {_verb(ranks, 'it', 'them')}, and all others have called {_call(call)}"
+    return f" (inferred): {left}"
 
 
 def mismatch_words(found: Mismatch) -> str:
-    """On what members disagree."""
+    """What the members of a call disagree on."""
     sides = "; ".join(f"{side.value} on {_named(side.ranks)}" for side in found.sides)
     return f"call {found.seq} of {found.group.in_words} differs in {found.what}: {sides}"
 
 
 def deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
-    """They wait for each other in different calls."""
+    """The ranks wait for each other in different calls."""
     waits = [
-        f"{_named(call.waiting)} in {_call(call)} for {_named(call.waits_for)}"
+        f"{_named(call.waiting)} in {_call(call)} waiting for {_named(call.waits_for)}"
         for call in calls
         if call.missing
     ]
-    return f"{_named(ranks)} wait for each other: {'; '.join(waits[:_MOST_TOLD])}"
+    return f"deadlock of {_named(ranks)}: {'; '.join(waits[:_MOST_TOLD])}"
 
 
 def not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
-    """They are all there, and it does not end."""
-    there = f"all members have called {_call(call)} and none has completed it"
-    return f"{there}: look at the devices and the network of {_named(ranks)}"
+    """All members have called it, and it does not end."""
+    there = f"all members have called {_call(call)} but none has completed it"
+    return f"{there}: check the devices and the network of {_named(ranks)}"
 
 
 def alone(ranks: tuple[int, ...], scene: HangInputs) -> str:
-    """They do not finish what nobody else is missing from."""
-    verb = _verb(ranks, "does", "do")
-    return f"{_named(ranks)} {verb} not finish {_open_call(ranks, scene)}: nobody is missing"
+    """The ranks are stuck in a call from which no member is missing."""
+    verb = _verb(ranks, "is", "are")
+    return f"{_named(ranks)} {verb} stuck in {_open_call(ranks, scene)}: no rank is missing"
 
 
 def _call(call: Stuck) -> str:
@@ -268,7 +284,7 @@ def _verb(ranks: Sequence[int], one: str, several: str) -> str:
 
 
 def _open_call(ranks: tuple[int, ...], scene: HangInputs) -> str:
-    """The oldest call in which all of them stand, alone where there is one; else the first's."""
+    """The oldest call in which all the ranks wait, else the oldest open call of the first rank."""
     shared = [call for call in scene.stuck if set(ranks) <= set(call.waiting)]
     if shared:
         call = min(shared, key=lambda one: (bool(one.waits_for), int(one.called_unix_ns)))
@@ -280,11 +296,11 @@ def _open_call(ranks: tuple[int, ...], scene: HangInputs) -> str:
     return _in_words(first.op, first.seq, named(first.group))
 
 
-# Who holds the job up, and why: what is found where the chains of waits end.
+# The culprits: the ranks at the end of the chains of waits, and the cause.
 
 
 def find_culprits(scene: HangInputs) -> tuple[Culprit, ...]:
-    """The ranks at which the chains of waits end, those of one cause and call as one."""
+    """The ranks at which the chains of waits end, merged by cause and call."""
     ends = chain_ends(scene.stuck)
     if not ends:
         return _nobody_waits(scene)
@@ -306,7 +322,7 @@ def _cause(end: ChainEnd, scene: HangInputs) -> str:
 
 
 def _awaited(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
-    """The place of the oldest call among themselves, else of that in which most wait for them."""
+    """The index of the oldest call of the chain end, else of the call with most ranks waiting."""
     if end.calls:
         return min(end.calls, key=lambda at: int(stuck[at].called_unix_ns))
     places = [at for at, call in enumerate(stuck) if set(end.ranks) & set(call.waits_for)]
@@ -338,7 +354,7 @@ def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: HangInputs) -
 def _disagreeing(
     ranks: tuple[int, ...], held: tuple[int, ...], calls: Sequence[Stuck], scene: HangInputs
 ) -> Culprit:
-    """The odd ones alone are to blame; those who wait with them are held."""
+    """The ranks that differ from the majority are to blame; the ranks waiting with them are not."""
     mismatch: Mismatch = next(one for call in calls if (one := scene.mismatch_of(call)))
     odd = tuple(rank for rank in ranks if rank in mismatch.odd) or ranks
     held = tuple(sorted({*held, *ranks} - set(odd)))
@@ -347,7 +363,7 @@ def _disagreeing(
 
 
 def _nobody_waits(scene: HangInputs) -> tuple[Culprit, ...]:
-    """The ranks whose own calls are open, where nobody is waited for."""
+    """The ranks with open calls, if no rank is missing from any call."""
     ranks = tuple(sorted({rank for call in scene.stuck for rank in call.waiting}))
     if not ranks:
         return ()

@@ -1,4 +1,4 @@
-"""How far each rank got in each group, which calls are stuck, and who waits for whom."""
+"""The progress of each rank in each group, the stuck calls, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stepsplit.analyzer.readers.flight_recorder import FlightDump, FlightEntry, 
 from stepsplit.analyzer.readers.recording import MOST_RANKS
 from stepsplit.analyzer.trace import Group
 
-# Who waits for whom, followed to the end: the ranks at which the chains of waits stop.
+# The wait-for graph: the ranks at which the chains of waits end.
 
 _Edges = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """Ranks that wait for nobody but one another, through calls (their places), and who is held."""
+    """Ranks that wait only for each other through calls (indices), and the ranks they block."""
 
     ranks: tuple[int, ...]
     calls: tuple[int, ...]
@@ -28,7 +28,7 @@ class ChainEnd:
 
 
 def chain_ends(stuck: Sequence[Stuck]) -> tuple[ChainEnd, ...]:
-    """Where the chains stop. Nodes are ranks, and calls as ~place."""
+    """The ends of the chains of waits. Nodes are ranks, and calls as ~index."""
     edges = _edges(stuck)
     back = _reversed(edges)
     ends = []
@@ -65,7 +65,7 @@ def _reversed(edges: _Edges) -> dict[int, list[int]]:
 
 
 def _reach(nodes: Iterable[int], edges: _Edges) -> set[int]:
-    """The nodes, and all to which edges lead from them."""
+    """The nodes and all nodes reachable from them."""
     found, todo = set(nodes), list(nodes)
     while todo:
         new = set(edges[todo.pop()]) - found
@@ -75,7 +75,7 @@ def _reach(nodes: Iterable[int], edges: _Edges) -> set[int]:
 
 
 def _components(edges: _Edges, back: _Edges) -> list[set[int]]:
-    """The strongly connected parts: Kosaraju's two passes."""
+    """The strongly connected components (Kosaraju)."""
     parts: list[set[int]] = []
     placed: set[int] = set()
     for node in reversed(_finished(edges)):
@@ -93,7 +93,7 @@ def _components(edges: _Edges, back: _Edges) -> list[set[int]]:
 
 
 def _finished(edges: _Edges) -> list[int]:
-    """The nodes in the order in which a depth-first walk leaves them."""
+    """The nodes in the post-order of a depth-first search."""
     order: list[int] = []
     seen: set[int] = set()
     for root in edges:
@@ -109,14 +109,14 @@ def _finished(edges: _Edges) -> list[int]:
     return order
 
 
-# Which messages between two ranks do not end, and whose other end is not there.
+# Messages between two ranks that do not end, and those whose peer is missing.
 
 _UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobGroup:
-    """A group of the job, one object each: it is equal to itself alone, and quick to look up."""
+    """A process group of the job; one object per group, compared by identity."""
 
     name: str
     ranks: tuple[int, ...]
@@ -127,10 +127,10 @@ _Ends = tuple[JobGroup, int, int]
 
 
 def stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
-    """For each rank and each link of its, the first message of which the other end tells something.
+    """The first stuck message of each rank and link whose peer has a known state.
 
-    A message is matched by its number where both ends count alike; else, on a group of more than
-    two ranks, by how many are open at both ends, for each rank counts its own messages.
+    Messages are matched by sequence number if both ends count alike. In a group of more than two
+    ranks each rank counts its own messages; there they are matched by the number of open messages.
     """
     present = {rank.rank: rank for rank in ranks}
     found: dict[tuple[_Ends, int], Stuck] = {}
@@ -142,7 +142,7 @@ def stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
 
 
 def _open(rank: Progress) -> list[list[Called]]:
-    """The rank's open messages, a list for each direction of each link, the oldest first."""
+    """The rank's open messages by link and direction, oldest first."""
     links: dict[_Ends, list[Called]] = defaultdict(list)
     for call in rank.open:
         if call.is_message:
@@ -158,7 +158,7 @@ def _ends(call: Called) -> _Ends:
 
 def _first(calls: Sequence[Called], present: Mapping[int, Progress]) -> Stuck:
     told = [(call, state) for call, state in _states(calls, present) if state != _UNKNOWN]
-    # An end that is done already has left nobody waiting.
+    # A peer that has completed its end is not waiting.
     waits = [one for one in told if one[1] != COMPLETED]
     call, state = (waits or told or [(calls[0], _UNKNOWN)])[0]
     return _stuck_message(call, state, len(calls) - calls.index(call) - 1, present)
@@ -167,7 +167,7 @@ def _first(calls: Sequence[Called], present: Mapping[int, Progress]) -> Stuck:
 def _states(
     calls: Sequence[Called], present: Mapping[int, Progress]
 ) -> Iterator[tuple[Called, str]]:
-    """How far the other end of each message came."""
+    """The state of the other end of each message."""
     peer = present.get(calls[0].peer)
     if peer is None:
         yield from ((call, _UNKNOWN) for call in calls)
@@ -192,7 +192,7 @@ def _meets(end: Called, call: Called) -> bool:
 
 
 def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, Progress]) -> Stuck:
-    """The message as its one end sees it; state is the other's."""
+    """The message from the view of one end; state is that of the other end."""
     peer, here = call.peer, (call.rank,)
     lost = peer >= 0 and peer not in present
     both = state in (ENQUEUED, STARTED)
@@ -216,20 +216,20 @@ def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, 
 
 
 def _missing_peer(peer: Progress, group: JobGroup) -> Missing:
-    """How far the other end came; on a larger group its numbers are of other links as well."""
+    """The progress of the peer, unknown in groups of more than two ranks (several links)."""
     stated = peer.stated(group)
     if len(group.ranks) != 2 or stated.enqueued < 0:
         return Missing(peer.rank, None, None)
     return Missing(peer.rank, stated.enqueued, stated.completed if stated.completed >= 0 else None)
 
 
-# Which collectives do not end, where each member stands, and on what members disagree.
+# Collectives that do not end, the state of each member, and mismatches between members.
 
 
 def stuck_collectives(
     ranks: Sequence[Progress], mismatches: Sequence[Mismatch]
 ) -> tuple[Stuck, ...]:
-    """The collectives at which ranks stand: each rank's first that is not done, of each group."""
+    """The stuck collectives: the first open one of each rank in each group."""
     fronts = {(call.group, call.seq): call for rank in ranks for call in _fronts(rank)}
     present = {rank.rank: rank for rank in ranks}
     disagreed = {(one.group, one.seq): one.odd for one in mismatches}
@@ -240,7 +240,7 @@ def stuck_collectives(
 
 
 def named(group: JobGroup) -> StuckGroup:
-    """The group as it is told."""
+    """The group as it is reported."""
     return StuckGroup(group.name, group.description, group.ranks)
 
 
@@ -279,10 +279,10 @@ def _stuck_collective(call: Called, present: Mapping[int, Progress], odd: tuple[
 
 
 def _waits_for(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[int, ...]:
-    """Those who are not there; else who called something else; else all who are not done.
+    """The ranks that block a call: missing or mismatched ranks, else all that are not done.
 
-    Where some are done all have been there, so that nobody is waited for. A rank without a dump is
-    only suspected where nobody is known to be missing.
+    If some ranks have completed the call, all have arrived and no rank blocks it. A rank without a
+    dump is suspected only if no rank is known to be missing.
     """
     away = at.get(MISSING, []) or at.get("", [])
     if away or odd:
@@ -302,7 +302,7 @@ def _behind(rank: Progress, group: JobGroup, seq: int) -> int:
 
 
 def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
-    """The first call of each group on which members disagree: later ones follow from it."""
+    """The first mismatched call of each group; later mismatches follow from it."""
     same: dict[tuple[JobGroup, int], list[Called]] = defaultdict(list)
     for call in (call for rank in ranks for call in rank.collectives):
         same[call.group, call.seq].append(call)
@@ -315,7 +315,7 @@ def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
 
 
 def _mismatch(calls: Sequence[Called]) -> Mismatch | None:
-    """What the members differ in first: the op, else the dtype, else the size where it matters."""
+    """The first difference between members: op, then dtype, then size (where it must agree)."""
     told = (
         ("op", [call.op for call in calls]),
         ("dtype", [call.dtype for call in calls]),
@@ -333,10 +333,10 @@ def _mismatch(calls: Sequence[Called]) -> Mismatch | None:
     return None
 
 
-# What a hang is: who waits where for whom, and who waits for nobody; the fields of its JSON.
+# The result of the hang analysis, also the fields of its JSON (schema "stepsplit.hang/1").
 #
-# The fields are those of schema "stepsplit.hang/1". Sequence numbers are torch's, per group. None
-# is unknown. Times are text, for they are beyond what a JSON number holds exactly.
+# Sequence numbers are those of torch, per group. None means unknown. Times are strings, because
+# they exceed the exact integer range of JSON numbers.
 
 SCHEMA = "stepsplit.hang/1"
 
@@ -344,7 +344,13 @@ HANG_NAME = "hang.json"
 
 
 class StuckGroup(Struct, frozen=True):
-    """A process group by its name in the job; its ranks in group order."""
+    """A process group.
+
+    Attributes:
+        name: name of the group in the job.
+        description: description of the group, such as "default_pg" or "TP"; "" if unknown.
+        ranks: global ranks in group order.
+    """
 
     name: str
     description: str
@@ -352,13 +358,19 @@ class StuckGroup(Struct, frozen=True):
 
     @property
     def in_words(self) -> str:
-        """The group by its description and its name in the job."""
+        """Description and name of the group, such as "TP (group 1)"."""
         name = f"group {self.name}"
         return f"{self.description} ({name})" if self.description else name
 
 
 class Missing(Struct, frozen=True):
-    """A rank that has not made a call, and how far it came on that group."""
+    """A rank that has not made a call, and its progress in the group.
+
+    Attributes:
+        rank: global rank.
+        last_enqueued: last sequence number that it enqueued in the group; None if unknown.
+        last_completed: last sequence number that it completed; None if unknown.
+    """
 
     rank: int
     last_enqueued: int | None
@@ -368,10 +380,22 @@ class Missing(Struct, frozen=True):
 class Stuck(Struct, frozen=True, kw_only=True):
     """A collective, or a message between two ranks, that does not end.
 
-    Every member is in one of enqueued (called, not seen to start), started, completed, missing
-    (not called) and no_dump. waits_for are those that hold it up: none where all have called it
-    and some have completed it, for then those that have not wait for nobody else. queued counts
-    the calls that wait behind it on its group. called_unix_ns is when the first member called.
+    Every member is in exactly one of enqueued, started, completed, missing and no_dump.
+
+    Attributes:
+        group: its process group.
+        op: operation, such as "all_reduce".
+        seq: torch's sequence number in the group.
+        dtype: data type; None if unknown.
+        message_bytes: size in bytes; None if unknown or different between members.
+        called_unix_ns: time of the first member's call, as text.
+        enqueued: ranks that called it without a recorded start.
+        started: ranks on which it has started.
+        completed: ranks on which it has completed.
+        missing: ranks that have not called it.
+        no_dump: members without a dump.
+        waits_for: ranks that block it; empty if all have called it and some have completed it.
+        queued: number of calls queued after it in the group.
     """
 
     group: StuckGroup
@@ -390,19 +414,31 @@ class Stuck(Struct, frozen=True, kw_only=True):
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The ranks that have called it and are not done with it."""
+        """The ranks that have called it and have not completed it."""
         return tuple(sorted(self.enqueued + self.started))
 
 
 class MismatchSide(Struct, frozen=True):
-    """What some members say of a call on which they all should agree."""
+    """The value that some members have for a property on which all members must agree.
+
+    Attributes:
+        value: the value, as text.
+        ranks: the ranks with this value.
+    """
 
     value: str
     ranks: tuple[int, ...]
 
 
 class Mismatch(Struct, frozen=True):
-    """The first call of a group on whose op, dtype or size (bytes) its members disagree."""
+    """The first call of a group with different arguments on its members.
+
+    Attributes:
+        group: its process group.
+        seq: torch's sequence number in the group.
+        what: the property that differs: "op", "dtype" or "size" (bytes).
+        sides: the values with their ranks, largest side first.
+    """
 
     group: StuckGroup
     seq: int
@@ -411,7 +447,7 @@ class Mismatch(Struct, frozen=True):
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that differ from the majority; all of them where there is none."""
+        """The ranks that differ from the majority; all ranks if there is no majority."""
         first, second = self.sides[:2]
         majority = first.ranks if len(first.ranks) > len(second.ranks) else ()
         every = {rank for side in self.sides for rank in side.ranks}
@@ -419,7 +455,13 @@ class Mismatch(Struct, frozen=True):
 
 
 class StackFrame(Struct, frozen=True):
-    """A line of code that a stack goes through."""
+    """A frame of a recorded stack.
+
+    Attributes:
+        function: function name.
+        file: source file.
+        line: line number.
+    """
 
     function: str
     file: str
@@ -427,7 +469,17 @@ class StackFrame(Struct, frozen=True):
 
 
 class LastCall(Struct, frozen=True, kw_only=True):
-    """The newest call in a rank's dump; stack is innermost first, empty where it was not kept."""
+    """The last call in the dump of a rank.
+
+    Attributes:
+        rank: global rank.
+        group: process group of the call.
+        op: operation, such as "all_reduce".
+        seq: torch's sequence number in the group.
+        state: "enqueued", "started" or "completed".
+        called_unix_ns: time of the call, as text.
+        stack: frames, innermost first; empty if not recorded.
+    """
 
     rank: int
     group: StuckGroup
@@ -439,11 +491,14 @@ class LastCall(Struct, frozen=True, kw_only=True):
 
 
 class Culprit(Struct, frozen=True):
-    """Ranks that others wait for, at the end of a chain of waits.
+    """Ranks at the end of a chain of waits.
 
-    cause is not_called, unfinished (they have called all that others have, and do not end it),
-    no_dump, mismatch, deadlock (they wait for each other) or not_ending (all are there). held are
-    the ranks that wait for them, through others or not.
+    Attributes:
+        ranks: the ranks to blame.
+        cause: "not_called", "unfinished" (stuck in an older call), "no_dump", "mismatch",
+            "deadlock" (they wait for each other) or "not_ending" (all members have called it).
+        held: the ranks that wait for them, directly or through others.
+        message: the finding in one sentence.
     """
 
     ranks: tuple[int, ...]
@@ -453,7 +508,13 @@ class Culprit(Struct, frozen=True):
 
 
 class HangWarning(Struct, frozen=True):
-    """Something that the dumps cannot tell, in words."""
+    """A limitation of the analysis.
+
+    Attributes:
+        code: identifier of the warning.
+        message: text.
+        rank: rank of the dump; None if the warning concerns all dumps.
+    """
 
     code: str
     message: str
@@ -461,10 +522,18 @@ class HangWarning(Struct, frozen=True):
 
 
 class Hang(Struct, frozen=True, kw_only=True):
-    """How the calls of a job stood when its dumps were written; stuck is empty where all is done.
+    """The state of the calls of a job when its Flight Recorder dumps were written.
 
-    stuck is ordered by what it explains, the causes first. ranks left a dump; no_dump are known to
-    be of the job and left none. last_calls are those of the culprits and of missing ranks.
+    Attributes:
+        schema: version of the JSON, "stepsplit.hang/1".
+        verdict: the findings as one text.
+        ranks: ranks with a dump.
+        no_dump: ranks of the job without a dump.
+        culprits: ranks to blame with their cause.
+        stuck: calls that do not end, those that explain most first; empty if all have completed.
+        mismatches: calls on whose op, dtype or size the members disagree.
+        last_calls: last calls of the culprits and of missing ranks.
+        warnings: limitations of the analysis.
     """
 
     schema: str = SCHEMA
@@ -479,11 +548,11 @@ class Hang(Struct, frozen=True, kw_only=True):
 
 
 def to_json(hang: Hang) -> bytes:
-    """The hang as JSON text, as report.json is written."""
+    """The hang as JSON text."""
     return msgspec.json.format(msgspec.json.encode(hang), indent=1) + b"\n"
 
 
-# How far each rank came: its calls and their states, and its last sequence number by group.
+# The progress of each rank: its calls, their states, and its last sequence number by group.
 
 MISSING, ENQUEUED, STARTED, COMPLETED = "missing", "enqueued", "started", "completed"
 
@@ -496,10 +565,10 @@ _OF_ANY_SIZE = ("all_to_all", "unknown")
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """One call of one rank, and how far it came.
+    """One call of one rank and its state.
 
-    peer is the other end of a message, -1 where unknown and for a collective. agreed_bytes is the
-    size that all members must hand in alike, -1 where they need not or it is unknown.
+    peer is the other end of a message, -1 if unknown or a collective. agreed_bytes is the size on
+    which all members must agree, -1 if they need not or it is unknown.
     """
 
     rank: int
@@ -533,7 +602,7 @@ _NOWHERE = Reach(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one rank had called, by creation; open are the calls that are not done."""
+    """The calls of one rank in order of creation; open are those that are not completed."""
 
     rank: int
     calls: tuple[Called, ...]
@@ -544,23 +613,23 @@ class Progress:
 
     @property
     def collectives(self) -> Iterable[Called]:
-        """The rank's collectives; of several that were joined into one, the last."""
+        """The rank's collectives; of several coalesced ones, the last."""
         return self._collectives.values()
 
     def collective(self, group: JobGroup, seq: int) -> Called | None:
-        """The rank's own record of a collective; None where it has none (any more)."""
+        """The rank's record of a collective; None if not (or no longer) in its ring buffer."""
         return self._collectives.get((group, seq))
 
     def reach(self, group: JobGroup) -> Reach:
-        """How far the rank came with the group's collectives."""
+        """The rank's progress in the collectives of the group."""
         return self._reach.get(group, _NOWHERE)
 
     def stated(self, group: JobGroup) -> Reach:
-        """How far the rank came on the group as its dump states, messages counted as well."""
+        """The rank's progress in the group by the status in its dump, which counts messages too."""
         return self._stated.get(group, _NOWHERE)
 
     def state(self, group: JobGroup, seq: int) -> str:
-        """How far a collective of the group came on the rank, even where the ring lost it."""
+        """The state of a collective on the rank, also if its ring buffer has dropped it."""
         if (call := self.collective(group, seq)) is not None:
             return call.state
         reach = self.reach(group)
@@ -570,9 +639,9 @@ class Progress:
 
 
 def progress_of(dumps: Sequence[FlightDump], groups: JobGroups) -> tuple[Progress, ...]:
-    """The progress of each dump's rank, in the order of the ranks."""
+    """The progress of the rank of each dump, sorted by rank."""
     calls = {dump.rank: tuple(_called(dump, groups)) for dump in dumps}
-    # A status counts collectives and messages alike: with messages it says nothing of collectives.
+    # A status counts collectives and messages together: with messages it cannot be used.
     mixed = {call.group for found in calls.values() for call in found if call.is_message}
     return tuple(
         _progress(dump, calls[dump.rank], groups, mixed)
@@ -599,7 +668,7 @@ def _progress(
 
 
 def _called(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
-    """The calls on known groups. Of calls joined into one only the join has a state."""
+    """The calls in known groups. Of coalesced calls only the last entry has a state."""
     joins = {_place(one): one for one in dump.entries if one.name.endswith(_JOINS)}
     joined = {_place(one) for one in dump.entries if not one.name.endswith(_JOINS)}
     sizes, peers = dump.calls.calls.message_bytes.tolist(), dump.calls.calls.peer.tolist()
@@ -636,38 +705,38 @@ def _agreed_bytes(op: str, entry: FlightEntry) -> int:
 
 
 def _state(entry: FlightEntry) -> str:
-    """gloo leaves every state as it was at the call: there, retired is completed."""
+    """The state of an entry; gloo never updates the state, so retired counts as completed."""
     if entry.state == COMPLETED or (entry.retired and entry.state != STARTED):
         return COMPLETED
     return STARTED if entry.state == STARTED else ENQUEUED
 
 
-# Which ranks are in each group, where some dumps list the members and others do not.
+# The members of each group, which not all dumps list.
 
 _DEFAULT = "default_pg"
 
 
 @dataclass(frozen=True, slots=True)
 class JobGroups:
-    """The groups of a job. guessed: the members of some are only those that spoke of them."""
+    """The groups of a job. guessed: some members were inferred from the ranks that use a group."""
 
     guessed: bool
     _of_rank: Mapping[tuple[int, str], JobGroup]
 
     def of(self, rank: int, name: str) -> JobGroup | None:
-        """The group that the rank means by the name; None where it is in none."""
+        """The group with this name on the rank; None if the rank is in no such group."""
         return self._of_rank.get((rank, name))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank that is in a group."""
+        """All ranks of all groups."""
         return tuple(sorted({rank for group in self._of_rank.values() for rank in group.ranks}))
 
 
 def job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
-    """The groups, as a member's dump lists them, else of the ranks whose dumps speak of them.
+    """The groups as listed in a member's dump, else inferred from the ranks that mention them.
 
-    The default group holds every rank up to the highest. gloo lists no groups.
+    The default group has every rank up to the highest. gloo lists no groups.
     """
     listed: dict[str, dict[tuple[int, ...], JobGroup]] = defaultdict(dict)
     for group in (group for dump in dumps for group in dump.groups if group.ranks):
@@ -688,7 +757,7 @@ def job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
 
 
 def _spoken(dump: FlightDump) -> list[Group]:
-    """The groups of the dump; one of which it holds a status alone has no description."""
+    """The groups of a dump, also those with only a status, which have no description."""
     known = {group.name for group in dump.groups}
     named = {status.group_name for status in dump.statuses if status.group_name}
     return [*dump.groups, *(Group(name, (), "") for name in sorted(named - known))]

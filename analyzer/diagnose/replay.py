@@ -30,7 +30,7 @@ Float = npt.NDArray[np.float64]
 
 
 def paced(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
-    """One kind of WORK takes so many times as long, a factor each row of the steps."""
+    """Scale the durations of one kind of WORK by a factor per row of the steps."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
     nodes = np.flatnonzero(graph.step >= 0)
@@ -39,7 +39,7 @@ def paced(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
 
 
 def capped(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
-    """One kind of WORK shortened where it is longest, to so much in each row of the steps."""
+    """Limit the total of one kind of WORK per row of the steps, shortening the longest parts."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
     working = np.flatnonzero(graph.step >= 0)
@@ -52,7 +52,7 @@ def capped(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGrap
 
 
 def _level(values: Int64, total: float) -> Int64:
-    """The values, cut off at such a height that they add up to the total at most."""
+    """Clip the values at the height at which they add up to the total."""
     if values.sum() <= total:
         return values
     rising = np.sort(values)
@@ -63,7 +63,7 @@ def _level(values: Int64, total: float) -> Int64:
 
 
 def moved_faster(graph: DependencyGraph, kernels: Int64, times: Float) -> DependencyGraph:
-    """The data of these collectives and messages takes so many times as long."""
+    """Scale the transfer times of these collectives and messages."""
     rest = graph.rest_ns.copy()
     ends = graph.kernels.end[kernels]
     rest[ends] = np.where(rest[ends] > 0, np.rint(rest[ends] * times), rest[ends])
@@ -71,28 +71,30 @@ def moved_faster(graph: DependencyGraph, kernels: Int64, times: Float) -> Depend
 
 
 def left_out(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
-    """Without these collectives and messages, on all their ranks."""
+    """Remove these collectives and messages on all their ranks."""
     rest = graph.rest_ns.copy()
     rest[graph.kernels.start[kernels]] = NEVER
     rest[graph.kernels.end[kernels]] = NEVER
     return replace(graph, rest_ns=rest)
 
 
-# Collectives that begin as soon as they could, and are waited for together.
+# Collectives that start as soon as their data is ready; the rank waits for all of them at the end.
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """Collectives of one rank in one step, in order, and when each could begin instead; the rank
-    waited for one of them at least."""
+    """Collectives of one rank in one step, in order, and the time at which each could start.
+
+    The rank waited for at least one of them.
+    """
 
     kernels: Int64
     ready_ns: Int64
 
 
 def earlier(graph: DependencyGraph, moves: Sequence[Earlier]) -> DependencyGraph:
-    """The collectives begin when they can, one after the other; the rank waits for all of them
-    where it waited for the last one."""
+    """Start the collectives as early as possible, one after the other; the rank waits for all of
+    them where it waited for the last one."""
     times = times_of(graph)
     needs = list(map(list, graph.needs))
     branches: list[_Branch] = []
@@ -108,7 +110,7 @@ def earlier(graph: DependencyGraph, moves: Sequence[Earlier]) -> DependencyGraph
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """An instant of a time line between two of its nodes: so much work behind the node before."""
+    """A new node of a timeline, work_ns after the node before it."""
 
     before: int
     work_ns: Int64
@@ -125,7 +127,7 @@ def _wait_at_the_end(graph: DependencyGraph, needs: list[list[int]], move: Earli
 
 
 def _branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) -> _Branch:
-    """The instant of the rank's time line, its work cut in proportion to time."""
+    """A node at ready_ns on the rank's timeline; the work there is split in proportion to time."""
     own = graph.mains.of_rank(rank)
     at = bisect_right(times, ready_ns, own.start, own.stop) - 1
     after = min(at + 1, own.stop - 1)
@@ -138,7 +140,7 @@ def _branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) 
 def _with_branches(
     graph: DependencyGraph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
 ) -> DependencyGraph:
-    """The graph with these nodes behind its own, and other needs."""
+    """Append these nodes to the graph and replace its dependencies."""
     every = tuple(map(tuple, needs)) + ((),) * len(branches)
     before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int64)
     work = np.array([one.work_ns for one in branches], dtype=np.int64).reshape(-1, len(WORK))
@@ -154,16 +156,16 @@ def _with_branches(
     )
 
 
-# What every cause is looked for in: the split, its graph, and the steps as a table.
+# The input of every bottleneck analysis: the split, its graph, and the steps as a table.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayContext:
-    """A recording with its graph. mean_ns is the mean full step; the steps of all ranks are rows.
+    """A recording with its graph. mean_ns is the mean full step; rows are the steps of all ranks.
 
-    ranks holds the numbers of the ranks, stage and split_ns are of the rows: their pp coordinate
-    and buckets, shape (rows,) and (rows, BUCKETS). origin_ns is the report's t0, records what the
-    ranks told of themselves.
+    ranks holds the rank numbers; stage (shape (rows,)) and split_ns (shape (rows, BUCKETS)) are the
+    pp coordinate and the buckets of each row. origin_ns is the report's t0; records are the state
+    of each rank's device during the recording.
     """
 
     found: RunSplit
@@ -177,16 +179,16 @@ class ReplayContext:
 
     @property
     def counted(self) -> Bool:
-        """Which rows the mean step is of: the full ones, all where none is full."""
+        """The rows that enter the mean step: the full ones, or all if none is full."""
         full = self.graph.steps.full
         return full if full.any() else np.ones_like(full)
 
     def bucket_ns(self, bucket: str) -> Int64:
-        """One bucket of every row."""
+        """One bucket of every row, in ns."""
         return self.split_ns[:, BUCKETS.index(bucket)]
 
     def work_ns(self, work: str) -> Int64:
-        """What every row did of one kind of its own, behind communication too."""
+        """The time of one kind of WORK in every row, overlapped communication included."""
         nodes = np.flatnonzero(self.graph.step >= 0)
         spent = self.graph.work_ns[nodes, WORK.index(work)]
         total = np.zeros(len(self.split_ns), dtype=np.int64)
@@ -194,8 +196,8 @@ class ReplayContext:
         return total
 
     def phases(self) -> Int64:
-        """For each node of the time lines whether its work was a forward's (0), a backward's (1) or
-        neither's (2), by the boxes of the pipeline."""
+        """The phase of each timeline node by the pipeline's boxes: forward (0), backward (1) or
+        neither (2)."""
         times = np.array(times_of(self.graph), dtype=np.int64)
         found = np.full(len(self.graph), 2)
         for index, rank in enumerate(self.found.ranks):
@@ -212,7 +214,7 @@ class ReplayContext:
         return found
 
     def exposed_ns(self) -> Int64:
-        """How long each collective or message held its rank up, shape (kernels,)."""
+        """The exposed time of each collective or message, shape (kernels,)."""
         kernels = self.graph.kernels
         found = np.zeros(len(kernels), dtype=np.int64)
         for index, rank in enumerate(self.found.ranks):
@@ -224,33 +226,33 @@ class ReplayContext:
         return found
 
     def kernels_on(self, chosen: Callable[[frozenset[str]], bool]) -> Int64:
-        """The collectives and messages whose group has such axes; none of a group unknown."""
+        """The collectives and messages whose group axes match; unknown groups never match."""
         matched, axes_of = self.found.matched, self.found.layout.axes_of
         of_group = np.array([*(chosen(axes_of(group)) for group in matched.groups), False])
         return np.flatnonzero(of_group[matched.group[self.graph.kernels.row]])
 
     def gain_ns(self, changed: DependencyGraph) -> int:
-        """How much shorter the mean step is with the graph changed."""
+        """The reduction of the mean step with the changed graph, in ns."""
         return round(self.mean_ns - play(changed).mean_ns)
 
     def over(self, changed: DependencyGraph) -> ReplayContext:
-        """The scene as it were with the graph changed."""
+        """The same context with the changed graph."""
         return replace(self, graph=changed, mean_ns=play(changed).mean_ns)
 
     def steps_of(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
-        """The numbers of the full steps among these rows."""
+        """The step numbers of the full steps among these rows."""
         steps = self.graph.steps
         return tuple(np.unique(steps.step[rows & steps.full]).tolist())
 
     def event(self, index: int, row: int) -> EventRef:
-        """An event of a rank for people to look at."""
+        """A reference to an event of a rank, for a finding."""
         rank = self.found.ranks[index]
         events = rank.trace.events
         start = rank.clock.common_at(int(events.start_ns[row])) - self.origin_ns
         return EventRef(rank.trace.rank, start, int(events.dur_ns[row]), events.name_of(row))
 
     def longest(self, index: int, bucket: str, most: int = 3) -> tuple[EventRef, ...]:
-        """The longest stretches of a rank in one bucket."""
+        """The longest intervals of a rank in one bucket."""
         rank, number = self.found.ranks[index], BUCKETS.index(bucket)
         band = rank.attribution.band
         rows = np.flatnonzero(band.bucket == number)
@@ -277,7 +279,7 @@ class ReplayContext:
 def scene_of(
     found: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()
 ) -> ReplayContext:
-    """The scene of a recording with at least one step."""
+    """Build the context of a recording with at least one step."""
     graph = graph_of(found)
     splits = [step.split.buckets_ns for rank in found.ranks for step in rank.steps]
     numbers = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int64)
@@ -294,32 +296,32 @@ def scene_of(
     )
 
 
-# A graph played through: when each of its instants comes.
+# Replay: the time of each node of a graph.
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The steps of a replay: step_ns in the order of Graph.steps."""
+    """The steps of a replay: step_ns in the order of DependencyGraph.steps."""
 
     step_ns: Int64
     full: npt.NDArray[np.bool_]
 
     @property
     def mean_ns(self) -> float:
-        """The mean full step of all ranks, of all steps where none is full; 0 without any."""
+        """The mean full step over all ranks (all steps if none is full); 0 without steps."""
         rows = self.step_ns[self.full] if self.full.any() else self.step_ns
         return float(rows.mean()) if len(rows) else 0.0
 
 
 def play(graph: DependencyGraph) -> Played:
-    """The steps as they would have been."""
+    """Replay a graph and return its steps."""
     times = np.array(times_of(graph), dtype=np.int64)
     steps = graph.steps
     return Played(times[steps.end] - times[steps.begin], steps.full)
 
 
 def times_of(graph: DependencyGraph) -> list[int]:
-    """When each node comes, in ns of the common clock."""
+    """The time of each node, in ns of the common clock."""
     before, needs, rest = graph.before.tolist(), graph.needs, graph.rest_ns.tolist()
     work = graph.work_ns.sum(axis=1).tolist()
     times = [0] * len(before)

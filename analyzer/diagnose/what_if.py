@@ -1,4 +1,4 @@
-"""What-if: the mean step of a recording with something changed, by a replay of its dependencies."""
+"""What-if analysis: the mean step of a recording after a change, by a replay of its graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.run import RunSplit, split_run
-from stepsplit.analyzer.split.run import Schedule as Seen
+from stepsplit.analyzer.split.run import Schedule as MeasuredSchedule
 from stepsplit.analyzer.trace import Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
@@ -60,14 +60,20 @@ def to_json(found: WhatIfs) -> str:
     return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
 
-# What if: the mean step of a recording with something changed, by a replay of its dependencies.
+# The mean step of a recording after a change.
 
 _BY_SCHEDULE = ("microbatches", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The mean full step with one change made, and by how much it is shorter (negative: longer)."""
+    """The mean full step with one change, and the gain.
+
+    Attributes:
+        change: the change, such as `WhatIfChange("link", axis="tp", times=2.0)`.
+        step_ns: mean full step with the change, in ns.
+        gain_ns: reduction of the mean full step, in ns; negative if the step gets longer.
+    """
 
     change: WhatIfChange
     step_ns: int
@@ -76,12 +82,15 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfs:
-    """A recording's mean full step, and what it were with each change alone.
+    """The mean full step of a recording, and the estimate for each change alone.
 
-    slowdown is what stragglers of any kind cost: the step over the one in which all ranks and
-    stages compute alike and no call moves data longer than its kind, both without idle hosts.
-    After Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis,
-    arXiv:2505.05713, whose S it is.
+    Attributes:
+        step_ns: mean full step as recorded, in ns.
+        changes: one `WhatIf` per change, in the order of the request.
+        slowdown: cost of stragglers as a ratio: the step divided by the step in which all ranks and
+            stages have equal compute and no call transfers longer than the median of its op and
+            size, both without idle hosts. The metric S of Lin et al., Understanding Stragglers in
+            Large Model Training Using What-if Analysis, arXiv:2505.05713.
     """
 
     step_ns: int
@@ -90,9 +99,9 @@ class WhatIfs:
 
 
 def what_ifs(found: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
-    """Each change that the words name, all usual ones that apply where there are none.
+    """Estimate each change given as text; without any, all default changes that apply.
 
-    Raises UsageError for words that name no change, or one that the recording has nothing for.
+    Raises UsageError for an invalid change, or one that does not apply to the recording.
     """
     scene = scene_of(found, 0)
     if words:
@@ -103,7 +112,7 @@ def what_ifs(found: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
 
 
 def slowdown_of(scene: ReplayContext) -> float:
-    """The slowdown of a recording, as WhatIfs has it."""
+    """The slowdown by stragglers, as defined in WhatIfs."""
     idle = WhatIfChange("no-idle")
     before = scene.gain_ns(replayed(scene, idle))
     even = scene.over(replayed(scene, WhatIfChange("even")))
@@ -127,24 +136,44 @@ def _if_any(scene: ReplayContext, change: WhatIfChange) -> WhatIf | None:
 
 
 def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUILT_IN) -> WhatIfs:
-    """what_ifs of the recording in the files, folders, archives and URLs, whose kernels are what
-    the rules say. Raises DataError too."""
+    """Estimate how changes would affect the step time of a recording, by a replay.
+
+    Args:
+        places: files, folders, archives or URLs of the recording.
+        changes: changes as text: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap,
+            link:AXIS=FACTOR, microbatches=N, schedule=NAME or replicas=N. Default: all that apply.
+        rules: kernel rules, see `read_rules`. Default: the built-in rules.
+
+    Returns:
+        A `WhatIfs` with the recorded step, the step after each change (ns) and the slowdown by
+        stragglers.
+
+    Raises:
+        DataError: a place is missing or cannot be read.
+        UsageError: a change is invalid or does not apply to the recording.
+
+    Example:
+        >>> from stepsplit.analyzer import what_if
+        >>> result = what_if("runs/exp1", changes=["link:tp=2"])  # doctest: +SKIP
+        >>> result.changes[0].gain_ns  # doctest: +SKIP
+        1250000
+    """
     recording = read_recording(places, rules=rules)
     return what_ifs(split_run(recording.traces, recording.spec, ideal_bubble_fraction), changes)
 
 
-# The pipeline's window under another schedule, or with more microbatches.
+# The pipeline under another schedule, or with more microbatches.
 
 
 def window_gain_ns(scene: ReplayContext, change: WhatIfChange) -> float:
-    """How much shorter a pipeline of the measured forwards and backwards is, by the schedule's own
-    order, both sides without messages; of more microbatches for the same work.
+    """The gain of another schedule, or of more microbatches for the same work, in ns.
 
-    Raises UsageError where the run has no pipeline grid or the schedule is unknown.
+    Both sides are simulated with the measured forwards and backwards, without messages.
+    Raises UsageError if the run has no pipeline grid or the schedule is unknown.
     """
     seen = scene.found.schedule
     if seen is None or not scene.found.holes:
-        raise UsageError("the recording shows no pipeline whose schedule could be another")
+        raise UsageError("cannot change the schedule: no pipeline detected in the recording")
     stages, costs = len(scene.found.layout.pipelines[0]), _median_costs(scene)
     before = _makespan_ns(_known(seen.name), stages, seen, seen.microbatches, costs)
     if change.kind == "microbatches":
@@ -157,18 +186,18 @@ def _known(name: str) -> Schedule:
     for schedule in SCHEDULES:
         if schedule == name:
             return schedule
-    raise UsageError(f"no schedule {name!r} to compare with; write {', '.join(SCHEDULES)}")
+    raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
 
 
 def _makespan_ns(
-    schedule: Schedule, stages: int, seen: Seen, microbatches: int, costs: Costs
+    schedule: Schedule, stages: int, seen: MeasuredSchedule, microbatches: int, costs: Costs
 ) -> float:
     return pipeline_ns(schedule, stages, microbatches, seen.chunks, costs).makespan_ns
 
 
 def _median_costs(scene: ReplayContext) -> Costs:
-    """The median forward and backward of each model stage; a backward that was not split is half
-    input and half weight gradient."""
+    """The median forward and backward of each model stage; a backward that is not split counts half
+    as input gradient and half as weight gradient."""
     took: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank in scene.found.ranks:
         for grid in rank.grids:
@@ -185,11 +214,11 @@ def _cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
     return (forward, backward / 2, backward / 2)
 
 
-# Change -> Graph: what each change makes of the dependencies and their times.
+# WhatIfChange -> DependencyGraph.
 
 
 def replayed(scene: ReplayContext, change: WhatIfChange) -> DependencyGraph:
-    """The graph with the change made. Raises UsageError where the run has nothing to change."""
+    """The graph with the change applied. Raises UsageError if it does not apply to the run."""
     every = np.zeros(len(scene.stage), dtype=np.int64)
     match change.kind:
         case "even":
@@ -211,7 +240,7 @@ def replayed(scene: ReplayContext, change: WhatIfChange) -> DependencyGraph:
 
 
 def _on(scene: ReplayContext, axis: str) -> Int64:
-    """The collectives and messages along an axis; all of them for "all"."""
+    """The collectives and messages on an axis; all of them for "all"."""
     if axis == "all":
         return np.arange(len(scene.graph.kernels))
     found = scene.kernels_on(lambda axes: axis in axes)
@@ -223,27 +252,27 @@ def _on(scene: ReplayContext, axis: str) -> Int64:
 
 
 def _replicas(scene: ReplayContext, times: int) -> DependencyGraph:
-    """So many times the data-parallel ranks on links as fast: of a ring's bytes each rank sends
-    (n - 1) / n, which grows towards 1."""
+    """Multiply the number of data-parallel ranks at equal link speed: each rank of a ring of n
+    sends (n - 1) / n of the bytes."""
     matched = scene.found.matched
     kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= DATA_AXES)
     sizes = np.array([len(group.ranks) for group in matched.groups], dtype=np.int64)
     ranks = sizes[matched.group[scene.graph.kernels.row[kernels]]]
     kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
     if not len(kernels):
-        raise UsageError("the recording has no data-parallel communication to spread further")
+        raise UsageError("cannot change replicas: the recording has no data-parallel communication")
     share, then = ((n - 1) / n for n in (ranks, ranks * times))
     return moved_faster(scene.graph, kernels, then / share)
 
 
-# What to change before a replay, in words: "link:tp=2", "microbatches=8".
+# Changes as text: "link:tp=2", "microbatches=8".
 
 PLAIN = ("even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap")
 
 EXAMPLES = (*PLAIN, "link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2")
 
 USUAL = (*PLAIN, "link:all=2", "replicas=2")
-"""What is replayed where nobody says what."""
+"""The changes that are estimated by default."""
 
 _FORM = re.compile(
     r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas)=(\d+)|(schedule)=([a-z0-9-]+)"
@@ -252,10 +281,20 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WhatIfChange:
-    """One change: kind is a word of PLAIN, link, microbatches, replicas or schedule.
+    """One change of a what-if analysis.
 
-    axis is the link's ("all" for every one), times how many times as fast, count how many
-    microbatches, or how many times the replicas; name is the schedule's.
+    Attributes:
+        kind: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap, link, microbatches,
+            replicas or schedule.
+        axis: axis of a link change, "all" for every axis. Default "".
+        times: speed-up factor of a link change. Default 1.0.
+        count: number of microbatches, or factor of the replicas. Default 0.
+        name: schedule name. Default "".
+
+    Example:
+        >>> from stepsplit.analyzer import WhatIfChange
+        >>> str(WhatIfChange("link", axis="tp", times=2.0))
+        'link:tp=2'
     """
 
     kind: str
@@ -276,12 +315,12 @@ class WhatIfChange:
 
 
 def change_of(words: str) -> WhatIfChange:
-    """The change that the words name. Raises UsageError, which shows how to write one."""
+    """Parse a change. Raises UsageError with the valid forms."""
     if words in PLAIN:
         return WhatIfChange(words)
     found = _FORM.fullmatch(words)
     if found is None or float(found[3] or found[5] or 1) <= 0:
-        raise UsageError(f"{words!r} is no change; write {', '.join(EXAMPLES)}")
+        raise UsageError(f"{words!r} is not a valid change; use one of {', '.join(EXAMPLES)}")
     if found[1]:
         return WhatIfChange("link", axis=found[2], times=float(found[3]))
     if found[4]:
@@ -289,7 +328,7 @@ def change_of(words: str) -> WhatIfChange:
     return WhatIfChange("schedule", name=found[7])
 
 
-# As if all ranks and stages were alike: the run without stragglers of any kind.
+# The run without load imbalance and stragglers.
 
 _PHASES = 3
 
@@ -297,9 +336,9 @@ _COMPUTE = WORK.index("compute")
 
 
 def evened(scene: ReplayContext, among: Int64) -> DependencyGraph:
-    """Every row computes, forward and backward apart, what the mean of its step and among does.
+    """Set the compute of every row to the mean of its step and group, per phase.
 
-    among has a number for each row: rows of one number share their work evenly.
+    among is the group number of each row: rows of one group share their work equally.
     """
     graph, steps = scene.graph, scene.graph.steps
     nodes = np.flatnonzero(graph.step >= 0)
@@ -315,7 +354,7 @@ def evened(scene: ReplayContext, among: Int64) -> DependencyGraph:
 
 
 def usual_transfers(scene: ReplayContext, graph: DependencyGraph) -> DependencyGraph:
-    """No call moves data longer than the median of its op and size."""
+    """Limit the transfer time of each call to the median of its op and size."""
     kernels, matched = graph.kernels, scene.found.matched
     kind = labels_of(matched.op[kernels.row], matched.message_bytes[kernels.row])
     took = graph.rest_ns[kernels.end]
@@ -325,16 +364,16 @@ def usual_transfers(scene: ReplayContext, graph: DependencyGraph) -> DependencyG
     return replace(graph, rest_ns=rest)
 
 
-# The pipeline's grid as its schedule would have it: equal stages, no communication.
+# The ideal grid of a pipeline schedule: equal stages, no communication.
 
 _PHASE = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
 def ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -> Boxes | None:
-    """The boxes of one step if every stage took the measured mean, from time 0.
+    """The boxes of one step, from time 0, if every stage took the measured mean.
 
-    measured holds one step of one rank a stage. None where the schedule is not modelled or cannot
-    be of that many stages and microbatches.
+    measured holds one step with one rank per stage. None if the schedule is not modelled or does
+    not support this number of stages and microbatches.
     """
     ranks, positions = np.unique(measured.rank), len(np.unique(measured.stage))
     if schedule not in SCHEDULES or not len(ranks) or positions % len(ranks):
@@ -358,7 +397,7 @@ def _mean_costs(measured: Boxes) -> tuple[float, float, float]:
 
 
 def _by_coordinate(measured: Boxes, at: Places) -> list[int]:
-    """The measured rank of each pp coordinate: the one that holds its first stage."""
+    """The measured rank of each pp coordinate: the rank of its first stage."""
     return [int(measured.rank[measured.stage == one[0]][0]) for one in at]
 
 

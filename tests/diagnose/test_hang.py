@@ -1,4 +1,4 @@
-"""Hangs as Flight Recorder dumps tell of them: who waits where for whom, and for what."""
+"""Hang analysis of Flight Recorder dumps: which ranks wait for which, and in which call."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def dump(
     status: Sequence[tuple[int, int]] = (),
 ) -> None:
     """A rank's dump; status holds (last enqueued, last completed) of each of the groups."""
-    told = {
+    statuses = {
         group.name: {"last_enqueued_collective": last, "last_completed_collective": whole}
         for group, (last, whole) in zip(groups, status, strict=False)
     }
     config = {g.name: {"desc": g.description, "ranks": str(list(g.ranks))} for g in groups}
-    body = {"version": "2.10", "pg_config": config, "pg_status": told, "entries": list(calls)}
+    body = {"version": "2.10", "pg_config": config, "pg_status": statuses, "entries": list(calls)}
     (folder / f"dump_{rank}").write_text(json.dumps(body))
 
 
@@ -91,12 +91,14 @@ def stuck(group: StuckGroup, seq: int, op: str = "all_reduce", **more: Any) -> S
     )  # fmt: skip
 
 
-def test_a_rank_that_did_not_call_holds_the_others_up(tmp_path: Path) -> None:
+def test_a_rank_that_did_not_call_blocks_the_others(tmp_path: Path) -> None:
     frame = {"name": "load", "filename": "data.py", "line": 7}
     dump(tmp_path, 0, [WORLD], done(WORLD, 4), call(WORLD, 5), call(WORLD, 6))
     dump(tmp_path, 1, [WORLD], done(WORLD, 4, frames=[frame]))
     dump(tmp_path, 2, [WORLD], done(WORLD, 4), call(WORLD, 5, state="started"))
-    verdict = "rank 1 holds everybody up: it has not called all_reduce 5 of default_pg (group 0)"
+    verdict = (
+        "rank 1 blocks all other ranks: it has not called all_reduce 5 of default_pg (group 0)"
+    )
     assert hang_of(tmp_path) == Hang(
         verdict=verdict,
         ranks=(0, 1, 2),
@@ -112,7 +114,7 @@ def test_a_rank_that_did_not_call_holds_the_others_up(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_the_statuses_tell_of_a_rank_whose_ring_holds_nothing(tmp_path: Path) -> None:
+def test_the_status_is_used_for_a_rank_with_an_empty_ring_buffer(tmp_path: Path) -> None:
     dump(tmp_path, 0, [TP], call(TP, 5), status=[(5, 4)])
     dump(tmp_path, 1, [TP], status=[(4, 4)])
     found = hang_of(tmp_path)
@@ -140,7 +142,7 @@ def test_a_rank_that_called_another_op_is_the_odd_one(tmp_path: Path) -> None:
     assert found.culprits == (
         Culprit(
             (1,), "mismatch", (0, 2),
-            "rank 1 holds everybody up: call 5 of default_pg (group 0) differs in op: "
+            "rank 1 blocks all other ranks: call 5 of default_pg (group 0) differs in op: "
             "all_reduce on ranks 0 and 2; broadcast on rank 1",
         ),
     )  # fmt: skip
@@ -180,7 +182,7 @@ def test_an_all_to_all_may_hand_in_any_size(tmp_path: Path) -> None:
     assert [(one.ranks, one.cause) for one in found.culprits] == [((0, 1), "not_ending")]
 
 
-def test_a_chain_over_two_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_chain_over_two_groups_ends_at_the_rank_that_does_not_wait(tmp_path: Path) -> None:
     dump(tmp_path, 0, [TP], done(TP, 1), call(TP, 2))
     dump(tmp_path, 1, [TP, DP], done(TP, 1), call(DP, 7))
     dump(tmp_path, 2, [DP], done(DP, 6))
@@ -191,7 +193,7 @@ def test_a_chain_over_two_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path
     )
     assert found.culprits == (
         Culprit((2,), "not_called", (0, 1),
-                "rank 2 holds everybody up: it has not called all_reduce 7 of DP (group 2)"),
+                "rank 2 blocks all other ranks: it has not called all_reduce 7 of DP (group 2)"),
     )  # fmt: skip
 
 
@@ -201,8 +203,8 @@ def test_two_groups_called_in_another_order_are_a_deadlock(tmp_path: Path) -> No
     assert hang_of(tmp_path).culprits == (
         Culprit(
             (0, 1), "deadlock", (),
-            "ranks 0 and 1 wait for each other: rank 0 in all_reduce 3 of TP (group 1) for rank 1; "
-            "rank 1 in all_reduce 9 of DP (group 2) for rank 0",
+            "deadlock of ranks 0 and 1: rank 0 in all_reduce 3 of TP (group 1) waiting for rank 1; "
+            "rank 1 in all_reduce 9 of DP (group 2) waiting for rank 0",
         ),
     )  # fmt: skip
 
@@ -243,7 +245,7 @@ def test_collectives_of_one_batch_may_differ_in_size(tmp_path: Path) -> None:
     ]
 
 
-def test_gloo_tells_by_retired_and_lists_no_members(tmp_path: Path) -> None:
+def test_gloo_state_is_taken_from_retired_and_members_are_inferred(tmp_path: Path) -> None:
     dump(tmp_path, 0, [], gloo(WORLD, 1, retired=True), gloo(WORLD, 2, retired=False))
     dump(tmp_path, 1, [], gloo(WORLD, 1, retired=True), gloo(WORLD, 2, retired=False))
     dump(tmp_path, 2, [], gloo(WORLD, 1, retired=True))
@@ -263,7 +265,7 @@ def test_a_rank_without_a_dump_is_suspected_where_all_others_are_there(tmp_path:
     assert found.culprits == (
         Culprit(
             (1,), "no_dump", (0, 2),
-            "rank 1 holds everybody up, as far as dumps tell: it left none, and all others have "
+            "rank 1 blocks all other ranks (inferred): no dump of it, and all others have "
             "called all_reduce 5 of default_pg (group 0)",
         ),
     )  # fmt: skip
@@ -279,11 +281,11 @@ def test_two_dumps_of_one_rank_are_of_two_hangs(tmp_path: Path) -> None:
     for folder in (tmp_path / "first", tmp_path / "second"):
         folder.mkdir()
         dump(folder, 0, [TP], call(TP, 5))
-    with pytest.raises(DataError, match="name the dumps of one hang"):
+    with pytest.raises(DataError, match="pass the dumps of one hang"):
         find_hang(tmp_path)
 
 
-def test_chains_stop_at_those_who_wait_only_for_each_other() -> None:
+def test_chains_end_at_ranks_that_wait_only_for_each_other() -> None:
     calls = (
         stuck(WORLD, 1, enqueued=(2,), waits_for=(0,)),
         stuck(TP, 2, enqueued=(0, 1), waits_for=(0, 1)),
@@ -326,7 +328,7 @@ def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: P
     dump(tmp_path, 0, [TP], done(TP, 4), call(TP, 5))
     dump(tmp_path, 1, [TP], done(TP, 4, frames=frames))
     assert shown(hang_of(tmp_path), 100) == [
-        "rank 1 holds everybody up: it has not called all_reduce 5 of TP (group 1)",
+        "rank 1 blocks all other ranks: it has not called all_reduce 5 of TP (group 1)",
         "2 dumps   1 unfinished call   oldest since 2026-09-21 14:13:20 UTC",
         "",
         "group  description  call             size  waiting  missing",
@@ -341,24 +343,24 @@ def test_the_screen_begins_with_the_verdict_and_ends_with_the_stacks(tmp_path: P
 @pytest.mark.parametrize("incident", ["lock_gil_1st", "gpu_error_2nd"])
 def test_a_real_hang_is_one_screen_of_a_hundred_columns(incident: str) -> None:
     lines = shown(hang_of(*shared_trace(f"flight_recorder_nvrx/{incident}").glob("_dump_*")), 100)
-    assert lines[0].startswith("ranks 9 and 14 hold everybody up: ")
+    assert lines[0].startswith("ranks 9 and 14 block all other ranks: ")
     assert len(lines) < 30
     assert max(map(len, lines)) <= 100
 
 
-def test_analyze_tells_a_hang_where_there_are_dumps_and_no_trace(
+def test_analyze_reports_a_hang_for_dumps_without_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dump(tmp_path, 0, [TP], done(TP, 4), call(TP, 5))
     dump(tmp_path, 1, [TP], done(TP, 4))
     assert cli.run(["analyze", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("rank 1 holds everybody up: ")
+    assert capsys.readouterr().out.startswith("rank 1 blocks all other ranks: ")
     out = tmp_path / "out"
     assert cli.run(["analyze", str(tmp_path), "--out", str(out), "--json", "-"]) == 0
     text = capsys.readouterr().out
     assert (out / "hang.json").read_text() == text
-    told = json.loads(text)
-    assert (told["schema"], told["culprits"][0]["ranks"]) == ("stepsplit.hang/1", [1])
+    body = json.loads(text)
+    assert (body["schema"], body["culprits"][0]["ranks"]) == ("stepsplit.hang/1", [1])
 
 
 def test_analyze_says_so_where_nothing_is_stuck(
@@ -382,5 +384,5 @@ def test_an_empty_file_among_named_dumps_is_left_out(tmp_path: Path) -> None:
     assert found.ranks == (0, 1)
 
 
-def test_dumps_beside_a_trace_are_a_part_of_its_recording() -> None:
+def test_dumps_next_to_a_trace_are_part_of_its_recording() -> None:
     assert isinstance(examine_or_find_hang([SAMPLES / "dp4"]), Analysis)

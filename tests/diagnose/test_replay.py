@@ -1,4 +1,4 @@
-"""Replays of a few events: each instant comes when what it waited for has come."""
+"""Replays of a few events: each node comes after its dependencies."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_rank_that_computes_faster_lets_the_other_go_on_earlier(tmp_path: Path
     assert steps_us(paced(graph, "compute", np.array([2 / 3, 1.0]))) == [70, 80]
 
 
-def test_a_rank_that_nobody_waits_for_gains_nothing_by_computing_faster(tmp_path: Path) -> None:
-    """But for what it computes behind the sum."""
+def test_speeding_up_a_rank_that_no_rank_waits_for_gains_nothing(tmp_path: Path) -> None:
+    """Except for its compute after the all_reduce."""
     graph = scene(tmp_path, *slow_and_fast()).graph
     assert steps_us(paced(graph, "compute", np.array([1.0, 0.5]))) == [100, 85]
 

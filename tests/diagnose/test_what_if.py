@@ -1,4 +1,4 @@
-"""Replays with something changed on purpose, against what truly comes of it."""
+"""What-if replays compared with recordings of the changed run."""
 
 from __future__ import annotations
 

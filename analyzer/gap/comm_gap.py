@@ -1,4 +1,4 @@
-"""Communication of a run against the model: counts, bytes, times and bandwidth of each op."""
+"""Measured and predicted communication: counts, bytes, times and bandwidth of each op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS, Bool, Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL
 
-# What ranks sent, and what of it held them up, by the prediction's words for the axes.
+# The measured communication, by the axis names of the prediction.
 
 _BUCKETS = {COLLECTIVE: "collective", P2P: "p2p"}
 
@@ -34,12 +34,12 @@ Key = tuple[str, str]
 """(bucket, axis)"""
 
 Sizes = Mapping[int, int]
-"""How many calls there are of each message_bytes, -1 unknown."""
+"""Number of calls by message_bytes, -1 for unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredComm:
-    """A recording, its messages, and the prediction's word for each measured axis and op."""
+    """A recording, its messages, and the predicted axis name of each measured axis and op."""
 
     found: RunSplit
     messages: Sequence[MeasuredMessages]
@@ -51,7 +51,7 @@ class MeasuredComm:
         return cls(found, messages, axis_words(messages, prediction))
 
     def sizes(self, stage: ComparedStage) -> dict[Call, Sizes]:
-        """What the rank of the stage's step sent in it, by axis and op."""
+        """The calls in the stage's step by axis, op and size."""
         sizes: dict[Call, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for one in self.messages:
             if (one.rank, one.step) == (stage.rank, stage.step):
@@ -61,8 +61,7 @@ class MeasuredComm:
     def moved_ns(
         self, rank: RankSplit, windows: Sequence[StepWindow]
     ) -> dict[Call, tuple[int, int]]:
-        """How long the rank's data moved inside of the windows, and how much of that held the rank
-        up, by axis and op."""
+        """(transfer time, exposed part) of a rank within the windows, by axis and op."""
         axes, pieces = axes_in_words(self.found, rank), rank.pieces
         rows = overlaps_of(
             rank.trace.rank, rank.trace.calls, axes[:-1], windows, pieces, rank.work.compute
@@ -75,8 +74,7 @@ class MeasuredComm:
         return sums
 
     def exposed_ns(self, stage: ComparedStage) -> dict[Key, int]:
-        """What moving data held the stage's step up, each instant once: it adds up to the buckets
-        of the step."""
+        """Exposed transfers in the stage's step by bucket and axis; they add up to the buckets."""
         rank = self.rank_of(stage)
         window, exposed = rank.numbers.index(stage.step), rank.attribution.exposed
         axes, calls = axes_in_words(self.found, rank), rank.trace.calls
@@ -90,15 +88,15 @@ class MeasuredComm:
         return dict(sums)
 
     def rank_of(self, stage: ComparedStage) -> RankSplit:
-        """The rank whose step is the stage's."""
+        """The rank of the stage's step."""
         return next(one for one in self.found.ranks if one.trace.rank == stage.rank)
 
     def _kind(self, axis: str, op: str) -> Call:
-        """By the prediction's word for the axis; by its own where the prediction has none."""
+        """(axis name of the prediction, else the measured one; op)"""
         return self.words.get((axis, op), axis), op
 
 
-# Collectives and messages, measured and predicted: how many, how large, how long, how exposed.
+# Collectives and messages, measured and predicted: counts, sizes, times, exposed times.
 
 _Kind = tuple[int, str, str]
 """(stage, axis, op)"""
@@ -107,14 +105,14 @@ _Times = dict[_Kind, tuple[int, int]]
 
 
 def no_wires(axis: str) -> Wire | None:
-    """Nothing is known of any axis."""
+    """Every link is unknown."""
     return None
 
 
 def compared_calls(
     seen: MeasuredComm, prediction: Prediction, wires: Wires = no_wires
 ) -> tuple[ComparedCalls, ...]:
-    """A row for each stage, axis and op of tensors, by the prediction's words for the axes."""
+    """A row for each stage, axis and op of tensors, by the axis names of the prediction."""
     rows = compare_messages(seen.messages, prediction).rows
     measured, predicted = _measured_times(seen), _predicted_times(prediction)
     return tuple(_compared_calls(row, measured, predicted, wires(row.axis)) for row in rows)
@@ -149,14 +147,14 @@ def _compared_calls(
 def _busbw_of_calls(
     op: str, total_bytes: int | None, time_ns: int, wire: Wire | None
 ) -> float | None:
-    """Of all calls together; None where size, time or ranks are unknown."""
+    """Bus bandwidth of all calls; None if size, time or ranks are unknown."""
     if not total_bytes or not time_ns or wire is None:
         return None
     return total_bytes / (time_ns / 1e9) * busbw_factor(op, wire.ranks)
 
 
 def _measured_times(seen: MeasuredComm) -> _Times:
-    """(how long it moved, how much of that was exposed) a step of the mean rank, by kind."""
+    """(transfer time, exposed part) per step of the mean rank, by kind."""
     sums: dict[_Kind, list[int]] = defaultdict(lambda: [0, 0])
     steps: dict[int, int] = defaultdict(int)
     for rank in seen.found.ranks:
@@ -179,7 +177,7 @@ def _predicted_times(prediction: Prediction) -> _Times:
     return {kind: (round(time), round(held)) for kind, (time, held) in sums.items()}
 
 
-# The messages of a step as measured beside those that the model predicts: exact, no tolerance.
+# Measured and predicted messages of a step, compared exactly.
 
 Kind = tuple[int, str, str, bool]
 """(stage, axis, op, whether scalar)"""
@@ -190,7 +188,7 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Calls of one rank in a step, and the message bytes of all of them; None is unknown."""
+    """Number of calls of one rank in a step and their total message bytes; None if unknown."""
 
     count: int
     bytes: int | None
@@ -200,7 +198,7 @@ class Amount:
 class MessageRow:
     """One axis and op of a rank of a stage in a full step, measured and predicted.
 
-    measured is what most ranks and steps of the stage have; varies says that not all do.
+    measured is the most frequent amount over the ranks and steps; varies if others occur.
     """
 
     stage: int
@@ -212,14 +210,13 @@ class MessageRow:
 
     @property
     def equal(self) -> bool:
-        """Whether the model is right to the call and to the byte, on all ranks and steps."""
+        """Whether calls and bytes are exactly as predicted on all ranks and steps."""
         return self.measured == self.predicted and not self.varies
 
 
 @dataclass(frozen=True, slots=True)
 class MessageComparison:
-    """rows hold the tensors; scalars what is of SCALAR_BYTES or less, sends and receives too, and
-    barriers."""
+    """rows are the tensors; scalars the calls of SCALAR_BYTES or less, and barriers."""
 
     rows: tuple[MessageRow, ...]
     scalars: tuple[MessageRow, ...]
@@ -233,9 +230,9 @@ class MessageComparison:
 def compare_messages(
     measured: Sequence[MeasuredMessages], prediction: Prediction
 ) -> MessageComparison:
-    """Measured and predicted messages side by side, in order of stage, axis and op.
+    """Compare measured and predicted messages, in order of stage, axis and op.
 
-    Stages of which no rank is in the recording are left out.
+    Stages without a recorded rank are left out.
     """
     stages = {one.stage for one in measured}
     predicted = [c.message for c in prediction.communication if c.message.stage in stages]
@@ -251,7 +248,7 @@ def compare_messages(
 
 
 def axis_words(measured: Sequence[MeasuredMessages], prediction: Prediction) -> Mapping[Call, str]:
-    """The prediction's word for the axis of each measured axis and op."""
+    """The axis name of the prediction for each measured axis and op."""
     stages = {one.stage for one in measured}
     predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
     return _words({(one.axis, one.op) for one in measured}, predicted)
@@ -280,7 +277,7 @@ def _predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
 def _measured_amounts(
     messages: Sequence[MeasuredMessages], words: Mapping[Call, str]
 ) -> dict[Kind, Counter[Amount]]:
-    """How many ranks and steps have each amount; a rank that lacks a kind in a step has none."""
+    """The number of ranks and steps with each amount, zero amounts included."""
     parts: dict[tuple[Kind, int, int], list[Amount]] = defaultdict(list)
     for one in messages:
         kind = (one.stage, words[one.axis, one.op], one.op, one.op == "barrier" or _is_scalar(one))
@@ -310,10 +307,10 @@ def _sum(amounts: Sequence[Amount]) -> Amount:
 
 
 def _words(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
-    """The prediction's word for each measured axis and op.
+    """The axis name of the prediction for each measured axis and op.
 
-    FSDP shards over dp_shard and cp together, and gradients are summed over cp too. One data axis
-    on either side is the same one, whatever the mesh calls it.
+    FSDP shards over dp_shard and cp together, and gradients are also reduced over cp. A single data
+    axis on both sides is the same one, whatever its name in the mesh.
     """
     data = sorted({axis for axis, _ in measured if _is_data(axis)})
     called = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
@@ -330,22 +327,22 @@ def _words(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
 
 
 def _is_data(axis: str) -> bool:
-    """Whether ranks along it see different data; cp belongs to them where it is beside another."""
+    """Whether it is a data-parallel axis; cp is one only together with another axis."""
     axes = set(axis.split(" x "))
     return axes <= DATA_AXES and axes != {"cp"}
 
 
-# What each rank sent in each full step, counted by axis, op and size.
+# The messages of each rank in each full step, counted by axis, op and size.
 
 UNKNOWN_GROUP = "group unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMessages:
-    """count calls of one kind by one rank in one full step, the step in which the host made them.
+    """`count` calls of one kind by one rank in the full step in which the host issued them.
 
-    axis is the mesh's, several as "dp_shard x cp", else what describes the group. message_bytes are
-    of one call by nccl-tests' convention, -1 unknown.
+    axis is a mesh axis, several as "dp_shard x cp", else the description of the group.
+    message_bytes is the size of one call in the convention of nccl-tests, -1 if unknown.
     """
 
     rank: int
@@ -360,7 +357,7 @@ class MeasuredMessages:
 def measured_messages(found: RunSplit) -> tuple[MeasuredMessages, ...]:
     """The messages of every rank and full step, in order of rank, step, axis, op and size.
 
-    A collective or message of several kernels counts once; sends and receives count apart.
+    A collective or message with several kernels counts once; sends and receives count separately.
     """
     leads = [found.matched.leads[found.matched.of_trace(i)] for i in range(len(found.ranks))]
     return tuple(
@@ -384,15 +381,15 @@ def _of_rank(rank: RankSplit, leads: Bool, found: RunSplit) -> list[MeasuredMess
 
 
 def axes_in_words(found: RunSplit, rank: RankSplit) -> tuple[str, ...]:
-    """The axes of each group of the rank; behind them, at -1, the word for a group unknown."""
+    """The axes of each group of the rank, followed (index -1) by the name of unknown groups."""
     return (*(axis_in_words(found, group) for group in rank.trace.groups), UNKNOWN_GROUP)
 
 
 def axis_in_words(found: RunSplit, group: Group) -> str:
-    """The axes of a group, by the layout or the only strategy over as many ranks; where nobody
-    knows them its description, or how many ranks it has.
+    """The axes of a group, from the layout or the only strategy over as many ranks; if unknown its
+    description, or its number of ranks.
 
-    Gradients may be summed over the ranks of a cp that only what attention sends tells.
+    Gradients may be reduced over the ranks of a cp axis that is inferred from attention only.
     """
     layout, axis = found.layout, found.layout.axis_of(group)
     along = {one.axis for one in found.strategies if one.size == len(group.ranks)} - {None}
@@ -403,14 +400,14 @@ def axis_in_words(found: RunSplit, group: Group) -> str:
     return axis or axis_named(layout.axes_of(group), described)
 
 
-# The bus bandwidth that the model expects of a run's links, over sizes.
+# The bus bandwidth predicted by the model over message sizes.
 
 _POINTS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class ModelledBusbw:
-    """busbw over message sizes, and the peak of the slowest link, of one GPU in one direction."""
+    """Predicted busbw by message size, and the peak of the slowest link per GPU and direction."""
 
     message_bytes: tuple[float, ...]
     busbw_bytes_per_s: tuple[float, ...]
@@ -420,8 +417,10 @@ class ModelledBusbw:
 def modelled_busbw(
     report: Report, axis: str, op: str, least_bytes: int, most_bytes: int
 ) -> ModelledBusbw | None:
-    """The model's curve for an op on an axis of the run, by the closed form; None where the report
-    holds no job, or the model knows no such op or axis."""
+    """The model's busbw curve for an op on an axis of the run, by the closed form.
+
+    None if the report has no job config, or the model does not know the op or axis.
+    """
     try:
         job = job_of_report(report)
         wire = None if job is None else wires_of(job)(axis)
@@ -443,26 +442,26 @@ def _modelled_busbw(job: JobConfig, axis: str, op: str, message_bytes: float) ->
     return message_bytes / took_ns * 1e9 * busbw_factor(op, span.ranks)
 
 
-# What the ranks along an axis are joined by, to hold bandwidths against.
+# The links of each axis, for comparison with measured bandwidths.
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How many ranks a group along an axis has, and the peak of the slowest link between them, of
-    one GPU in one direction, as sold."""
+    """The number of ranks of a group on an axis, and the nominal peak of the slowest link between
+    them, per GPU and direction."""
 
     ranks: int
     bytes_per_s: float
 
 
 Wires = Callable[[str], Wire | None]
-"""The wire of an axis, by the prediction's words; None where an axis has none."""
+"""axis name of the prediction -> its link; None if the axis has no link."""
 
 _KNOWN = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 
 
 def wires_of(job: JobConfig) -> Wires:
-    """The wires of the job's hardware."""
+    """The links of the job's hardware by axis."""
 
     def wire(axis: str) -> Wire | None:
         name = group_axis(axis)

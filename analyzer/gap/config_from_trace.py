@@ -1,4 +1,4 @@
-"""The job config of a recording: from run.json, from the traces, completed by a TOML file."""
+"""The job config of a recording, inferred from run.json and the traces, completed by a job.toml."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
 
-# The job that a recording is of: what run.json says, what the steps show, what a job.toml adds.
+# The job config: run.json, then what the steps show, overridden by a job.toml.
 
 NAMES = ("model", "parallel", "training", "hardware")
 
 _WHOLE = ("preset", "file")
-"""Keys that state a table's numbers all at once: what was seen is no part of such a table."""
+"""Keys that define a whole table; inferred values are not merged into such a table."""
 
 _INSTEAD = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -39,23 +39,23 @@ _INSTEAD = {
     "global_batch": ("microbatches",),
     "microbatches": ("global_batch",),
 }
-"""Keys that say the same in other words: a stated one replaces those that were seen."""
+"""Alternative keys for the same quantity: a configured one replaces the inferred ones."""
 
 _AXES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
-"""Keys of which one at least says over how many ranks a job runs."""
+"""Keys of which at least one must define the number of ranks."""
 
 
 def job_of_run(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> JobConfig:
-    """The job of the recording; what the tables of stated say wins over what was seen.
+    """Infer the job config of a recording; values of a job.toml (`stated`) take precedence.
 
-    spec is what run.json says, None where there is none; stated is a job.toml, whole or a part.
-    Raises UsageError, one line with all that nobody tells; DataError for a job that cannot be.
+    spec is the run.json, None if there is none; stated is a complete or partial job.toml.
+    Raises UsageError with all missing keys; DataError for an invalid config.
     """
     return job_in(run_table(spec, found, stated))
 
 
 def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> TomlTable:
-    """The job.toml of the recording, as a table. Raises UsageError where something is missing."""
+    """The job.toml of the recording as a table. Raises UsageError if keys are missing."""
     seen = (
         model_seen(spec),
         parallel_seen(spec, found),
@@ -71,7 +71,7 @@ def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = 
 
 
 def _merged(seen: TomlTable, stated: TomlTable | None) -> TomlTable:
-    """The table of that name with what is stated, and what was seen where nothing is."""
+    """The configured table, completed by inferred values."""
     if stated is None or seen.name not in stated.values:
         return seen
     own = stated.inner(seen.name)
@@ -85,16 +85,16 @@ def _merged(seen: TomlTable, stated: TomlTable | None) -> TomlTable:
 def _complete(
     tables: Mapping[str, Mapping[str, object]], found: RunSplit, stated: TomlTable | None
 ) -> None:
-    """Raises UsageError that lists, table by table, what is needed and not told."""
+    """Raises UsageError with the missing keys by table."""
     lacking = [
         f"[{name}] {', '.join(keys)}" for name in NAMES if (keys := _lacks(name, tables, found))
     ]
     if not lacking:
         return
-    hint = "write them in a job.toml and give it with --job"
+    hint = "add them to a job.toml and pass it with --job"
     if stated is not None:
-        hint = f"write them in {stated.where}"
-    raise UsageError(f"the recording does not tell {_listed(lacking)}: {hint}")
+        hint = f"add them to {stated.where}"
+    raise UsageError(f"cannot infer {_listed(lacking)} from the recording; {hint}")
 
 
 def _lacks(
@@ -129,7 +129,7 @@ def _listed(parts: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-# The [hardware] table of a recording: the preset that its device's name means.
+# The [hardware] table of a recording: the preset of its device name.
 
 _PRESETS = (
     (r"V100.*SXM.*16GB", "v100-sxm-16gb"),
@@ -160,17 +160,17 @@ _PRESETS = (
     (r"MI355X", "mi355x"),
     (r"^CPU$", "cpu"),
 )
-"""What drivers call a device, in the order in which to try; None: no preset is of it."""
+"""Patterns of device names as reported by the driver, in order; None: no preset for the device."""
 
 
 def hardware_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
-    """The preset of the run's device, and over several hosts how many ranks each holds."""
+    """The preset of the run's device, and the ranks per node for several hosts."""
     values = {"preset": preset_of(_device(spec, found)), "gpus_per_node": _per_node(found)}
     return seen_table("hardware", values)
 
 
 def preset_of(device: str) -> str | None:
-    """The preset of a device as its driver names it, None where that may be several."""
+    """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
     named = (preset for words, preset in _PRESETS if re.search(words, device.upper()))
     return next(named, None)
 
@@ -191,32 +191,32 @@ def _per_node(found: RunSplit) -> int | None:
 
 
 def model_seen(spec: RunSpec | None) -> TomlTable:
-    """What run.json says of the model's shape; empty where it says nothing."""
+    """The model shape in run.json; empty if it has none."""
     return seen_table("model", known_facts(spec.model if spec else None, MODEL_KEYS))
 
 
 def known_facts(facts: ModelSpec | Training | None, keys: tuple[str, ...]) -> dict[str, object]:
-    """What run.json says under names that are keys of a table too, unknown ones as None."""
+    """The values in run.json whose names are keys of the table, unknown ones as None."""
     return {} if facts is None else {k: v for k, v in asdict(facts).items() if k in keys}
 
 
 def seen_table(name: str, values: Mapping[str, object]) -> TomlTable:
-    """The table of what is known of the values."""
+    """The table of the known values."""
     return TomlTable("run.json", name, {k: v for k, v in values.items() if v is not None})
 
 
 # The [parallel] table of a recording.
 
 _ZERO_BUBBLE = "zb-h1"
-"""What torch's schedule of that name runs, where no more of the name is told."""
+"""The schedule that torch's "zerobubble" runs, if the name has no more detail."""
 
 _STAGES = {"fsdp": 3, "hsdp": 3, "zero-2": 2, "zero-1": 1}
 
 
 def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
-    """The axes of the mesh, and how each works, by run.json and by what the steps show.
+    """The mesh axes and strategies, from run.json and from the steps.
 
-    Where no mesh is known all ranks are taken for replicas unless a job.toml states axes.
+    If the mesh is unknown all ranks count as replicas unless a job.toml defines axes.
     """
     said = (spec.training if spec else None) or Training()
     mesh, seen = mesh_seen(spec, found), {one.name: one for one in found.strategies}
@@ -228,7 +228,7 @@ def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
 
 
 def _axes(mesh: Mesh) -> dict[str, object]:
-    """Sizes, and the order of the ranks where it is not the usual one."""
+    """Axis sizes, and the rank order if it is not the default."""
     several = [axis for axis in reversed(mesh.axes) if mesh.size(axis) > 1]
     order = list(dict.fromkeys(axis.split("_")[0] for axis in several))
     rest = [axis for axis in RANK_ORDER if axis not in order]
@@ -240,14 +240,14 @@ def _axes(mesh: Mesh) -> dict[str, object]:
 
 
 def _zero(mesh: Mesh | None, seen: dict[str, Strategy]) -> int:
-    """FSDP that keeps weights until the backward is its ZeRO-2, and shards all the same."""
+    """The ZeRO stage; FSDP that keeps weights until the backward (ZeRO-2) shards them as well."""
     if mesh is not None and mesh.size("dp_shard") > 1:
         return 3
     return max((stage for name, stage in _STAGES.items() if name in seen), default=0)
 
 
 def _data(mesh: Mesh | None, zero: int) -> dict[str, object]:
-    """Data parallel ranks; those of one axis as dp, which zero makes the right one."""
+    """Data-parallel sizes; a single axis as dp, whose kind follows from the ZeRO stage."""
     if mesh is None:
         return {}
     copies, shards = mesh.size("dp_replicate"), mesh.size("dp_shard")
@@ -259,7 +259,7 @@ def _data(mesh: Mesh | None, zero: int) -> dict[str, object]:
 def _strategies(
     said: Training, seen: dict[str, Strategy], spec: RunSpec | None, found: RunSplit
 ) -> dict[str, object]:
-    """How tensor, context, expert and data parallelism work."""
+    """The options of tensor, context, expert and data parallelism."""
     fsdp = framework_seen(spec, found) == "fsdp2"
     by_hand = summed_by_hand(spec, found)
     once = fsdp and "summed once" in _strategy_detail(seen, "gradient accumulation")
@@ -283,7 +283,7 @@ def _vocabulary(seen: dict[str, Strategy]) -> bool | None:
 
 
 def _pipeline(said: Training, mesh: Mesh | None, found: RunSplit) -> dict[str, object]:
-    """The schedule where the model knows its name, and the stages of a rank."""
+    """The schedule if the model knows its name, and the stages per rank."""
     if mesh is None or mesh.size("pp") == 1:
         return {}
     seen = "" if found.schedule is None else found.schedule.name
@@ -294,7 +294,7 @@ def _pipeline(said: Training, mesh: Mesh | None, found: RunSplit) -> dict[str, o
 
 
 def _chunks(found: RunSplit) -> int:
-    """The most stages that a rank is seen to run."""
+    """The largest number of stages on a rank in the recording."""
     grids = (grid for rank in found.ranks for grid in rank.grids)
     return max((len({box.stage for box in grid.boxes}) for grid in grids), default=1)
 
@@ -306,14 +306,14 @@ def _strategy_detail(seen: dict[str, Strategy], name: str) -> str:
 # The [training] table of a recording.
 
 _BY_EVIDENCE = ("dtype", "recompute", "offload", "framework")
-"""Keys whose values run.json states in torch's words, or which only the steps show."""
+"""Keys with torch's names in run.json, or inferred from the steps only."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Names of traces and of torch for job.toml's; 8 bits are in no message."""
+"""dtype names of traces and torch -> names in job.toml; fp8 never appears in messages."""
 
 
 def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
-    """What run.json says of a step, and where it is silent what the steps show."""
+    """The training settings in run.json, completed by those inferred from the steps."""
     said = (spec.training if spec else None) or Training()
     values = {
         **{k: v for k, v in known_facts(said, TRAINING_KEYS).items() if k not in _BY_EVIDENCE},
@@ -329,7 +329,7 @@ def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
 
 
 def _microbatches(found: RunSplit) -> int | None:
-    """How many pass a rank in a step; one where its steps show neither pipeline nor more."""
+    """Microbatches per step; 1 if the steps show neither a pipeline nor gradient accumulation."""
     if found.schedule is not None:
         return found.schedule.microbatches
     counted = accumulated_microbatches(found.strategies)
@@ -339,7 +339,7 @@ def _microbatches(found: RunSplit) -> int | None:
 
 
 def _dtype(found: RunSplit) -> str | None:
-    """8 bits where they are seen, else the type of most bytes that ranks send."""
+    """fp8 if detected, else the dtype of most communicated bytes."""
     if _detail_of_run(found, "fp8") is not None:
         return "fp8"
     moved: Counter[str] = Counter()
@@ -350,7 +350,7 @@ def _dtype(found: RunSplit) -> str | None:
 
 
 def _offload(said: Training, found: RunSplit) -> list[str] | None:
-    """The states that live elsewhere; run.json may list several with commas."""
+    """The offloaded states; run.json may list several separated by commas."""
     if said.offload:
         return re.split(r"[,\s]+", said.offload.strip())
     seen = [one.detail for one in found.strategies if one.name == "offload"]
@@ -358,18 +358,18 @@ def _offload(said: Training, found: RunSplit) -> list[str] | None:
 
 
 def _detail_of_run(found: RunSplit, name: str) -> str | None:
-    """What is said of the strategy, None where it is not seen."""
+    """The detail of a detected strategy; None if not detected."""
     return next((one.detail for one in found.strategies if one.name == name), None)
 
 
-# Which of the model's frameworks trains as the run did.
+# The framework of the run, among those that the model knows.
 
 
 def framework_seen(spec: RunSpec | None, found: RunSplit) -> str:
-    """run.json's word where the model knows it, else what sends the same messages.
+    """The framework in run.json if the model knows it, else one with the same messages.
 
-    Loops of one's own in torch are FSDP2 where weights or states are shared out or nothing is
-    summed over data, else DDP.
+    Custom training loops in torch count as FSDP2 if weights or optimizer states are sharded or
+    there is no data parallelism, else as DDP.
     """
     said = (spec.training.framework if spec and spec.training else None) or ""
     known = SAME_FRAMEWORKS.get(said.lower(), said.lower())
@@ -382,9 +382,9 @@ def framework_seen(spec: RunSpec | None, found: RunSplit) -> str:
 
 
 def summed_by_hand(spec: RunSpec | None, found: RunSplit) -> bool:
-    """Whether a loop of one's own sums gradients in one call behind the backward.
+    """Whether a custom loop reduces gradients in one call after the backward.
 
-    DistributedDataParallel knows neither weights that are cut nor ranks that hold other experts.
+    DistributedDataParallel supports neither tensor-parallel weights nor expert parallelism.
     """
     said = (spec.training.framework if spec and spec.training else None) or "torch"
     mesh = mesh_seen(spec, found)
@@ -394,7 +394,7 @@ def summed_by_hand(spec: RunSpec | None, found: RunSplit) -> bool:
 
 
 def mesh_seen(spec: RunSpec | None, found: RunSplit) -> Mesh | None:
-    """The mesh that run.json states or the messages show; of ranks alone, one of one rank."""
+    """The mesh from run.json or inferred from messages; for a single rank a mesh of size 1."""
     if found.layout.mesh is not None:
         return found.layout.mesh
     alone = max(rank.trace.world_size for rank in found.ranks) == 1

@@ -1,4 +1,4 @@
-"""A run against its prediction: buckets, calls, memory, and the waterfall that explains it."""
+"""Model comparison of a run: buckets, calls, memory, and the waterfall of the differences."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.collectors.run_spec import DATA_PARALLEL, RunSpec
 
-# A report with its run's prediction, and what lies between the two.
+# A report with the prediction of its run and the comparison.
 
 GUESSED = "cpu"
-"""A family of which the model only guesses, unless it is calibrated: no MFU and no finding rests on
-that."""
+"""A hardware family whose efficiencies are rough guesses until calibrated; without a calibration
+the report gets no MFU and no findings from the model."""
 
 AUTO = "auto"
-"""In place of a job.toml: the recording tells all."""
+"""Used instead of a job.toml: the config is inferred from the recording alone."""
 
 
 def read_job_table(job: str | Path) -> TomlTable:
-    """What a job.toml states, whole or a part; nothing by AUTO. Raises DataError."""
+    """Read a complete or partial job.toml; empty for AUTO. Raises DataError."""
     return TomlTable("run.json", "", {}) if str(job) == AUTO else read_table(job)
 
 
 def held_against(report: Report, recording: Recording, found: RunSplit, run: TomlTable) -> Report:
-    """The report with prediction, gap, MFU and what only the model tells.
+    """Add the prediction, the comparison, the MFU and findings from the model to a report.
 
-    Raises UsageError, which lists what neither run nor recording tells, or says that they are of
-    different ranks; DataError for a run that is odd.
+    Raises UsageError if the config is incomplete (lists the missing keys) or describes a different
+    number of ranks or stages; DataError for an invalid job.toml.
     """
     table = run_table(recording.spec, found, run if run.values else None)
     notes = disagreements(layout_in(table), recording.spec, found, table.where)
@@ -97,7 +97,7 @@ def _with(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) ->
     )
 
 
-# A run against its model: the splits, the calls, the memory, and what explains the difference.
+# The comparison of a run with the model: splits, calls, memory, and the waterfall.
 
 
 def gap_of(
@@ -108,14 +108,21 @@ def gap_of(
     notes: Sequence[str] = (),
     wires: Wires = no_wires,
 ) -> Gap:
-    """The run, whose report is this, held against the prediction; notes say what else to doubt,
-    wires what joins the ranks.
+    """Compare a run with its prediction.
 
-    Raises UsageError where the recording has no step.
+    Args:
+        found: the split recording.
+        prediction: the prediction of its job.
+        price: the model's time for a call like a predicted one, but of another size.
+        report: the report of the recording.
+        notes: further caveats.
+        wires: the link of each axis. Default: unknown.
+
+    Raises UsageError if the recording has no step.
     """
     stages = compared_stages(found, prediction)
     if not stages:
-        raise UsageError("the recording has no step to hold against a model")
+        raise UsageError("cannot compare with the model: the recording has no step")
     shown, seen = max(stages, key=_work_ns), MeasuredComm.of(found, prediction)
     return Gap(
         stages=stages,
@@ -134,11 +141,11 @@ def _work_ns(stage: ComparedStage) -> int:
     return stage.predicted.step_ns - stage.predicted.bubble_ns
 
 
-# The measured step of each stage, to hold against its prediction.
+# The measured step of each stage.
 
 
 def compared_stages(found: RunSplit, prediction: Prediction) -> tuple[ComparedStage, ...]:
-    """The stages of which the recording has steps, first to last."""
+    """The stages with recorded steps, in order."""
     steps: dict[int, list[StepSplit]] = defaultdict(list)
     for rank in found.ranks:
         steps[found.layout.stage(rank.trace.rank)] += rank.steps
@@ -151,12 +158,12 @@ def compared_stages(found: RunSplit, prediction: Prediction) -> tuple[ComparedSt
 
 
 def _median(steps: list[StepSplit]) -> StepSplit:
-    """The full step of median length; of all steps where none is full."""
+    """The full step of median duration; chosen from all steps if none is full."""
     full = [step for step in steps if step.kind == "full"] or steps
     return sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
 
 
-# What of a gap is worth fixing and only the model tells.
+# Findings from the comparison with the model.
 
 _CODES = {
     "kernels": "slower_kernels",
@@ -165,18 +172,18 @@ _CODES = {
     "latency": "slower_small_calls",
     "overlap": "less_overlap",
 }
-"""The parts of a gap that only the model tells, as findings."""
+"""The causes of a gap that only the model reveals, with the code of their finding."""
 
 _SAID = {"calls": "needless_calls", "link": "slow_link", "overlap": "no_overlap"}
-"""The causes that say the same by a replay: one line for both."""
+"""Findings of the replay for the same problem; only one of the two is reported."""
 
 _COUNTED = "calls"
-"""How many calls there are is no matter of the model's doubt."""
+"""The number of calls is exact, so that the uncertainty of the model does not matter."""
 
 
 def gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The parts that are worth a line and beyond what the model doubts of itself, largest first;
-    none that a cause says already."""
+    """The significant parts of the gap beyond the uncertainty of the model, largest first, without
+    those that a finding of the replay already covers."""
     said = {one.code for one in causes}
     rows = [
         row for row in gap.rows
@@ -186,8 +193,7 @@ def gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _worth(gap: Gap, row: GapRow) -> bool:
-    """Whether the row is more than WORTH, and more than its bucket may be longer by the band of the
-    predicted step."""
+    """Whether the row is a significant share of the step and beyond the model's uncertainty."""
     if row.ns < max(1, WORTH * gap.shown.measured.step_ns):
         return False
     doubt = gap.high_ns / gap.shown.predicted.step_ns - 1
@@ -215,16 +221,15 @@ def _finding(gap: Gap, row: GapRow) -> Finding:
     )
 
 
-# Whether a job.toml is of the recording, and what of a recording the model does not mean.
+# Whether a job.toml matches the recording, and the caveats of the comparison.
 
 
 def disagreements(
     layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str
 ) -> tuple[str, ...]:
-    """Where the layout of the job.toml is another than the recording's, in a line.
+    """Caveats for a layout in the job.toml (named by `where`) that differs from the recording.
 
-    where names the job.toml. Raises UsageError for one of other ranks or stages: nothing of it
-    could be held against the recording.
+    Raises UsageError for a different number of ranks or stages, which cannot be compared.
     """
     _same_ranks(layout, spec, found, where)
     _same_stages(layout, found, where)
@@ -237,42 +242,43 @@ def disagreements(
     odd = [axis for axis in ran if ran[axis] != stated[axis]]
     if not odd:
         return ()
-    return (f"{where} has {_sizes(stated, odd)}, the recording {_sizes(ran, odd)} (by "
-            f"{found.layout.source}): the model is of another layout than what ran",)  # fmt: skip
+    return (f"layout mismatch: {where} has {_sizes(stated, odd)}, the recording has "
+            f"{_sizes(ran, odd)} (from {found.layout.source})",)  # fmt: skip
 
 
 def doubts(found: RunSplit, prediction: Prediction, stages: int, shown: ComparedStage) -> list[str]:
-    """What the recording cannot tell of the shown step and of as many stages as it has."""
+    """The caveats of the comparison: incomplete steps, missing stages and missing ranks."""
     said = []
     if shown.kind != "full":
-        said.append(f"stage {shown.stage} has no full step: step {shown.step} of rank "
-                    f"{shown.rank}, which is {shown.kind}, stands in for one")  # fmt: skip
+        said.append(f"stage {shown.stage} has no full step: using step {shown.step} of rank "
+                    f"{shown.rank} ({shown.kind})")  # fmt: skip
     if stages < len(prediction.splits):
-        said.append(f"{stages} of {len(prediction.splits)} stages are in the recording")
+        said.append(f"only {stages} of {len(prediction.splits)} stages are in the recording")
     estimated = [step.estimated for rank in found.ranks for step in rank.steps]
     if any(estimated):
-        said.append(f"{sum(estimated)} of {len(estimated)} splits are estimated for want of ranks: "
-                    "what their calls moved and waited is told by calls like them")  # fmt: skip
+        said.append(
+            f"{sum(estimated)} of {len(estimated)} steps are estimates (peer ranks missing)"
+        )
     return said
 
 
 def _same_ranks(layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str) -> None:
-    """A trace alone that communicates and names no ranks may be of any number of them."""
+    """A single trace with communication but without rank numbers may belong to any world size."""
     ran = spec.world_size if spec else max(rank.trace.world_size for rank in found.ranks)
     stated = layout.world_size
     communicates = any(len(rank.trace.calls) for rank in found.ranks)
     if stated == ran or (spec is None and ran == 1 and communicates):
         return
-    raise UsageError(f"{where} is of {_ranks(stated)} ({_axes(layout)}), the recording of {ran}: "
-                     "fix [parallel]")  # fmt: skip
+    raise UsageError(f"{where} describes {_ranks(stated)} ({_axes(layout)}) but the recording has "
+                     f"{ran}; fix [parallel]")  # fmt: skip
 
 
 def _same_stages(layout: ParallelConfig, found: RunSplit, where: str) -> None:
     ran = 1 + max(found.layout.stage_of.values(), default=0)
     if layout.pp != ran:
-        told = f"shows {ran}" if ran > 1 else "shows no pipeline"
-        raise UsageError(f"{where} has {layout.pp} stages, the recording {told}: fix pp in "
-                         "[parallel], or record a run.json that states the mesh")  # fmt: skip
+        told = str(ran) if ran > 1 else "no pipeline"
+        raise UsageError(f"{where} has {layout.pp} stages but the recording has {told}; fix pp in "
+                         "[parallel], or record a run.json with the mesh")  # fmt: skip
 
 
 def _ranks(count: int) -> str:
@@ -296,8 +302,7 @@ _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 def compared_memory(
     rows: Sequence[MemoryRow], layout: RankLayout, prediction: Prediction
 ) -> tuple[ComparedMemory, ...]:
-    """Of each stage its peak and each category, on the rank that held most of it; none of what no
-    rank measured."""
+    """The peak and each category of every stage on its fullest rank, where it was measured."""
     fullest: dict[tuple[int, str], ComparedMemory] = {}
     for row in rows:
         stage = layout.stage(row.rank)
@@ -322,12 +327,12 @@ def _of_rank(row: MemoryRow, stage: int, expected: StageMemory) -> list[Compared
     ]
 
 
-# From the predicted to the measured step: the parts of the difference, which add up to it.
+# The waterfall from the predicted to the measured step; its parts add up to the difference.
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """One stage, measured and predicted, with what is known of why they differ."""
+    """One stage, measured and predicted, with the inputs that explain the difference."""
 
     seen: MeasuredComm
     prediction: Prediction
@@ -336,17 +341,17 @@ class Sides:
     stage: ComparedStage
 
     def gap_ns(self, bucket: str) -> int:
-        """Measured - predicted of one bucket."""
+        """Measured - predicted time of one bucket, in ns."""
         difference = self.stage.measured - self.stage.predicted
         return difference.buckets_ns[BUCKETS.index(bucket)]
 
     def says(self, bucket: str, more: str, less: str) -> str:
-        """more where the bucket is larger than predicted, else less."""
+        """`more` if the bucket is larger than predicted, else `less`."""
         return more if self.gap_ns(bucket) > 0 else less
 
 
 def waterfall(sides: Sides) -> tuple[GapRow, ...]:
-    """The parts, in the order of the buckets; none of them zero."""
+    """The non-zero parts of the difference in the order of the buckets."""
     rows = [
         *_compute(sides),
         *explained_calls(sides.seen, sides.prediction, sides.price, sides.stage),
@@ -357,19 +362,19 @@ def waterfall(sides: Sides) -> tuple[GapRow, ...]:
     ]
     for bucket in BUCKETS:
         told, gap = sum(row.ns for row in rows if row.bucket == bucket), sides.gap_ns(bucket)
-        assert told == gap, f"the waterfall tells {told} ns of {gap} in {bucket}"
+        assert told == gap, f"the waterfall explains {told} ns of {gap} ns in {bucket}"
     return tuple(row for row in rows if row.ns)
 
 
 def _compute(sides: Sides) -> list[GapRow]:
-    """What a slow rank loses to its peers, and the rest: kernels or work."""
+    """Split the gap of compute into a slow rank, compared with its peers, and kernels or work."""
     gap, rank = sides.gap_ns("compute"), sides.stage.rank
     lost = sum(one.lost_ns for one in sides.report.slow_kernels if one.rank == rank)
     slow = min(lost, max(0, gap))
     words = sides.says(
         "compute",
-        "kernels take longer than the model says, or there are more of them",
-        "kernels take less than the model says, or there are fewer of them",
+        "compute takes more time than predicted (slower or more kernels)",
+        "compute takes less time than predicted (faster or fewer kernels)",
     )
     return [
         GapRow("slow_rank", "compute", None, slow, f"rank {rank} is slower than its peers"),
@@ -378,7 +383,7 @@ def _compute(sides: Sides) -> list[GapRow]:
 
 
 def _skew_words(sides: Sides) -> str:
-    """Who is most waited for in the step, of all ranks."""
+    """The text for skew, with the rank that caused most of the waiting in the step."""
     blamed: dict[tuple[int, str], int] = defaultdict(int)
     for one in sides.seen.found.blame:
         if one.rank is not None and one.step == sides.stage.step and one.skew_ns:
@@ -387,11 +392,11 @@ def _skew_words(sides: Sides) -> str:
     if not blamed:
         return words
     rank, cause = max(blamed, key=lambda key: blamed[key])
-    return f"{words}, most for rank {rank} ({cause})"
+    return f"{words}, mostly for rank {rank} ({cause})"
 
 
 def _bubble(sides: Sides) -> list[GapRow]:
-    """What uneven stages make of the bubble, and the rest; few microbatches the model knows."""
+    """Split the gap of the bubble into pipeline imbalance and the rest."""
     gap, cause = sides.gap_ns("bubble"), _uneven(sides)
     uneven = 0 if cause is None else min(cause.gain_ns, max(0, gap))
     words = sides.says("bubble", "more", "less") + " waiting for other stages than predicted"
@@ -402,8 +407,8 @@ def _bubble(sides: Sides) -> list[GapRow]:
 
 
 def _uneven(sides: Sides) -> Finding | None:
-    """Stages of unequal compute, where another stage has more than the one that the model takes for
-    the slowest: its waiting is not in the predicted bubble."""
+    """The finding of pipeline imbalance if another stage than the compared one has most compute:
+    the predicted bubble does not include the wait for it."""
     return next(
         (one for one in sides.report.findings
          if one.code == "uneven_stages" and sides.stage.rank not in one.ranks), None,
@@ -414,35 +419,35 @@ def _grid_words(sides: Sides) -> str:
     grid = sides.report.pipeline
     if grid is None:
         return ""
-    told = f"; the pipeline's grid idles {units.percent(grid.bubble_fraction)}"
+    told = f"; measured bubble {units.percent(grid.bubble_fraction)}"
     if grid.ideal_bubble_fraction is not None:
-        told += f", {grid.schedule} itself {units.percent(grid.ideal_bubble_fraction)}"
-    return f"{told}, the model's {units.percent(sides.prediction.bubble_fraction)}"
+        told += f", ideal {grid.schedule} bubble {units.percent(grid.ideal_bubble_fraction)}"
+    return f"{told}, predicted {units.percent(sides.prediction.bubble_fraction)}"
 
 
 def _copy_words(sides: Sides) -> str:
     if not sides.stage.predicted.copy_ns:
-        return "copies that the model does not have"
-    return f"copies take {sides.says('copy', 'more', 'less')} than predicted"
+        return "memory copies that the model does not include"
+    return f"memory copies take {sides.says('copy', 'more', 'less')} time than predicted"
 
 
 def _idle_words(sides: Sides) -> str:
-    """With the largest cause in the step, where something idles."""
+    """The text for idle time, with its largest cause in the step."""
     found = sides.seen.found
     rank = sides.seen.rank_of(sides.stage)
     window = rank.numbers.index(sides.stage.step)
     causes = found.detail.idle[found.ranks.index(rank)]
     why = why_idle(one for one in causes if one.window == window)
-    words = f"nothing runs for {sides.says('idle', 'longer', 'less')} than predicted"
-    return f"{words}: {why}" if why else words
+    words = f"{sides.says('idle', 'more', 'less')} idle time than predicted"
+    return f"{words}; {why}" if why else words
 
 
-# Why communication holds a stage up longer, or shorter, than predicted: axis by axis.
+# Differences between measured and predicted exposed communication, per axis.
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of what one axis holds a step up longer than predicted, in ns."""
+    """A part of the difference in exposed communication on one axis, in ns."""
 
     cause: str
     ns: float
@@ -452,17 +457,20 @@ class _Part:
 def explained_calls(
     seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
 ) -> list[GapRow]:
-    """Of each axis: other calls than predicted, slower ones, and less of them hidden. The parts of
-    a bucket add up to its measured less its predicted time. Of a step that is not full nobody
-    knows all calls: an axis is one part."""
+    """Split the difference on each axis into extra calls, slower calls and less overlap.
+
+    The parts of a bucket add up to measured - predicted. A step that is not full has incomplete
+    calls: each axis is one part.
+    """
     held, expected = seen.exposed_ns(stage), _exposed_by_model(prediction, stage)
     kinds = call_times(seen, prediction, price, stage) if stage.kind == "full" else None
     rows: list[GapRow] = []
     for bucket, axis in sorted({*held, *expected}):
         gap_ns = held.get((bucket, axis), 0) - expected.get((bucket, axis), 0)
         if kinds is None:
-            words = "longer" if gap_ns > 0 else "less"
-            parts = [_Part("exposed", gap_ns, f"{axis} holds the step up {words} than predicted")]
+            words = "more" if gap_ns > 0 else "less"
+            message = f"{words} exposed communication on {axis} than predicted"
+            parts = [_Part("exposed", gap_ns, message)]
         else:
             own = [one for one in kinds if (_bucket(one.op), one.axis) == (bucket, axis)]
             parts = _parts(axis, gap_ns, own)
@@ -471,8 +479,8 @@ def explained_calls(
 
 
 def _parts(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
-    """Of what the calls take longer, as much is exposed as explains the gap, at most all of it; the
-    rest of the gap is what compute hides less of them, or more."""
+    """Attribute the gap to the extra time of the calls, at most all of it; the rest of the gap is a
+    difference in overlap with compute."""
     longer_ns = sum(one.extra_ns + one.slower_ns for one in kinds)
     share = min(1.0, max(0.0, gap_ns / longer_ns)) if longer_ns else 0.0
     parts = []
@@ -484,12 +492,12 @@ def _parts(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
         ]
     left_ns = gap_ns - longer_ns * share
     words = "less" if left_ns > 0 else "more"
-    message = f"{words} of what {axis} sends is hidden than the model says"
+    message = f"{words} of the communication on {axis} is overlapped than predicted"
     return [*parts, _Part("overlap", left_ns, message)]
 
 
 def _rows(bucket: str, axis: str, parts: Sequence[_Part]) -> Iterator[GapRow]:
-    """The parts in whole ns that add up to what the parts do."""
+    """Round the parts to whole ns without changing their sum."""
     sum_ns, told = 0.0, 0
     for part in parts:
         sum_ns += part.ns
@@ -498,7 +506,7 @@ def _rows(bucket: str, axis: str, parts: Sequence[_Part]) -> Iterator[GapRow]:
 
 
 def _exposed_by_model(prediction: Prediction, stage: ComparedStage) -> dict[Key, int]:
-    """The same of the prediction; what rounding leaves of a bucket is its largest axis's."""
+    """Predicted exposed time by bucket and axis; rounding errors go to the largest axis."""
     sums: dict[Key, int] = defaultdict(int)
     for one in prediction.communication:
         if one.message.stage == stage.stage and one.exposed_ns:
@@ -519,7 +527,7 @@ def _bucket(op: str) -> str:
     return "p2p" if op in MESSAGES else "collective"
 
 
-# Calls of one axis and op in a step: how long they take, and how long the model says they do.
+# Measured and predicted time of the calls of one axis and op in a step.
 
 _MOSTLY = 0.5
 
@@ -528,8 +536,8 @@ _MOSTLY = 0.5
 class CallTimes:
     """The calls of one axis and op of one rank in one step.
 
-    predicted_ns is the model's time for the calls that it predicts, expected_ns its time for those
-    that were made, measured_ns how long their data moved. small: expected_ns is mostly latency.
+    predicted_ns is the model's time for the predicted calls, expected_ns its time for the measured
+    calls, measured_ns the measured transfer time. small: expected_ns is mostly latency.
     """
 
     axis: str
@@ -543,32 +551,31 @@ class CallTimes:
 
     @property
     def extra_ns(self) -> float:
-        """What it costs that the calls are others than predicted: more, or larger."""
+        """The predicted cost of more or larger calls."""
         return self.expected_ns - self.predicted_ns
 
     @property
     def slower_ns(self) -> float:
-        """How much longer the calls take than the model says of calls of their sizes."""
+        """How much longer the calls take than predicted for calls of their sizes."""
         return self.measured_ns - self.expected_ns
 
     @property
     def extra_words(self) -> str:
-        had = _amount(self.predicted) if self.predicted else "none"
-        return f"{self.op} on {self.axis}: {_amount(self.made)} where the model has {had}"
+        return (
+            f"{self.op} on {self.axis}: {_amount(self.made)}, predicted {_amount(self.predicted)}"
+        )
 
     @property
     def slower_words(self) -> str:
         times = self.measured_ns / self.expected_ns if self.expected_ns else 1.0
-        long = f"{times:.2f} times as long as the model says"
-        if self.small:
-            return f"small calls: {self.op} on {self.axis} takes {long}, which is mostly latency"
-        return f"{self.op} on {self.axis} takes {long}"
+        text = f"{self.op} on {self.axis} takes {times:.2f}x the predicted time"
+        return f"{text} (small calls, latency-bound)" if self.small else text
 
 
 def call_times(
     seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
 ) -> list[CallTimes]:
-    """A row for each axis and op that the stage's step has or should have."""
+    """A row for each measured or predicted axis and op of the stage's step."""
     rank, sizes = seen.rank_of(stage), seen.sizes(stage)
     window = rank.windows.windows[rank.numbers.index(stage.step)]
     moved = seen.moved_ns(rank, [window])
@@ -586,7 +593,7 @@ def call_times(
 def _times(
     kind: Call, made: Sizes, predicted: Sequence[Communication], moved_ns: int, price: Price
 ) -> CallTimes:
-    """What the model has at no cost, as the receiving side of a ring, takes no time of its own."""
+    """Calls that are free in the model, such as the receiving side of a ring, count as 0 ns."""
     predicted_ns = sum(one.time.ns for one in predicted)
     expected_ns = _priced(made, predicted, price) if predicted else float(moved_ns)
     least_ns = _priced({1: sum(made.values())}, predicted, price) if predicted else 0.0
@@ -607,8 +614,8 @@ def _times(
 
 
 def _priced(made: Sizes, predicted: Sequence[Communication], price: Price) -> float:
-    """The model's time for the calls, each like the predicted one that is nearest in size; like the
-    mean one where the size is unknown."""
+    """The model's time for the calls, from the predicted call nearest in size; from the mean call
+    if the size is unknown."""
     count = sum(one.message.count for one in predicted)
     mean_ns = sum(one.time.ns for one in predicted) / count
     return sum(
@@ -622,7 +629,7 @@ def _nearest(predicted: Sequence[Communication], size: int) -> Communication:
 
 
 def _amount(sizes: Sizes) -> str:
-    """As "4 calls (12.7 MB)"; without bytes where they are unknown."""
+    """Such as "4 calls (12.7 MB)"; without bytes if unknown."""
     count = sum(sizes.values())
     told = "1 call" if count == 1 else f"{count} calls"
     if not count or any(size < 0 for size in sizes):
@@ -630,14 +637,14 @@ def _amount(sizes: Sizes) -> str:
     return f"{told} ({units.size(sum(size * calls for size, calls in sizes.items()))})"
 
 
-# What the model says of a call like one that it predicts, but of another size.
+# The model's time for a call like a predicted one, but of another size.
 
 Price = Callable[[Communication, int], float]
-"""(a predicted message, bytes of one call) -> how long a call like it of that size takes, in ns."""
+"""(predicted communication, bytes of one call) -> time of such a call in ns."""
 
 
 def price_of(job: JobConfig, rates: Rates) -> Price:
-    """The price of the job's calls; of a predicted size it is the prediction's own."""
+    """The cost function of the job's calls; it reproduces the prediction for predicted sizes."""
 
     def price(like: Communication, message_bytes: int) -> float:
         message = like.message

@@ -1,4 +1,4 @@
-"""report.json and a report's folder, in and out."""
+"""Reading and writing report.json and the folder of a report."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TABLES_NAME = "tables"
 
 
 def save(folder: Path, report: Report, tables: Tables) -> None:
-    """Writes the tables, then report.json: a folder that holds a report is complete.
+    """Write the tables, then report.json, so that a folder with a report is complete.
 
-    Raises UsageError where that cannot be written.
+    Raises UsageError if the folder is not writable.
     """
     try:
         write_tables(folder / TABLES_NAME, tables)
@@ -33,7 +33,7 @@ def save(folder: Path, report: Report, tables: Tables) -> None:
     write(folder / REPORT_NAME, to_json(report))
 
 
-# report.json in and out.
+# report.json.
 
 REPORT_NAME = "report.json"
 
@@ -43,12 +43,12 @@ _HEAD_BYTES = 256
 
 
 def to_json(report: Report) -> bytes:
-    """The report as JSON text, one key a line at the top so that a diff can be read."""
+    """The report as JSON text, indented so that a diff is readable."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 
 def from_json(text: bytes, source: object = REPORT_NAME) -> Report:
-    """The report of the text. Raises DataError where the text is none of this schema."""
+    """Decode a report. Raises DataError if the text does not have this schema."""
     try:
         report = msgspec.json.decode(text, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
@@ -56,12 +56,14 @@ def from_json(text: bytes, source: object = REPORT_NAME) -> Report:
             source, f"not a stepsplit report ({error})", "analyze the run again"
         ) from None
     if report.schema != SCHEMA:
-        raise DataError(source, f"of schema {report.schema}, not {SCHEMA}", "analyze the run again")
+        raise DataError(
+            source, f"schema {report.schema} instead of {SCHEMA}", "analyze the run again"
+        )
     return report
 
 
 def is_report(path: Path) -> bool:
-    """Whether the file says that it is a report, of whatever schema."""
+    """Whether the file is a report, of any schema version."""
     try:
         with path.open("rb") as file:
             return _HEAD.match(file.read(_HEAD_BYTES)) is not None
@@ -70,32 +72,34 @@ def is_report(path: Path) -> bool:
 
 
 def read_report(path: Path) -> Report:
-    """The report in the file, or in the folder's report.json. Raises DataError."""
+    """Read a report from a file, or from report.json in a folder. Raises DataError."""
     file = path / REPORT_NAME if path.is_dir() else path
     try:
         return from_json(file.read_bytes(), file)
     except OSError as error:
-        raise DataError(file, error.strerror or "unreadable", "name a report.json") from None
+        raise DataError(file, error.strerror or "unreadable", "pass a report.json") from None
 
 
-# The prediction that a report holds, and the job that it is of.
+# The prediction and the job config in a report.
 
 
 def build_prediction_row(prediction: Prediction) -> PredictionRow:
-    """The prediction as report.json holds it."""
+    """Convert a prediction to its row in report.json."""
     return msgspec.json.decode(prediction_to_json(prediction), type=PredictionRow)
 
 
 def prediction_of(report: Report) -> Prediction | None:
-    """What the run should cost, None where it was held against no model. Raises DataError."""
+    """The prediction in the report; None without a model comparison. Raises DataError."""
     if report.prediction is None:
         return None
     return prediction_from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
 
 
 def build_job_tables(run: TomlTable) -> JobTables:
-    """The tables of a job.toml as report.json holds them: what they take from a file of the
-    hardware stands in them, and no file is named."""
+    """Convert the tables of a job.toml to their form in report.json.
+
+    The values of a hardware file are included, and the reference to the file is removed.
+    """
     stated = run.inner("hardware")
     file = hardware_file(stated)
     values = {**(file.values if file is not None else {}), **stated.values}
@@ -106,7 +110,7 @@ def build_job_tables(run: TomlTable) -> JobTables:
 
 
 def job_of_report(report: Report) -> JobConfig | None:
-    """The job that the run was held against, None where there is none. Raises DataError."""
+    """The job config in the report; None without a model comparison. Raises DataError."""
     if report.job is None:
         return None
     return job_in(TomlTable("report.json", "", msgspec.structs.asdict(report.job)))

@@ -1,8 +1,7 @@
-"""The saved artefact: everything that a terminal, a page or a gate may know of a run.
+"""The report of a run: the data behind the terminal, the dashboard and the check.
 
-Times are ns on the clock that all ranks share, relative to run.t0_unix_ns; sizes are bytes, ratios
-0..1. The fields are those of report.json, schema "stepsplit.report/1"; nothing else is shown to
-people.
+Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes are bytes, ratios
+0..1. The fields are those of report.json, schema "stepsplit.report/1".
 """
 
 from __future__ import annotations
@@ -29,12 +28,20 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# The rows of report.json that hold a run against its model.
+# The rows of report.json with the model comparison.
 
 
 class ComparedStage(Struct, frozen=True):
-    """A stage's median full step, which is that of a rank in a step, beside its prediction; its
-    kind is another where the stage has no full step."""
+    """The median full step of a pipeline stage and its prediction.
+
+    Attributes:
+        stage: pp coordinate.
+        rank: rank of the chosen step.
+        step: number of the chosen step.
+        kind: kind of that step; not "full" if the stage has no full step.
+        measured: its measured split, in ns.
+        predicted: its predicted split, in ns.
+    """
 
     stage: int
     rank: int
@@ -45,12 +52,24 @@ class ComparedStage(Struct, frozen=True):
 
 
 class ComparedCalls(Struct, frozen=True):
-    """One axis and op of a stage's mean rank in a step.
+    """Measured and predicted communication of one axis and op, per step of a stage's mean rank.
 
-    Counts and bytes are of tensors, bytes None where unknown; time_ns is how long data moved in a
-    step, scalars too, exposed_ns how much of that held the rank up. equal: counts and bytes are as
-    predicted on all ranks and steps. busbw is the measured and the predicted one, by nccl-tests,
-    link the peak of the slowest link between the ranks; None where unknown.
+    Attributes:
+        stage: pp coordinate.
+        axis: mesh axis by the name of the prediction.
+        op: operation, such as "all_reduce".
+        count: measured calls per step, without scalars.
+        predicted_count: predicted calls per step.
+        bytes: measured message bytes per step; None if unknown.
+        predicted_bytes: predicted message bytes per step.
+        time_ns: measured transfer time per step, scalars included.
+        predicted_time_ns: predicted transfer time per step.
+        exposed_ns: exposed part of time_ns.
+        predicted_exposed_ns: exposed part of predicted_time_ns.
+        equal: whether counts and bytes are as predicted on all ranks and steps.
+        busbw_bytes_per_s: measured bus bandwidth as in nccl-tests; None if unknown.
+        predicted_busbw_bytes_per_s: predicted bus bandwidth; None if unknown.
+        link_bytes_per_s: nominal peak of the slowest link between the ranks; None if unknown.
     """
 
     stage: int
@@ -71,7 +90,15 @@ class ComparedCalls(Struct, frozen=True):
 
 
 class ComparedMemory(Struct, frozen=True):
-    """What a stage's fullest rank held beside its prediction: at its peak, or of one category."""
+    """Measured and predicted memory of the fullest rank of a stage.
+
+    Attributes:
+        stage: pp coordinate.
+        rank: rank with the most memory of this category.
+        measured_bytes: measured bytes.
+        predicted_bytes: predicted bytes.
+        category: "peak", "weights", "gradients", "optimizer" or "activations".
+    """
 
     stage: int
     rank: int
@@ -81,11 +108,16 @@ class ComparedMemory(Struct, frozen=True):
 
 
 class GapRow(Struct, frozen=True):
-    """A part of measured - predicted, in ns of the step: negative where the run is faster.
+    """A part of the difference between the measured and the predicted step.
 
-    cause: slow_rank, kernels (compute); calls (more of them, or larger), link (slower ones),
-    latency (slower ones, too small for the link to matter), overlap (less of them hidden), exposed
-    (any of these); skew; uneven_stages, bubble; copy; idle.
+    Attributes:
+        cause: "slow_rank" or "kernels" (compute); "calls" (more or larger calls), "link" (slower
+            calls), "latency" (slower small calls), "overlap" (less overlapped) or "exposed" (any
+            of these); "skew"; "uneven_stages" or "bubble"; "copy"; "idle".
+        bucket: bucket of the step.
+        axis: mesh axis; None if it does not apply.
+        ns: measured - predicted, in ns of the step; negative if the run is faster.
+        message: text.
     """
 
     cause: str
@@ -96,9 +128,19 @@ class GapRow(Struct, frozen=True):
 
 
 class Gap(Struct, frozen=True):
-    """A run held against its model. rows are of the stage that the model takes for the slowest, of
-    those in the recording: they add up to its measured less its predicted step. notes say what
-    to doubt of either side; calls are none where no step is full."""
+    """The comparison of a run with its model.
+
+    Attributes:
+        stages: measured and predicted step of each recorded stage.
+        stage: stage of `rows`: the slowest of the recorded ones by the model.
+        rows: parts of the difference; they add up to measured - predicted step.
+        calls: communication by stage, axis and op; empty without a full step.
+        memory: memory by stage and category.
+        low_ns: lower bound of the predicted step.
+        high_ns: upper bound of the predicted step.
+        confidence: confidence of the prediction.
+        notes: caveats.
+    """
 
     stages: tuple[ComparedStage, ...]
     stage: int
@@ -112,34 +154,58 @@ class Gap(Struct, frozen=True):
 
     @property
     def shown(self) -> ComparedStage:
-        """The stage of the rows."""
+        """The compared stage, to which `rows` belong."""
         return next(one for one in self.stages if one.stage == self.stage)
 
 
 SCHEMA = "stepsplit.report/1"
 
 NO_MODEL = "no_model"
-"""The code of the warning that says what the model would have to be told."""
+"""The code of the warning that lists the config keys missing for a model comparison."""
 
 
 class Host(Struct, frozen=True):
-    """A machine and the ranks on it."""
+    """A host.
+
+    Attributes:
+        host: host name, "unknown" if not recorded.
+        ranks: ranks on the host.
+    """
 
     host: str
     ranks: tuple[int, ...]
 
 
 class AxisSize(Struct, frozen=True):
-    """One axis of the mesh."""
+    """One axis of the mesh.
+
+    Attributes:
+        axis: name, such as "tp".
+        size: number of ranks along the axis.
+    """
 
     axis: str
     size: int
 
 
 class Run(Struct, frozen=True):
-    """What ran; None is unknown. ranks are those whose files were there.
+    """The recorded job; None means unknown.
 
-    strategies are what the steps show of how the job was parallel; () in reports that are older.
+    Attributes:
+        name: name of the run.
+        world_size: number of ranks of the job.
+        ranks: recorded ranks.
+        hosts: hosts with their ranks.
+        backend: communication backend, such as "nccl".
+        device: device name, or "gpu" or "cpu".
+        mesh: mesh axes, outermost first.
+        mesh_source: origin of the mesh, such as "run.json".
+        torch: torch version.
+        nccl: NCCL version.
+        t0_unix_ns: Unix time of time 0 of the report, in ns, as text.
+        profiling_slowdown: relative slowdown of profiled steps.
+        strategies: detected parallelism; empty in older reports.
+        driver: driver version.
     """
 
     name: str
@@ -159,7 +225,13 @@ class Run(Struct, frozen=True):
 
 
 class WarningRow(Struct, frozen=True):
-    """Something that the data cannot tell, in words."""
+    """A limitation of the data or the analysis.
+
+    Attributes:
+        code: identifier of the warning.
+        message: text.
+        rank: affected rank; None if all ranks are affected.
+    """
 
     code: str
     message: str
@@ -167,7 +239,14 @@ class WarningRow(Struct, frozen=True):
 
 
 class GroupRow(Struct, frozen=True):
-    """A process group; axis is None where it lies along no single axis of the mesh."""
+    """A process group.
+
+    Attributes:
+        id: number of the group in the report.
+        axis: mesh axis of the group; None if it is not a single axis.
+        description: description of the group in the trace.
+        ranks: global ranks in group order.
+    """
 
     id: int
     axis: str | None
@@ -176,7 +255,26 @@ class GroupRow(Struct, frozen=True):
 
 
 class StepRow(Struct, frozen=True):
-    """One step of one rank: the seven buckets add up to step_ns exactly."""
+    """The split of one step of one rank; the seven buckets add up to step_ns exactly.
+
+    Attributes:
+        rank: global rank.
+        step: step number.
+        kind: "full", "partial" or "other"; only full steps enter medians.
+        start_ns: start from the report's t0.
+        step_ns: duration of the step.
+        compute_ns: at least one compute kernel runs.
+        collective_ns: exposed collective transfers.
+        p2p_ns: exposed message transfers.
+        skew_ns: waits for a rank of the same pipeline stage.
+        bubble_ns: waits for a rank of another pipeline stage.
+        copy_ns: memory copies.
+        idle_ns: idle time (host-bound, data loading, synchronization).
+        overlapped_ns: communication overlapped by compute; part of compute_ns.
+        bubble_covered_ns: communication inside the pipeline bubble.
+        fused_ns: kernels that compute and communicate; part of compute_ns.
+        estimated: whether peer ranks were missing for some calls.
+    """
 
     rank: int
     step: int
@@ -205,7 +303,18 @@ class StepRow(Struct, frozen=True):
 
 
 class ExposedRow(Struct, frozen=True):
-    """Time lost to communication on one axis (None: no single one) in one phase of a step."""
+    """Exposed communication on one axis in one phase of a step, in ns.
+
+    Attributes:
+        rank: global rank.
+        step: step number.
+        axis: mesh axis; None if it is not a single axis.
+        phase: phase of the step, such as "backward".
+        collective_ns: exposed collective transfers.
+        p2p_ns: exposed message transfers.
+        skew_ns: waits for a rank of the same pipeline stage.
+        bubble_ns: waits for a rank of another pipeline stage.
+    """
 
     rank: int
     step: int
@@ -218,7 +327,16 @@ class ExposedRow(Struct, frozen=True):
 
 
 class ClockRow(Struct, frozen=True):
-    """How a rank's clock maps to the report's: t_reference = t - offset_ns - drift."""
+    """The clock alignment of a rank: t_report = t - offset_ns - drift.
+
+    Attributes:
+        rank: global rank.
+        host: host name.
+        offset_ns: offset at the report's t0.
+        drift_ppm: drift in parts per million; None if not estimated.
+        sigma_ns: standard error of the offset; None if unknown.
+        residual_ns: residual of the fit; None if unknown.
+    """
 
     rank: int
     host: str
@@ -229,7 +347,17 @@ class ClockRow(Struct, frozen=True):
 
 
 class BlameRow(Struct, frozen=True):
-    """Who caused waiting, over all steps; rank None is nobody in particular."""
+    """Waiting caused by one rank over all steps, in ns.
+
+    Attributes:
+        rank: rank that caused the waits; None for the schedule, variation or unknown.
+        cause: cause, such as "compute".
+        caused_skew_ns: caused skew of other ranks.
+        caused_bubble_ns: caused bubble of other ranks.
+        caused_ns: sum of both.
+        axis: mesh axis of the waits; None if it is not a single axis.
+        steps: steps with such waits.
+    """
 
     rank: int | None
     cause: str
@@ -241,7 +369,13 @@ class BlameRow(Struct, frozen=True):
 
 
 class StageRow(Struct, frozen=True):
-    """One pipeline stage: holes of the schedule's window, medians over the full steps."""
+    """The bubble of one pipeline stage, as medians over the full steps.
+
+    Attributes:
+        stage: pp coordinate.
+        bubble_ns: bubble per step.
+        bubble_fraction: bubble / pipeline time.
+    """
 
     stage: int
     bubble_ns: int
@@ -249,7 +383,16 @@ class StageRow(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """The schedule's bubble, from the grid of forwards and backwards (not from bubble_ns)."""
+    """The pipeline bubble, from the grid of forwards and backwards (not from bubble_ns).
+
+    Attributes:
+        stages: bubble by stage.
+        microbatches: microbatches per step.
+        schedule: name of the detected schedule; None if unknown.
+        bubble_fraction: bubble / pipeline time.
+        ideal_bubble_fraction: the same for equal stages; None if unknown.
+        bubble_overhead: bubble / useful time.
+    """
 
     stages: tuple[StageRow, ...]
     microbatches: int
@@ -260,9 +403,14 @@ class Pipeline(Struct, frozen=True):
 
 
 class IdleRow(Struct, frozen=True):
-    """Why a rank idled in its full steps, all together: the rows of a rank add up to its idle.
+    """Idle time of a rank by cause over its full steps; the rows of a rank add up to its idle time.
 
-    cause is a word of split.idle; op None stands for the smaller ones of that cause together.
+    Attributes:
+        rank: global rank.
+        cause: cause, such as "launch_bound" or "data_loading".
+        op: host op; None for the sum of the smaller ones.
+        idle_ns: idle time over all full steps.
+        count: number of gaps.
     """
 
     rank: int
@@ -273,7 +421,14 @@ class IdleRow(Struct, frozen=True):
 
 
 class ContentionRow(Struct, frozen=True):
-    """How much longer a rank's kernels take while communication moves data beside them."""
+    """Slowdown of a rank's kernels by concurrent communication.
+
+    Attributes:
+        rank: global rank.
+        ratio: kernel time with communication / without.
+        kernels: number of kernels compared.
+        lost_ns: compute time lost.
+    """
 
     rank: int
     ratio: float
@@ -282,7 +437,19 @@ class ContentionRow(Struct, frozen=True):
 
 
 class MemoryRow(Struct, frozen=True):
-    """What a rank's memory held at its peak."""
+    """Memory of a rank at its peak, in bytes; None means not measured.
+
+    Attributes:
+        rank: global rank.
+        peak_allocated_bytes: peak of allocated memory.
+        peak_reserved_bytes: peak of memory reserved by the allocator.
+        weights_bytes: weights.
+        gradients_bytes: gradients.
+        optimizer_bytes: optimizer states.
+        activations_bytes: saved activations.
+        transient_bytes: temporary buffers.
+        other_bytes: other memory.
+    """
 
     rank: int
     peak_allocated_bytes: int | None
@@ -296,11 +463,18 @@ class MemoryRow(Struct, frozen=True):
 
 
 WORTH = 0.01
-"""Findings below this share of the step are not worth a line."""
+"""Findings with a gain below this share of the step are not reported."""
 
 
 class EventRef(Struct, frozen=True):
-    """An event that a finding rests on."""
+    """An event that supports a finding.
+
+    Attributes:
+        rank: global rank.
+        start_ns: start from the report's t0.
+        dur_ns: duration.
+        name: name of the event.
+    """
 
     rank: int
     start_ns: int
@@ -309,7 +483,19 @@ class EventRef(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """Something to fix, with what it is worth a step; measured_ns and predicted_ns where known."""
+    """A bottleneck with the estimated saving per step.
+
+    Attributes:
+        code: identifier, such as "slow_rank".
+        bucket: bucket of the lost time.
+        gain_ns: estimated reduction of the mean step; gains are not additive.
+        measured_ns: measured time; None if unknown.
+        predicted_ns: time after a fix; None if unknown.
+        ranks: ranks to blame; empty if all.
+        steps: affected full steps.
+        events: examples to look at.
+        message: the finding in one sentence.
+    """
 
     code: str
     bucket: str
@@ -322,8 +508,7 @@ class Finding(Struct, frozen=True):
     message: str
 
 
-# The prediction that a run is compared with, in the keys of the schema stepsplit.prediction/1, and
-# the job that it is of.
+# The prediction of the run, with the keys of the schema stepsplit.prediction/1, and its job config.
 
 
 class PredictedMemory(Struct, frozen=True):
@@ -340,7 +525,7 @@ class PredictedMemory(Struct, frozen=True):
 
 
 class PredictedCalls(Struct, frozen=True):
-    """One kind of communication of a stage: its calls a rank and step, and their time in all."""
+    """One kind of communication of a stage: calls per rank and step, and their total time."""
 
     strategy: str
     op: str
@@ -358,14 +543,14 @@ class PredictedCalls(Struct, frozen=True):
 
 
 class PredictedBubble(Struct, frozen=True):
-    """The bubble of the schedule: as a fraction of the pipeline's time, and of its work."""
+    """The pipeline bubble as a fraction of the pipeline time, and relative to useful time."""
 
     bubble_fraction: float
     bubble_overhead: float
 
 
 class PredictedSplit(Struct, frozen=True, kw_only=True):
-    """A predicted step, by bucket; stage is left out of the row of the slowest stage."""
+    """A predicted step by bucket; stage is omitted in the row of the slowest stage."""
 
     stage: int | UnsetType = UNSET
     compute_ns: int
@@ -382,7 +567,7 @@ class PredictedSplit(Struct, frozen=True, kw_only=True):
 
 
 class FormulaRow(Struct, frozen=True):
-    """A formula that the prediction used, and where it was published."""
+    """A formula used by the prediction, and its publication."""
 
     id: str
     citation: str
@@ -390,7 +575,7 @@ class FormulaRow(Struct, frozen=True):
 
 
 class PredictionRow(Struct, frozen=True):
-    """The whole prediction; report.io.prediction_of gives it as the model's own type."""
+    """The complete prediction as stored in report.json."""
 
     schema: str
     parameters: int
@@ -415,8 +600,7 @@ class PredictionRow(Struct, frozen=True):
 
 
 class JobTables(Struct, frozen=True):
-    """The tables of a job.toml, with the keys that it states or that were inferred;
-    report.io.job_of_report gives the job that they describe."""
+    """The tables of a job.toml, with configured and inferred keys."""
 
     model: dict[str, object]
     parallel: dict[str, object]
@@ -425,7 +609,48 @@ class JobTables(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One analyzed run; prediction and job are of the model that it was compared with."""
+    """The analysis of one run.
+
+    Times are ns from `run.t0_unix_ns` on the common clock of all ranks. Optional parts are None or
+    empty if the recording has no such data.
+
+    Attributes:
+        schema: version of the JSON, "stepsplit.report/1".
+        run: the recorded job.
+        warnings: limitations of data and analysis.
+        groups: process groups.
+        steps: split of each step of each rank.
+        exposed: exposed communication by axis and phase.
+        clocks: clock alignment of the ranks.
+        collectives: collectives by group, op and size.
+        step_calls: calls per step.
+        blame: ranks that cause waits.
+        pipeline: pipeline bubble.
+        idle: idle time by cause.
+        kernels: compute by kernel family.
+        slow_kernels: kernels slower than on peer ranks.
+        contention: slowdown of compute by communication.
+        overlap: overlapped communication.
+        lateness: late arrivals by rank.
+        critical_path: parts of the critical path.
+        path_steps: critical path of each step.
+        step_times: distribution of step durations.
+        slow_steps: outlier steps.
+        coverage: coverage of the steps by known events.
+        memory: memory by rank.
+        prediction: prediction of the model.
+        job: job config of the prediction.
+        gap: comparison with the model.
+        findings: bottlenecks, largest gain first.
+        mfu: model FLOPs utilization, 0..1.
+        hfu: hardware FLOPs utilization, 0..1.
+
+    Example:
+        >>> from stepsplit.analyzer import analyze
+        >>> report = analyze("runs/exp1")  # doctest: +SKIP
+        >>> [finding.message for finding in report.findings]  # doctest: +SKIP
+        ['rank 3 is a straggler: its GEMM kernels are 1.40x slower than on its peers']
+    """
 
     schema: str = SCHEMA
     run: Run
@@ -462,25 +687,25 @@ class Report(Struct, frozen=True, kw_only=True):
         return str(medians(self).to_html())
 
 
-# The report's rows as pandas frames, for notebooks: the only place with pandas.
+# The rows of the report as pandas data frames, for notebooks.
 
 
 def steps(report: Report) -> pd.DataFrame:
-    """One row a rank and step, columns as in report.json."""
+    """One row per rank and step, columns as in report.json."""
     import pandas as pd
 
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.steps])
 
 
 def exposed(report: Report) -> pd.DataFrame:
-    """Time lost to communication, one row a rank, step, axis and phase."""
+    """Exposed communication, one row per rank, step, axis and phase."""
     import pandas as pd
 
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
 
 
 def medians(report: Report) -> pd.DataFrame:
-    """The split of the run for people: one row a bucket, units written."""
+    """The split of the run as text with units, one row per bucket."""
     import pandas as pd
 
     rows = [
@@ -492,15 +717,13 @@ def medians(report: Report) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("bucket")
 
 
-# The middle of a run: medians over its full steps.
+# Medians over the full steps of a run.
 
 
 @dataclass(frozen=True, slots=True)
 class BucketMedian:
-    """One bucket over the full steps: its median in ns, its share of all time, and its worst rank.
-
-    worst_ns is the worst rank's own median.
-    """
+    """One bucket over the full steps: median in ns, share of all time, and worst rank with its own
+    median."""
 
     bucket: str
     median_ns: int
@@ -510,18 +733,18 @@ class BucketMedian:
 
 
 def full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
-    """The steps that medians are taken over; all of them where none is full."""
+    """The full steps, over which medians are taken; all steps if none is full."""
     rows = tuple(steps)
     return tuple(row for row in rows if row.kind == "full") or rows
 
 
 def step_median_ns(steps: Iterable[StepRow]) -> int:
-    """The median step in ns, over ranks and full steps; 0 where there is none."""
+    """The median step in ns over ranks and full steps; 0 without steps."""
     return int(median([row.step_ns for row in full_steps(steps)] or [0]))
 
 
 def bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
-    """One row a bucket, in the order of BUCKETS. Shares are of the sums, so they add up to one."""
+    """One row per bucket in the order of BUCKETS. Shares are taken of the sums and add up to 1."""
     rows = full_steps(steps)
     total = sum(row.step_ns for row in rows) or 1
     return tuple(_bucket(bucket, rows, total) for bucket in BUCKETS) if rows else ()

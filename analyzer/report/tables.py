@@ -1,4 +1,4 @@
-"""The detail tables beside report.json: a row an interval."""
+"""The detail tables of a report, one row per interval."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stepsplit.collectors.run_spec import whole_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# RunSplit -> Tables: the detail beside the report.
+# RunSplit -> Tables.
 
 
 def build_tables(found: RunSplit) -> Tables:
-    """The tables of a split recording, with the report's times; slices are built when asked for."""
+    """Build the tables of a split recording in the report's times; slices are built on access."""
     origin = origin_ns(found)
     return Tables(
         _segments(found, origin),
@@ -101,7 +101,7 @@ def _waits_of(rank: RankSplit, origin: int) -> Waits:
     )
 
 
-# The detail beside report.json: tables/*.parquet, a row an interval, times as in the report.
+# tables/*.parquet: one row per interval, times as in the report.
 
 PHASES = ("forward", "backward", "weight")
 
@@ -110,9 +110,16 @@ Text = npt.NDArray[np.str_]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The band of buckets of each rank: the intervals of a step touch and fill it.
+    """The bucket of every instant of each rank; the intervals of a step cover it without gaps.
 
-    bucket indexes buckets.BUCKETS. Columns have one length; sorted by rank, then start_ns.
+    Columns of equal length, sorted by rank, then start_ns.
+
+    Attributes:
+        rank: global rank, int32.
+        step: step number, int32.
+        bucket: index into `BUCKETS`, uint8.
+        start_ns: start in ns from the report's t0, int64.
+        dur_ns: duration in ns, int64.
     """
 
     rank: Int32
@@ -124,9 +131,18 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """The pipeline's grid: each forward, backward or weight gradient of a microbatch on a stage.
+    """The pipeline grid: forward, backward and weight gradient of each microbatch on each stage.
 
-    phase indexes PHASES. Columns have one length; sorted by rank, then start_ns.
+    Columns of equal length, sorted by rank, then start_ns.
+
+    Attributes:
+        rank: global rank, int32.
+        step: step number, int32.
+        stage: model stage, int32.
+        microbatch: number of the microbatch in the step, int32.
+        phase: 0 forward, 1 backward, 2 weight gradient, uint8.
+        start_ns: start in ns from the report's t0, int64.
+        dur_ns: duration in ns, int64.
     """
 
     rank: Int32
@@ -140,11 +156,19 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What held each rank up while it waited: the skew and the bubble of a step, each instant once.
+    """The waits of each rank: skew and bubble of a step, each instant once.
 
-    bucket indexes buckets.BUCKETS; owner is the rank that was waited for, -1 unknown; axis is where
-    the call lies, "" for along no single axis; op is one of trace.OPS. Columns have one length;
-    sorted by rank, then start_ns.
+    Columns of equal length, sorted by rank, then start_ns.
+
+    Attributes:
+        rank: rank that waits, int32.
+        step: step number, int32.
+        bucket: index into `BUCKETS` (skew or bubble), uint8.
+        owner: rank that it waits for, -1 if unknown, int32.
+        axis: mesh axis of the call, "" if it is not on a single axis.
+        op: operation, one of `OPS`.
+        start_ns: start in ns from the report's t0, int64.
+        dur_ns: duration in ns, int64.
     """
 
     rank: Int32
@@ -158,7 +182,7 @@ class Waits:
 
     @classmethod
     def none(cls) -> Waits:
-        """No wait at all."""
+        """An empty table."""
         whole, text = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.str_)
         time = np.empty(0, dtype=np.int64)
         return cls(whole, whole, np.empty(0, dtype=np.uint8), whole, text, text, time, time)
@@ -166,7 +190,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What tables/ holds; slices by rank, which may be read or built only when asked for."""
+    """The detail tables of a report.
+
+    Attributes:
+        segments: buckets over time.
+        boxes: pipeline grid; empty without a pipeline.
+        waits: waits with the rank waited for. Default: empty.
+        slices: kernels and calls by rank, read or built on access. Default: empty.
+    """
 
     segments: Segments
     boxes: Boxes
@@ -178,7 +209,7 @@ _T = TypeVar("_T", Segments, Boxes, Waits)
 
 
 def write_tables(folder: Path, tables: Tables) -> None:
-    """Writes a Parquet file a table into the folder, each whole or not at all."""
+    """Write one Parquet file per table into the folder, each atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -192,9 +223,9 @@ def write_tables(folder: Path, tables: Tables) -> None:
 
 
 def read_tables(folder: Path) -> Tables:
-    """The tables of the folder, without waits and slices where they are older than those tables.
+    """Read the tables of a folder; older folders have no waits and slices.
 
-    Raises FileNotFoundError where there are none.
+    Raises FileNotFoundError if there are no tables.
     """
     waits = _read(folder, Waits) if _path(folder, Waits).exists() else Waits.none()
     slices = StoredSlices(folder / FILE_NAME) if (folder / FILE_NAME).exists() else {}
@@ -208,33 +239,42 @@ def _path(folder: Path, kind: type) -> Path:
 def _read(folder: Path, kind: type[_T]) -> _T:
     import pyarrow.parquet as pq
 
-    # read_table would load pyarrow.dataset, half a second, for a plain file.
+    # read_table would import pyarrow.dataset, which takes half a second.
     with pq.ParquetFile(_path(folder, kind)) as file:
         table = file.read()
     return kind(**{column.name: _column(table, column.name) for column in fields(kind)})
 
 
 def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
-    """The column as it was written: texts come back from Arrow as objects."""
+    """The column with its original dtype: Arrow returns strings as objects."""
     values: npt.NDArray[Any] = table.column(name).to_numpy()
     return values.astype(np.str_) if values.dtype == np.object_ else values
 
 
-# RunSplit -> Slices: what each rank ran, and each call in its pieces, on the common clock.
+# RunSplit -> Slices: kernels, and the parts of each call, on the common clock.
 
 _COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
 
 _DEEPEST = 15
-"""What lies deeper than that is drawn over one another."""
+"""Slices deeper than this overlap in the drawing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What ran on one rank: kernels, copies and the pieces of calls, or the ops of a CPU run.
+    """The timeline of one rank: kernels, copies and the parts of calls (CPU runs: ops).
 
-    lane and name index lanes and names; depth tells apart what overlaps on a lane. bucket indexes
-    buckets.BUCKETS: a call that waits and then moves data is a slice of each. owner is the rank
-    that a wait waits for, -1 nobody. Columns have one length; sorted by lane, depth, start_ns.
+    Columns of equal length, sorted by lane, depth, start_ns.
+
+    Attributes:
+        lane: index into `lanes`, int32.
+        depth: row within the lane for overlapping slices, uint8.
+        name: index into `names`, int32.
+        bucket: index into `BUCKETS`, uint8; a call that waits and then transfers is two slices.
+        owner: rank that a wait waits for, -1 if none, int32.
+        start_ns: start in ns from the report's t0, int64.
+        dur_ns: duration in ns, int64.
+        lanes: names of the lanes (streams and threads).
+        names: names of the events.
     """
 
     lane: Int32
@@ -249,7 +289,7 @@ class Slices:
 
 
 class BuiltSlices(Mapping[int, Slices]):
-    """The slices of a split run by rank, each built when it is asked for: few who analyze ask."""
+    """The slices of a split run by rank, built on access."""
 
     def __init__(self, found: RunSplit, origin_ns: int) -> None:
         self._ranks = {rank.trace.rank: rank for rank in found.ranks}
@@ -275,7 +315,7 @@ def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     ran = row[: len(compute) + len(copies)]
     start = rank.clock.common_ns(np.concatenate((events.start_ns[ran], pieces.start_ns[moved])))
     end = rank.clock.common_ns(np.concatenate((events.end_ns[ran], pieces.end_ns[moved])))
-    nobody = np.full(len(ran), -1, dtype=np.int32)
+    no_owner = np.full(len(ran), -1, dtype=np.int32)
     kinds = np.repeat([_COMPUTE, _COPY], [len(compute), len(copies)])
     depth = _depths(events.lane[row], start, end)
     order = np.lexsort((start, depth, events.lane[row]))
@@ -286,7 +326,7 @@ def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
         depth=depth[order],
         name=name[order],
         bucket=np.concatenate((kinds, pieces.bucket[moved]))[order].astype(np.uint8),
-        owner=np.concatenate((nobody, pieces.owner[moved]))[order],
+        owner=np.concatenate((no_owner, pieces.owner[moved]))[order],
         start_ns=start[order] - origin_ns,
         dur_ns=(end - start)[order],
         lanes=lanes,
@@ -295,20 +335,20 @@ def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
 
 
 def lane_name(lane: Lane) -> str:
-    """How people call the lane."""
+    """The display name of a lane."""
     if lane.stream >= 0:
         return f"stream {lane.stream}"
     return lane.tid if lane.tid.startswith(("stream", "thread")) else f"thread {lane.tid}"
 
 
 def _used(code: Int32, words: Sequence[str]) -> tuple[Int32, tuple[str, ...]]:
-    """The codes as places in the words that are used, and these."""
+    """Renumber the codes to the names in use; returns (new codes, names in use)."""
     used, place = np.unique(code, return_inverse=True)
     return place.astype(np.int32), tuple(words[i] for i in used.tolist())
 
 
 def _depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
-    """For each slice the first level of its lane at which nothing before it is still open."""
+    """For each slice the first level of its lane without an overlapping earlier slice."""
     depth = np.full(len(lane), _DEEPEST, dtype=np.uint8)
     left = np.lexsort((-end, start, lane))
     for level in range(_DEEPEST):
@@ -321,7 +361,7 @@ def _depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
 
 
 def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
-    """Which slices start when all before them on their lane have ended; sorted by lane, start."""
+    """Which slices start after all earlier ones on their lane; input sorted by lane, start."""
     top = np.ones(len(lane), dtype=np.bool_)
     first = np.flatnonzero(np.diff(lane, prepend=lane[0] - 1))
     for low, high in zip(first.tolist(), [*first[1:].tolist(), len(lane)], strict=True):
@@ -330,7 +370,7 @@ def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
     return top
 
 
-# What ran on each lane of each rank, kernel by kernel: tables/slices.parquet.
+# tables/slices.parquet: the kernels and calls on each lane of each rank.
 
 FILE_NAME = "slices.parquet"
 
@@ -341,11 +381,11 @@ _NUMBERS = {
     "start_ns": "int64",
     "dur_ns": "int64",
 }
-"""Columns of numbers, with Arrow's name of their type."""
+"""Numeric columns with their Arrow types."""
 
 
 def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
-    """Writes the slices of every rank, a row group a rank, whole or not at all."""
+    """Write the slices of all ranks atomically, one row group per rank."""
     import pyarrow.parquet as pq
 
     with (
@@ -358,10 +398,10 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
 
 
 class StoredSlices(Mapping[int, Slices]):
-    """The slices of a file by rank, each read when it is asked for."""
+    """The slices in a file by rank, read on access."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError, and ValueError where the file is none of these."""
+        """Raises FileNotFoundError, or ValueError if the file does not contain slices."""
         import pyarrow.parquet as pq
 
         self._path = path

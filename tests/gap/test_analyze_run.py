@@ -1,4 +1,4 @@
-"""stepsplit analyze PATH --job: recorded runs held against the model."""
+"""stepsplit analyze PATH --job: recorded runs compared with the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def conserved(report: Report) -> None:
-    """Every row is counted once, and no MFU is told of a CPU whose peak is a guess."""
+    """Every row is counted once, and a CPU with uncalibrated peak has no MFU."""
     predicted = prediction_of(report)
     assert report.gap is not None
     assert predicted is not None
@@ -77,7 +77,7 @@ def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None
     assert [(row.cause, row.axis) for row in large if row.bucket == "collective"] == [
         ("link", "tp")
     ]
-    # What a model that guesses its hardware misses is told as a gap, not as something to fix.
+    # With uncalibrated hardware a difference is a gap, not a finding.
     assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
     (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
     assert "grid idles 27.3 %, 1f1b itself 25.0 %, the model's 26.4 %" in bubble.message
@@ -100,11 +100,11 @@ def test_without_a_run_nothing_is_held_against_a_model() -> None:
 
 def test_json_on_standard_output_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["analyze", str(SAMPLES / "tp2_pp2"), "--job", "auto", "--json", "-"]) == 0
-    told = capsys.readouterr().out
-    report = from_json(told.encode())
+    out = capsys.readouterr().out
+    report = from_json(out.encode())
     conserved(report)
-    assert to_json(report).decode() == told
-    assert json.loads(told)["prediction"]["schema"] == "stepsplit.prediction/1"
+    assert to_json(report).decode() == out
+    assert json.loads(out)["prediction"]["schema"] == "stepsplit.prediction/1"
 
 
 def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,11 +120,11 @@ def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[
         (
             "built_ddp_host_stall",
             CPU,
-            "does not tell [model] layers, hidden, heads, vocab and [training] seq_len, "
-            "micro_batch: write them in",
+            "cannot infer [model] layers, hidden, heads, vocab and [training] seq_len, "
+            "micro_batch from the recording; add them to",
         ),
-        ("dp4", "[parallel]\ndp = 8\n", "is of 8 ranks (dp 8), the recording of 4: fix"),
-        ("dp4", "[parallel]\ndp = 2\npp = 2\n", "has 2 stages, the recording shows no pipeline"),
+        ("dp4", "[parallel]\ndp = 8\n", "describes 8 ranks (dp 8) but the recording has 4; fix"),
+        ("dp4", "[parallel]\ndp = 2\npp = 2\n", "has 2 stages but the recording has no pipeline"),
         ("dp4", "[parallel]\ndq = 4\n", "parallel.dq: unknown key"),
         ("dp4", "[modell]\n", "modell: unknown key"),
         ("dp4", "parallel = [", "not TOML"),
@@ -136,35 +136,34 @@ def test_a_run_file_that_cannot_be_is_one_line_and_exit_2(
 ) -> None:
     run_file.write_text(text)
     assert cli.run(["analyze", str(SAMPLES / sample), "--job", str(run_file)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert words in told.err
-    assert str(run_file) in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+    assert str(run_file) in captured.err
 
 
-def test_auto_lists_what_the_recording_does_not_tell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_lists_the_keys_that_cannot_be_inferred(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["analyze", str(SAMPLES / "built_ddp_host_stall"), "--job", "auto"]) == 2
     assert capsys.readouterr().err == (
-        "stepsplit: the recording does not tell [model] layers, hidden, heads, vocab, [training]"
-        " seq_len, micro_batch and [hardware] preset: write them in a job.toml and give it with"
-        " --job\n"
+        "stepsplit: cannot infer [model] layers, hidden, heads, vocab, [training] seq_len,"
+        " micro_batch and [hardware] preset from the recording; add them to a job.toml and pass it"
+        " with --job\n"
     )
 
 
-def test_a_run_file_that_is_missing_is_told_before_anything_is_read() -> None:
+def test_a_missing_job_file_is_reported_before_anything_is_read() -> None:
     with pytest.raises(DataError, match=r"nowhere\.toml: No such file"):
         analyze("no recording either", job="nowhere.toml")
 
 
-def test_another_mesh_is_said(run_file: Path) -> None:
+def test_a_different_mesh_is_a_caveat(run_file: Path) -> None:
     run_file.write_text("[parallel]\ntp = 1\ndp = 2\n[training]\nglobal_batch = 48\n")
     report = analyze(SAMPLES / "tp2_pp2", job=run_file)
     conserved(report)
     assert report.gap is not None
     assert report.gap.notes[0] == (
-        f"{run_file} has tp 1 dp 2, the recording tp 2 dp 1 (by run.json): the model is of another"
-        " layout than what ran"
+        f"layout mismatch: {run_file} has tp 1 dp 2, the recording has tp 2 dp 1 (from run.json)"
     )
 
 

@@ -1,4 +1,4 @@
-"""The messages of a run counted, and held against those that the model predicts."""
+"""Measured messages of a run compared with the predicted ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run against its model: a few events, a prediction by hand, and the whole waterfall.
+"""Model comparison: a few events, a prediction by hand, and the complete waterfall.
 
-Rank and model compute 80 us and sum twice 10 us on tp, from 60 to 80, unless a test says other.
+By default rank and model compute 80 us and all_reduce twice 10 us on tp, from 60 to 80.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_more_calls_cost_what_the_model_says_of_them(tmp_path: Path) -> None:
     found = gap(tmp_path, ranks(tmp_path, TWICE), once)
     assert rows(found) == [("calls", "collective", "tp", 10)]
     assert message(found, "calls") == (
-        "all_reduce on tp: 2 calls (8.00 kB) where the model has 1 call (4.00 kB)"
+        "all_reduce on tp: 2 calls (8.00 kB), predicted 1 call (4.00 kB)"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_slow_link_is_slow_calls(tmp_path: Path) -> None:
     found = ranks(tmp_path, ((60, 80), (80, 100)), ((0, 60), (100, 120)))
     slow = gap(tmp_path, found, model(USUAL, SUMS))
     assert rows(slow) == [("link", "collective", "tp", 20)]
-    assert message(slow, "link") == "all_reduce on tp takes 2.00 times as long as the model says"
+    assert message(slow, "link") == "all_reduce on tp takes 2.00x the predicted time"
 
 
 def test_small_calls_are_slow_by_latency(tmp_path: Path) -> None:
@@ -101,8 +101,7 @@ def test_small_calls_are_slow_by_latency(tmp_path: Path) -> None:
     slow = gap(tmp_path, found, model(USUAL, SUMS), of=latency)
     assert rows(slow) == [("latency", "collective", "tp", 20)]
     assert message(slow, "latency") == (
-        "small calls: all_reduce on tp takes 2.00 times as long as the model says, "
-        "which is mostly latency"
+        "all_reduce on tp takes 2.00x the predicted time (small calls, latency-bound)"
     )
 
 
@@ -110,7 +109,9 @@ def test_overlap_is_lost_where_the_same_calls_are_exposed(tmp_path: Path) -> Non
     hidden = model(split(compute=80), ("all_reduce", "tp", 2, 20, 0))
     found = gap(tmp_path, ranks(tmp_path, TWICE), hidden)
     assert rows(found) == [("overlap", "collective", "tp", 20)]
-    assert message(found, "overlap") == "less of what tp sends is hidden than the model says"
+    assert message(found, "overlap") == (
+        "less of the communication on tp is overlapped than predicted"
+    )
 
 
 def test_overlap_is_gained_where_compute_hides_more(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_overlap_is_gained_where_compute_hides_more(tmp_path: Path) -> None:
 
 
 def test_no_overlap_is_lost_where_a_slow_link_leaves_the_same_time_hidden(tmp_path: Path) -> None:
-    """Of 40 us 20 lie under compute, as the model says of 20."""
+    """Of 40 us 20 are overlapped, as predicted for 20."""
     found = ranks(tmp_path, ((40, 60), (60, 80)))
     hidden = model(split(compute=80), ("all_reduce", "tp", 2, 20, 0))
     assert rows(gap(tmp_path, found, hidden)) == [("link", "collective", "tp", 20)]
@@ -142,17 +143,13 @@ def test_slow_calls_that_stay_hidden_are_no_part(tmp_path: Path) -> None:
 def test_what_the_model_does_not_have_is_extra_calls(tmp_path: Path) -> None:
     found = gap(tmp_path, ranks(tmp_path, TWICE), model(split(compute=80)))
     assert rows(found) == [("calls", "collective", "tp", 20)]
-    assert message(found, "calls") == (
-        "all_reduce on tp: 2 calls (8.00 kB) where the model has none"
-    )
+    assert message(found, "calls") == ("all_reduce on tp: 2 calls (8.00 kB), predicted 0 calls")
 
 
 def test_what_is_not_sent_is_fewer_calls(tmp_path: Path) -> None:
     found = gap(tmp_path, ranks(tmp_path, (), ((0, 80),)), model(USUAL, SUMS))
     assert rows(found) == [("calls", "collective", "tp", -20)]
-    assert message(found, "calls") == (
-        "all_reduce on tp: 0 calls where the model has 2 calls (8.00 kB)"
-    )
+    assert message(found, "calls") == ("all_reduce on tp: 0 calls, predicted 2 calls (8.00 kB)")
 
 
 @for_each(
@@ -199,7 +196,7 @@ def test_a_message_between_stages_is_counted_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axes", [{}, {"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "zero": 3}])
 def test_predicted_messages_add_up_to_their_buckets(axes: dict[str, int]) -> None:
-    """What the model says of all calls of a stage is what it says of the stage."""
+    """The predicted calls of a stage add up to the predicted buckets of the stage."""
     layout = {"tp": 2, "pp": 2, "dp_replicate": 2} | axes
     expected = predict(job(layout=ParallelConfig(**layout)))  # type: ignore[arg-type]
     whole = {
@@ -230,10 +227,10 @@ def test_each_bucket_says_why(tmp_path: Path) -> None:
         ("idle", "idle", None, 15),
     ]
     assert [row.message for row in found.rows] == [
-        "kernels take longer than the model says, or there are more of them",
-        "more waiting within the stage than predicted, most for rank 1 (compute)",
-        "copies that the model does not have",
-        "nothing runs for longer than predicted: launching too slowly is 100.0 % of it",
+        "compute takes more time than predicted (slower or more kernels)",
+        "more waiting within the stage than predicted, mostly for rank 1 (compute)",
+        "memory copies that the model does not include",
+        "more idle time than predicted; 100.0 % of it is launch-bound host work",
     ]
 
 
@@ -265,7 +262,7 @@ def uneven(*heavy: int) -> Finding:
 
 
 def waiting(folder: Path, bubble: float, **known: object) -> Gap:
-    """Stage 1, which waits for 40 us, held against one that waits for so long."""
+    """Stage 1, which waits for 40 us, compared with a predicted bubble."""
     here = split(compute=50, p2p=10, bubble=bubble)
     expected = model(here, ("recv", "pp", 1, 10, 10), stages=2)
     expected = replace(expected, splits=(split(bubble=100), here), bubble_fraction=0.25)
@@ -294,28 +291,25 @@ def test_a_stage_waits_for_another_that_has_more_to_compute(
 def test_the_bubble_names_the_grid_its_ideal_and_the_models(tmp_path: Path) -> None:
     found = waiting(tmp_path, 20, pipeline=Pipeline((), 4, "1f1b", 0.3, 0.2, 0.43))
     assert message(found, "bubble") == (
-        "more waiting for other stages than predicted; the pipeline's grid idles 30.0 %,"
-        " 1f1b itself 20.0 %, the model's 25.0 %"
+        "more waiting for other stages than predicted; measured bubble 30.0 %,"
+        " ideal 1f1b bubble 20.0 %, predicted 25.0 %"
     )
 
 
-def test_ranks_that_are_missing_are_said(tmp_path: Path) -> None:
+def test_missing_ranks_are_a_caveat(tmp_path: Path) -> None:
     found = ranks(tmp_path, ((60, 80), (100, 110)), ((0, 60), (80, 100), (110, 120)), count=1,
                   mesh=Mesh.of({"tp": 2}))  # fmt: skip
-    told = gap(tmp_path, found, model(split(compute=80, collective=20), SUMS))
-    adds_up(told)
-    assert told.notes == (
-        "1 of 1 splits are estimated for want of ranks: what their calls moved and waited is told"
-        " by calls like them",
-    )
+    compared = gap(tmp_path, found, model(split(compute=80, collective=20), SUMS))
+    adds_up(compared)
+    assert compared.notes == ("1 of 1 steps are estimates (peer ranks missing)",)
 
 
-def test_stages_that_are_missing_are_said(tmp_path: Path) -> None:
+def test_missing_stages_are_a_caveat(tmp_path: Path) -> None:
     found = ranks(tmp_path, (), count=1, mesh=Mesh.of({"pp": 4}))
-    told = gap(tmp_path, found, model(split(compute=80, bubble=20), stages=4))
-    assert rows(told) == [("bubble", "bubble", "pp", -20), ("idle", "idle", None, 20)]
-    assert [one.stage for one in told.stages] == [0]
-    assert told.notes == ("1 of 4 stages are in the recording",)
+    compared = gap(tmp_path, found, model(split(compute=80, bubble=20), stages=4))
+    assert rows(compared) == [("bubble", "bubble", "pp", -20), ("idle", "idle", None, 20)]
+    assert [one.stage for one in compared.stages] == [0]
+    assert compared.notes == ("only 1 of 4 stages are in the recording",)
 
 
 def test_a_step_that_is_not_whole_has_no_counts(tmp_path: Path) -> None:
@@ -326,18 +320,16 @@ def test_a_step_that_is_not_whole_has_no_counts(tmp_path: Path) -> None:
         trace.kernel("gemm", 20, 60).all_reduce(60, 80, launched=11).kernel("gemm", 80, 100)
         trace.write(tmp_path)
     expected = model(split(compute=80, collective=10), ("all_reduce", "tp", 2, 10, 10))
-    told = gap(tmp_path, found_in(tmp_path, Mesh.of({"tp": 2})), expected)
-    assert rows(told) == [
+    compared = gap(tmp_path, found_in(tmp_path, Mesh.of({"tp": 2})), expected)
+    assert rows(compared) == [
         ("kernels", "compute", None, -20),
         ("exposed", "collective", "tp", 10),
     ]
-    assert told.calls == ()
-    assert told.notes == (
-        "stage 0 has no full step: step 1 of rank 0, which is partial, stands in for one",
-    )
+    assert compared.calls == ()
+    assert compared.notes == ("stage 0 has no full step: using step 1 of rank 0 (partial)",)
 
 
-def test_a_recording_without_steps_cannot_be_held_against_a_model(tmp_path: Path) -> None:
+def test_a_recording_without_steps_cannot_be_compared_with_a_model(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE)
     empty = replace(found, ranks=tuple(replace(one, steps=()) for one in found.ranks))
     with pytest.raises(UsageError, match="no step"):
@@ -385,14 +377,14 @@ def test_the_parts_add_up_to_the_nanosecond(
     whole = split(compute=compute + 1, collective=collective, p2p=p2p, skew=skew, bubble=bubble,
                   idle=idle)  # fmt: skip
     whole = replace(whole, collective_ns=whole.collective_ns + odd_ns)
-    told = gap_of(found, model(whole, *calls), of, report)
-    adds_up(told)
-    assert all(one.gain_ns > 0 for one in gap_findings(told, ()))
+    compared = gap_of(found, model(whole, *calls), of, report)
+    adds_up(compared)
+    assert all(one.gain_ns > 0 for one in gap_findings(compared, ()))
 
 
 def slow(high: float, *causes: Finding, **gaps_us: int) -> list[tuple[str, int]]:
-    """(code, gain in us) of what a gap of these causes on tp yields beside the causes; the model
-    has 100 us of collectives in 1000, and says up to so many times of both."""
+    """(code, gain in us) of the findings for a gap with these causes on tp, given the findings of
+    the replay; the model predicts 100 us of collectives in 1000, with `high` as upper bound."""
     expected = split(compute=900, collective=100)
     stage = ComparedStage(0, 1, 7, "full", expected, expected)
     parts = (GapRow(cause, "collective", "tp", us * US, "") for cause, us in gaps_us.items())
@@ -401,14 +393,14 @@ def slow(high: float, *causes: Finding, **gaps_us: int) -> list[tuple[str, int]]
     return [(one.code, one.gain_ns // US) for one in gap_findings(gap, causes)]
 
 
-def test_findings_are_what_only_the_model_tells_the_largest_first() -> None:
+def test_findings_of_the_model_are_listed_largest_first() -> None:
     parts = {"link": 20, "latency": 30, "calls": 9, "overlap": 40, "skew": 90, "exposed": 90}
     assert slow(1.0, **parts) == [
         ("less_overlap", 40), ("slower_small_calls", 30), ("slower_calls", 20),
     ]  # fmt: skip
 
 
-def test_a_part_within_the_models_doubt_is_no_finding_unless_it_is_counted() -> None:
+def test_a_part_within_the_model_uncertainty_is_a_finding_only_for_call_counts() -> None:
     assert slow(1.3, link=29, overlap=31, calls=12) == [("less_overlap", 31), ("extra_calls", 12)]
 
 
@@ -416,7 +408,7 @@ def test_a_run_that_is_faster_has_nothing_to_fix() -> None:
     assert slow(1.0, link=-200, calls=-200) == []
 
 
-def test_what_a_replay_says_already_is_said_once() -> None:
+def test_a_problem_found_by_the_replay_is_not_reported_again() -> None:
     cause = Finding("no_overlap", "collective", 50 * US, None, None, (), (), (), "")
     assert slow(1.0, cause, overlap=40, link=20) == [("slower_calls", 20)]
 
@@ -429,30 +421,29 @@ def disagreed(found: RunSplit, stated: ParallelConfig, world_size: int = 2) -> t
 def test_a_run_file_of_other_ranks_is_refused(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE)
     assert disagreed(found, ParallelConfig(tp=2)) == ()
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         disagreed(found, ParallelConfig(tp=2, dp_replicate=4))
-    assert str(told.value) == (
-        "my.toml is of 8 ranks (tp 2 dp 4), the recording of 2: fix [parallel]"
+    assert str(error.value) == (
+        "my.toml describes 8 ranks (tp 2 dp 4) but the recording has 2; fix [parallel]"
     )
 
 
 def test_a_run_file_of_other_stages_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         disagreed(ranks(tmp_path, TWICE), ParallelConfig(pp=2))
-    assert str(told.value) == (
-        "my.toml has 2 stages, the recording shows no pipeline: fix pp in [parallel], or record"
-        " a run.json that states the mesh"
+    assert str(error.value) == (
+        "my.toml has 2 stages but the recording has no pipeline; fix pp in [parallel], or record"
+        " a run.json with the mesh"
     )
 
 
-def test_a_run_file_of_another_mesh_is_said(tmp_path: Path) -> None:
+def test_a_run_file_of_another_mesh_is_a_caveat(tmp_path: Path) -> None:
     assert disagreed(ranks(tmp_path, TWICE), ParallelConfig(dp_replicate=2)) == (
-        "my.toml has tp 1 dp 2, the recording tp 2 dp 1 (by run.json): the model is of another"
-        " layout than what ran",
+        "layout mismatch: my.toml has tp 1 dp 2, the recording has tp 2 dp 1 (from run.json)",
     )
 
 
-def test_a_trace_alone_may_be_of_more_ranks_than_it_tells(tmp_path: Path) -> None:
+def test_a_single_trace_may_belong_to_more_ranks_than_it_names(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE, count=1, mesh=Mesh.of({"tp": 1}))
     unknown = replace(found, layout=replace(found.layout, mesh=None))
     assert disagreements(ParallelConfig(tp=8), None, unknown, "my.toml") == ()
@@ -480,7 +471,7 @@ def screen(found: Gap) -> list[str]:
 
 
 def test_the_screen_shows_both_sides_and_the_parts(tmp_path: Path) -> None:
-    """In ms; for 0.1 of which compute takes longer than the model says."""
+    """Times in ms; compute takes 0.1 ms longer than predicted."""
     found = ranks(tmp_path, ((60e3, 80e3), (80e3, 100e3)), ((0, 60e3), (100e3, 120.1e3)))
     took = ("all_reduce", "tp", 2, 20_000, 20_000)
     expected = replace(model(split(compute=80e3, collective=20e3), took), notes=("a guess",))
@@ -492,7 +483,7 @@ def test_the_screen_shows_both_sides_and_the_parts(tmp_path: Path) -> None:
         "MODEL COMPARISON   measured 120 ms, predicted 100 ms (100-100 ms), difference",
         "+20.1 %   confidence high",
         "difference by cause",
-        "+20.0 ms  all_reduce on tp takes 2.00 times as long as the model says",
+        "+20.0 ms  all_reduce on tp takes 2.00x the predicted time",
         "+0.10 ms  smaller differences together",
         "calls: counts and bytes as predicted",
         "caveat: a guess",
@@ -503,15 +494,15 @@ def test_the_screen_names_calls_that_differ_and_memory(tmp_path: Path) -> None:
     once = model(USUAL, ("all_reduce", "tp", 1, 20, 20))
     once = replace(once, memory=(StageMemory(0, GIB, GIB, 0, 0, 0, 0),))
     held = (MemoryRow(0, 3 * GIB, *[None] * 7),)
-    told = screen(gap(tmp_path, ranks(tmp_path, TWICE), once, memory=held))
-    assert told[-3:] == [
+    lines = screen(gap(tmp_path, ranks(tmp_path, TWICE), once, memory=held))
+    assert lines[-3:] == [
         "calls that differ: stage 0 all_reduce on tp 2, predicted 1 (8.00 kB, predicted",
         "4.00 kB)",
         "peak memory: stage 0 3.0 GiB (model 2.0 GiB)",
     ]
 
 
-def test_bandwidths_stand_beside_the_links_peak(tmp_path: Path) -> None:
+def test_bandwidths_are_compared_with_the_link_peak(tmp_path: Path) -> None:
     """Two calls of 4,000 bytes over two ranks in 20 us: all_reduce sends each byte once."""
     found = gap_of(
         ranks(tmp_path, TWICE), model(USUAL, SUMS), price,

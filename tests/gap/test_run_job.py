@@ -31,7 +31,7 @@ learned_positions = true
 norm = "rms"
 biases = false
 """
-"""What the collector did not tell when the samples were recorded."""
+"""Settings that the collector did not record in the samples."""
 
 
 def stated(text: str) -> TomlTable:
@@ -135,27 +135,27 @@ def test_an_unknown_table_is_refused(found: RunSplit) -> None:
         job(found, SPEC, "[modell]\nvocab = 128\n")
 
 
-def test_what_nobody_tells_is_asked_for_by_name(found: RunSplit) -> None:
+def test_missing_keys_are_listed(found: RunSplit) -> None:
     spec = RunSpec("run", 2, "nccl", Mesh.of({"tp": 2}), training=Training(micro_batch=1))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         job(found, spec)
-    assert str(told.value) == (
-        "the recording does not tell [model] layers, hidden, heads, vocab, [training] seq_len,"
-        " global_batch and [hardware] preset: write them in a job.toml and give it with --job"
+    assert str(error.value) == (
+        "cannot infer [model] layers, hidden, heads, vocab, [training] seq_len, global_batch"
+        " and [hardware] preset from the recording; add them to a job.toml and pass it with --job"
     )
 
 
 def test_the_file_that_lacks_them_is_named(found: RunSplit) -> None:
     spec = replace(SPEC, model=replace(SHAPE, vocab=None, gated=True, ffn=None))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         job(found, spec, "[model]\nhidden = 64\n")
-    assert str(told.value) == (
-        "the recording does not tell [model] vocab, ffn: write them in job.toml"
+    assert str(error.value) == (
+        "cannot infer [model] vocab, ffn from the recording; add them to job.toml"
     )
 
 
 def test_a_trace_alone_needs_a_run_file(found: RunSplit) -> None:
-    """Two ranks whose mesh nobody tells may be cut in any way."""
+    """Two ranks with an unknown mesh may have any layout."""
     words = r"\[model\] layers, hidden, heads, vocab, \[parallel\] tp, pp, dp, \[training\]"
     with pytest.raises(UsageError, match=words):
         job_of_run(None, found)

@@ -17,7 +17,7 @@ RANK = RankRecord("exp", RankInfo(0, 0, "a", 7, "cpu"), 2, "gloo")
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 
 
-def told(folder: Path, *records: RankRecord) -> Report:
+def report_of_records(folder: Path, *records: RankRecord) -> Report:
     """The report of ranks that compute in a step, each of which tells such a record."""
     for rank, record in enumerate(records):
         GpuTrace(rank, len(records)).step(1, 0, 100).kernel("gemm", 0, 100).write(folder)
@@ -37,7 +37,8 @@ def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> N
         timed((200, 200), (220, 220), (200,)),
     ]
 
-    assert told(tmp_path, *records).run.profiling_slowdown == pytest.approx(0.2)
+    report = report_of_records(tmp_path, *records)
+    assert report.run.profiling_slowdown == pytest.approx(0.2)
 
 
 @for_each(
@@ -48,14 +49,16 @@ def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> N
 def test_too_few_steps_tell_nothing_of_the_profilers_cost(
     record: RankRecord, tmp_path: Path
 ) -> None:
-    assert told(tmp_path, record).run.profiling_slowdown is None
+    assert report_of_records(tmp_path, record).run.profiling_slowdown is None
 
 
 def test_memory_is_told_of_the_ranks_that_measured_it(tmp_path: Path) -> None:
     second = replace(RANK, memory=MemoryState(8, 8, 16, 5, 50, 64))
 
-    assert told(tmp_path, RANK, RANK).memory is None
-    assert told(tmp_path, RANK, second).memory == (MemoryRow(1, 50, 64, 8, 8, 16, 5, None, None),)
+    assert report_of_records(tmp_path, RANK, RANK).memory is None
+    assert report_of_records(tmp_path, RANK, second).memory == (
+        MemoryRow(1, 50, 64, 8, 8, 16, 5, None, None),
+    )
 
 
 def test_the_records_make_up_for_a_run_json_that_is_missing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calibration: recorded runs in, the hardware constants that explain them out."""
+"""Calibration: fit the hardware constants of the model to recorded runs."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.kernels import kernel_families
 from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
 
-# A calibration as the TOML file that [hardware] file names.
+# A calibration as TOML, for `file` in [hardware].
 
 _DIGITS = 6
 
 
 def hardware_text(found: Calibration) -> str:
-    """The file's text: every constant of the hardware, and the transfers that were measured."""
+    """The text of the file: all constants of the hardware and the measured transfers."""
     hardware = found.hardware
     runs = ", ".join(row.removeprefix("run:") for row in hardware.efficiency.rows)
     links = (("intra", hardware.intra), ("nodes_link", hardware.inter), ("host", hardware.host))
     parts = [
-        f"# stepsplit calibrate: {runs}. A job.toml names this file as [hardware] file.",
+        f"# stepsplit calibrate: {runs}. Reference it in a job.toml as `file` in [hardware].",
         *_hardware_lines(hardware),
         *(line for key, link in links for line in _link(key, link)),
         *_efficiency(hardware.efficiency),
@@ -122,7 +122,7 @@ def _transfer(sweep: TransferSweep) -> Iterable[str]:
 
 
 def _number(value: float) -> str:
-    """Six digits, as TOML takes them: 0.80541, 1.16605e+09, 3000.0."""
+    """Six digits in TOML syntax: 0.80541, 1.16605e+09, 3000.0."""
     text = f"{value:.{_DIGITS}g}"
     return text if set(text) & {".", "e"} else f"{text}.0"
 
@@ -132,13 +132,13 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-# A calibration as JSON: the constants before and after, and how well they explain the runs.
+# A calibration as JSON: the constants before and after, and the fit to the runs.
 
 SCHEMA = "stepsplit.calibration/1"
 
 
 def to_json(found: Calibration) -> str:
-    """The text of the file, ended by a newline."""
+    """The calibration as JSON text."""
     body = {
         "schema": SCHEMA,
         "known": asdict(found.known),
@@ -159,19 +159,19 @@ def _split(split: Split) -> dict[str, int]:
     return asdict(split)
 
 
-# calibrate: recorded runs in, the hardware that explains them out.
+# Fit of the constants.
 
 ONE_RUN_ERROR = 0.2
-"""How far off other layouts may be after a single run, a ratio: the bar of tests/
-test_calibrate_demo.py."""
+"""Assumed relative error for other layouts after a single run; tested in
+tests/gap/test_calibrate_demo.py."""
 
 LEAST_ERROR = 0.05
-"""Runs of one day agree by accident more than that."""
+"""Lower bound of the error: runs of one day agree better than that by coincidence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedStage:
-    """A stage of a run as it was measured, and as it is predicted with the fitted constants."""
+    """A stage of a run, measured and predicted with the fitted constants."""
 
     run: str
     stage: int
@@ -182,9 +182,13 @@ class ExplainedStage:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the runs tell: hardware with its constants, the transfers' times, how well they fit.
+    """The result of a calibration.
 
-    known is the hardware before.
+    Attributes:
+        known: hardware before the calibration.
+        hardware: hardware with the fitted constants.
+        transfers: measured transfer times by op, group and message size.
+        stages: measured and predicted steps with the fitted constants.
     """
 
     known: HardwareConfig
@@ -194,32 +198,49 @@ class Calibration:
 
     @property
     def rates(self) -> Rates:
-        """The measured transfers, as predict takes them."""
+        """The measured transfers as input of `predict`."""
         return Rates(self.transfers)
 
 
 def calibrate(
     *places: str | Path, job: str | Path | None = None, rules: Rules = BUILT_IN
 ) -> Calibration:
-    """The constants that explain the recorded runs at the places.
+    """Fit the hardware constants of the model to recorded runs.
 
-    run is a job.toml, whole or a part, for what a recording does not tell of its job; rules decide
-    what each kernel is. Raises DataError and UsageError.
+    Args:
+        places: one file, folder, archive or URL per recording.
+        job: complete or partial job.toml for settings that cannot be inferred from a recording.
+            Default: none.
+        rules: kernel rules, see `read_rules`. Default: the built-in rules.
+
+    Returns:
+        A `Calibration` with the fitted hardware, the measured transfers and the fit of each stage.
+
+    Raises:
+        DataError: a recording cannot be read or has no full step.
+        UsageError: no place is given, a job config is incomplete, or the runs are of different
+            hardware.
+
+    Example:
+        >>> from stepsplit.analyzer import calibrate
+        >>> result = calibrate("runs/tp2", "runs/pp2")  # doctest: +SKIP
+        >>> result.hardware.efficiency.gemm  # doctest: +SKIP
+        0.62
     """
     if not places:
-        raise UsageError("no run to calibrate from; name the folder of a recording")
+        raise UsageError("no run to calibrate from; pass the folder of a recording")
     stated: TomlTable | None = None if job is None else read_table(job)
     return calibration_of([run_seen(str(place), stated, rules) for place in places])
 
 
 def calibration_of(runs: Sequence[RunSeen]) -> Calibration:
-    """The constants that explain the runs. Raises UsageError for runs on different hardware."""
+    """Fit the constants to the runs. Raises UsageError for runs on different hardware."""
     known = runs[0].job.hardware
     other = next((one for one in runs if one.job.hardware.name != known.name), None)
     if other is not None:
         raise UsageError(
-            f"{runs[0].name} ran on {known.name}, {other.name} on {other.job.hardware.name};"
-            " calibrate each from its own runs"
+            f"different hardware: {runs[0].name} ran on {known.name}, {other.name} on"
+            f" {other.job.hardware.name}; calibrate them separately"
         )
     fitted, transfers = _calibrated_hardware(runs, known), sweeps_seen(runs)
     fitted = replace(fitted, efficiency=replace(fitted.efficiency, error=_error(runs, known)))
@@ -243,7 +264,7 @@ def _calibrated_hardware(runs: Sequence[RunSeen], known: HardwareConfig) -> Hard
 
 
 def _error(runs: Sequence[RunSeen], known: HardwareConfig) -> float:
-    """How far off the worst run is when the others alone are calibrated from."""
+    """The largest relative error of a run predicted from the other runs (leave-one-out)."""
     if len(runs) == 1:
         return ONE_RUN_ERROR
     missed = [LEAST_ERROR]
@@ -263,31 +284,31 @@ def _explained_stage(run: str, seen: StageSeen, predicted: Split) -> ExplainedSt
     return ExplainedStage(run, seen.stage, seen.step_ns, seen.split, predicted)
 
 
-# The constants of compute and of the host, from the stages of recorded runs.
+# The constants of compute and host, from the stages of recorded runs.
 
 LEAST_LEFT = 0.2
-"""Of a family's time at least this share is its own work, whatever its bytes and launches cost."""
+"""Lower bound for the share of a family's time that is not due to memory traffic or launches."""
 
 APART = 2.0
-"""Launches are told from bytes where their ratio differs by so many times between stages."""
+"""Launches and memory traffic are separable if their ratio varies this much between stages."""
 
 HOST_BOUND = 0.05
-"""A device that idles less of its step is not held up by its host."""
+"""A device that is idle for less than this share of the step is not host-bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One stage of one run: what its parts are, and what was measured."""
+    """One stage of one run: its predicted parts and its measurement."""
 
     parts: StageParts
     seen: StageSeen
 
 
 def efficiency_seen(runs: Sequence[RunSeen], known: Efficiency) -> Efficiency:
-    """The constants that explain the measured compute; what no run tells stays as known.
+    """Fit the constants of compute; constants without a measurement stay as known.
 
-    Each constant is the geometric mean over all stages: least squares on the logarithms. Without
-    names of kernels all shares are scaled by one number.
+    Each constant is the geometric mean over all stages: least squares of the logarithms. Without
+    kernel names all shares are scaled by the same factor.
     """
     rows = [_Row(parts, seen) for run in runs for parts, seen in _both(run)]
     if any(row.seen.products_ns <= 0 or row.seen.other_ns <= 0 for row in rows):
@@ -307,7 +328,7 @@ def _both(run: RunSeen) -> list[tuple[StageParts, StageSeen]]:
 
 
 def _memory(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
-    """memory and, where the stages differ enough, launch_ns, from what is no product."""
+    """Fit memory, and launch_ns if the stages differ enough, to all work except GEMMs."""
     told = _moves_and_launches(rows)
     if told is not None:
         return replace(known, memory=1 / told[0], launch_ns=told[1])
@@ -319,7 +340,7 @@ def _memory(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
 
 
 def _moves_and_launches(rows: Sequence[_Row]) -> tuple[float, float] | None:
-    """(1 / memory, launch_ns) by least squares of the ratios; None where they are not told."""
+    """(1 / memory, launch_ns) by least squares of the ratios; None if not separable."""
     ratios = [row.parts.other_launches / row.parts.other_moves for row in rows]
     if max(ratios) < APART * min(ratios):
         return None
@@ -345,13 +366,13 @@ def _products(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
 
 
 def _beside_products_ns(row: _Row, known: Efficiency) -> float:
-    """What bytes and launches of the products take."""
+    """The time of memory traffic and launches of the GEMMs."""
     moves = row.parts.product_moves / known.memory
     return moves + row.parts.product_launches * known.launch_ns
 
 
 def _attention(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
-    """The share that attention reaches, by whichever kind of kernel; of none seen as known."""
+    """Fit the efficiency of attention, fused or not; as known if no attention kernel was found."""
     slow = [
         row.seen.attention_ns / row.parts.core
         for row in rows
@@ -364,7 +385,7 @@ def _attention(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
 
 
 def _scaled(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
-    """All constants by one number, so that the sum is as measured."""
+    """Scale all constants by one factor to match the measured sum."""
     times = geometric_mean([row.seen.split.compute_ns / _predicted(row, known) for row in rows])
     return replace(
         known,
@@ -388,7 +409,7 @@ def _left(whole_ns: float, taken_ns: float) -> float:
 
 
 def _jitter(runs: Sequence[RunSeen]) -> float:
-    """By what ratio step times vary, 0 where no run waited for others of its stage."""
+    """The relative variation of step times; 0 if no run had waits within a stage."""
     each = []
     for run in runs:
         unit = replace(run.job.hardware.efficiency, jitter=1.0)
@@ -400,9 +421,9 @@ def _jitter(runs: Sequence[RunSeen]) -> float:
 
 
 def _host_ns(runs: Sequence[RunSeen], rows: Sequence[_Row]) -> float:
-    """What launching a layer's forward takes, 0 where nothing waits for it.
+    """The host time to launch a layer's forward, 0 if never exposed.
 
-    A CPU that computes idles for all of it, a device for what its work does not hide.
+    On a CPU run all of it is idle time, on a device only the part not hidden by its work.
     """
     alone = runs[0].job.hardware.family == "cpu"
     each = []
@@ -415,25 +436,25 @@ def _host_ns(runs: Sequence[RunSeen], rows: Sequence[_Row]) -> float:
     return fmean(each) if each else 0.0
 
 
-# What the links reach: the transfers of recorded runs, and constants for all other calls.
+# Links: the measured transfers, and fitted constants for all other calls.
 
 SMALL_BYTES, LARGE_BYTES = 8 << 10, 64 << 10
-"""A message up to the first tells of latency, one from the second of bandwidth."""
+"""Messages up to the first are used to fit latency, from the second to fit bandwidth."""
 
 ROUNDS = 12
-"""Of fitting both in turn; each moves the other by less than it did before."""
+"""Alternating fits of latency and bandwidth."""
 
 AT_MOST = 0.25
-"""Latency takes no more of the quickest call where no small message was measured."""
+"""Upper bound of the latency as a share of the fastest call if no small message was measured."""
 
 Place = tuple[str, int, int]
-"""(op, ranks, ranks of a node)"""
+"""(op, ranks, ranks per node)"""
 
 Put = Callable[[HardwareConfig, Link], HardwareConfig]
 
 
 def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[TransferSweep, ...]:
-    """One sweep for each op and group, with the median over runs at each size."""
+    """One sweep per op and group, with the median over runs at each size."""
     points: dict[Place, dict[int, list[int]]] = {}
     for one in _known(runs):
         place = (one.op, one.ranks, one.ranks_per_node)
@@ -447,7 +468,7 @@ def sweeps_seen(runs: Sequence[RunSeen]) -> tuple[TransferSweep, ...]:
 
 
 def links_seen(runs: Sequence[RunSeen], hardware: HardwareConfig) -> HardwareConfig:
-    """The hardware with the links that explain the transfers; those of no transfer as known."""
+    """The hardware with links fitted to the transfers; links without transfers as known."""
     known = list(_known(runs))
     inside = [one for one in known if one.ranks == one.ranks_per_node]
     across = [one for one in known if one.ranks > one.ranks_per_node]
@@ -470,7 +491,7 @@ def _known(runs: Sequence[RunSeen]) -> Iterable[Transfer]:
 def _fitted(
     points: list[Transfer], hardware: HardwareConfig, link: Link, put: Put
 ) -> HardwareConfig:
-    """Latency from the small messages, bandwidth from the large ones, in turn."""
+    """Fit latency to the small messages and bandwidth to the large ones, alternating."""
     small = [one for one in points if one.message_bytes <= SMALL_BYTES]
     large = [one for one in points if one.message_bytes >= LARGE_BYTES]
     if large and not small:
@@ -487,7 +508,7 @@ def _fitted(
 
 
 def _slower(points: list[Transfer], hardware: HardwareConfig) -> float:
-    """How many times as long as predicted the calls took, in the geometric mean."""
+    """The geometric mean of measured / predicted time of the calls."""
     return geometric_mean(
         one.ns
         / time_of(one.op, one.message_bytes, Span(one.ranks, one.ranks_per_node), hardware).ns
@@ -495,11 +516,11 @@ def _slower(points: list[Transfer], hardware: HardwareConfig) -> float:
     )
 
 
-# What the ranks' recorded peaks teach about memory.
+# The memory correction, from the recorded peaks of the ranks.
 
 
 def memory_seen(runs: Sequence[RunSeen], known: Learned) -> Learned:
-    """The correction by the run with the fullest rank, as known where none measured its memory."""
+    """The memory correction from the run with the fullest rank; as known without a measurement."""
     fullest = max(runs, key=_peak)
     if not _peak(fullest):
         return known
@@ -514,7 +535,7 @@ def _peak(run: RunSeen) -> int:
     return max((stage.peak_bytes or 0 for stage in run.stages), default=0)
 
 
-# A stage's predicted compute as its constants multiply it.
+# The predicted compute of a stage, separated by constant.
 
 _FREE = Speed(math.inf, math.inf, math.inf, math.inf, 0.0)
 
@@ -536,7 +557,7 @@ class StageParts:
 
 
 def parts_of(job: JobConfig) -> tuple[StageParts, ...]:
-    """The parts of every stage, in order."""
+    """The parts of every stage in order."""
     held = stage_parameters(job)
     both = zip(stages_of(job), held, strict=True)
     return tuple(_parts(job, stage, parameters) for stage, parameters in both)
@@ -577,7 +598,7 @@ def _compute_ns(job: JobConfig, stage: StageConfig, held: StageParameters, speed
 
 
 def _products_ns(job: JobConfig, stage: StageConfig, speed: Speed) -> float:
-    """The matrix products alone, recomputed ones again."""
+    """The time of the GEMMs, recomputed ones included."""
     again = job.training.recompute in ("full", "every", "sqrt")
     dense = (*attention_products(job), *mlp_products(job, job.model.ffn))
     found = stage.dense_layers * _passes_ns(dense, speed, again)
@@ -602,11 +623,11 @@ def _launches(job: JobConfig, layers: int) -> float:
     return found.forward_ns + found.input_ns
 
 
-# A peak that a run exceeded was none: it is raised to what was reached.
+# Peaks that a run exceeded are raised to the measured rate.
 
 
 def within_peaks(hardware: HardwareConfig) -> HardwareConfig:
-    """The same speeds with shares of at most 1, of peaks and of a bandwidth that allow them."""
+    """Raise peaks and memory bandwidth so that all efficiencies are at most 1."""
     known = hardware.efficiency
     faster = max(1.0, known.gemm, known.attention, known.unfused_attention)
     wider = max(1.0, known.memory)
@@ -625,18 +646,18 @@ def within_peaks(hardware: HardwareConfig) -> HardwareConfig:
     )
 
 
-# What a recorded run tells: compute by its kind, idle time, transfers, memory.
+# The measurements of a recorded run: compute by kind, idle time, transfers, memory.
 
 PRODUCTS, ATTENTION = "gemm", "attention"
-"""Families of kernels, as the built-in rules call them."""
+"""Names of kernel families in the built-in rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeen:
-    """The median full step of a stage's ranks, and how its compute divides up, in ns.
+    """The median full step of a stage's ranks with its compute by kind, in ns.
 
-    products_ns, attention_ns and other_ns add up to split.compute_ns; products_ns is 0 where the
-    trace names no kernels. peak_bytes is the most that a rank allocated, None where not measured.
+    products_ns, attention_ns and other_ns add up to split.compute_ns; products_ns is 0 if the trace
+    has no kernel names. peak_bytes is the largest allocation of a rank, None if not measured.
     """
 
     stage: int
@@ -650,7 +671,7 @@ class StageSeen:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The median time of count calls of one size over a group, its waiting left out."""
+    """The median transfer time, without waits, of `count` calls of one size in a group."""
 
     op: str
     ranks: int
@@ -662,7 +683,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class RunSeen:
-    """One recorded run: its job, its stages that are in the recording, its transfers."""
+    """One recorded run: job config, recorded stages and transfers."""
 
     name: str
     job: JobConfig
@@ -671,22 +692,21 @@ class RunSeen:
 
 
 def run_seen(place: str, stated: TomlTable | None, rules: Rules = BUILT_IN) -> RunSeen:
-    """The run recorded at the place; stated is a job.toml for what the recording does not tell.
+    """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
 
-    Raises DataError, also for a recording without a full step; UsageError where the job is not
-    known.
+    Raises DataError, also for a recording without a full step; UsageError for an incomplete config.
     """
     recording = read_recording([place], rules=rules)
     found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
     stages = stages_seen(recording, found)
     if not stages:
-        raise DataError(place, "no full step in it", "record at least three steps, and without end")
+        raise DataError(place, "no full step", "record at least three complete steps")
     job = job_of_run(recording.spec, found, stated)
     return RunSeen(recording.name, job, stages, transfers_seen(found))
 
 
 def stages_seen(recording: Recording, found: RunSplit) -> tuple[StageSeen, ...]:
-    """One entry a stage with ranks that have full steps, first stage first."""
+    """One entry per stage with full steps, in order."""
     stages: dict[int, list[RankSplit]] = {}
     for rank in found.ranks:
         if any(step.kind == "full" for step in rank.steps):
@@ -715,13 +735,13 @@ def _stage_seen(stage: int, ranks: list[RankSplit], recording: Recording) -> Sta
 
 
 def median_split(steps: list[Split]) -> Split:
-    """The median of each bucket; they need not add up to the median step."""
+    """The median of each bucket, which need not add up to the median step."""
     columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
     return Split(*(int(ns) for ns in columns))
 
 
 def _shares(ranks: list[RankSplit]) -> tuple[float, float]:
-    """Which parts of the kernels' time were products and attention."""
+    """The shares of GEMMs and attention in the kernel time."""
     rows = kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
     total = sum(row.total_ns for row in rows) or 1
     products, attention = (
@@ -732,7 +752,7 @@ def _shares(ranks: list[RankSplit]) -> tuple[float, float]:
 
 
 def transfers_seen(found: RunSplit) -> tuple[Transfer, ...]:
-    """The calls whose transfer was measured, one row a kind and size."""
+    """The calls with measured transfers, one row per kind and size."""
     host = {rank.trace.rank: rank.trace.host for rank in found.ranks}
     rows = []
     for one in found.collectives:

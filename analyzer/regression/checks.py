@@ -1,4 +1,4 @@
-"""Types of a check: its budgets, as rules and as TOML, and its result with its JSON."""
+"""Types of the check: budgets (as rules or TOML) and the result with its JSON."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from stepsplit.analyzer.regression.metrics import (
     metric_named,
 )
 
-# Budgets in TOML: a table [budgets] of metric = "limit".
+# Budgets in TOML: a table [budgets] with metric = "limit".
 
 
 def budgets_of(rules: Sequence[str]) -> tuple[Budget, ...]:
-    """The budgets of rules and of files that hold rules; of two for one metric the last counts.
+    """Parse rules and files with rules; the last budget of a metric takes precedence.
 
-    Raises UsageError, and DataError for a file that is none of budgets.
+    Raises UsageError for an invalid rule, DataError for an invalid file.
     """
     found: dict[str, Budget] = {}
     for rule in rules:
@@ -39,14 +39,14 @@ def budgets_of(rules: Sequence[str]) -> tuple[Budget, ...]:
 
 
 def read_budgets(path: Path) -> list[Budget]:
-    """The budgets of the file. Raises UsageError and DataError."""
+    """Read the budgets in a TOML file. Raises UsageError and DataError."""
     try:
         body = tomllib.loads(path.read_text())
     except OSError as error:
-        hint = 'name a TOML file, or write a rule such as "exposed_comm:5%"'
+        hint = 'pass a TOML file or a rule such as "exposed_comm:5%"'
         raise UsageError(f"{path}: {error.strerror or 'unreadable'}; {hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(path, f"no TOML ({error})", 'write [budgets] and exposed_comm = "5%"') \
+        raise DataError(path, f"not TOML ({error})", 'write [budgets] and exposed_comm = "5%"') \
             from None  # fmt: skip
     table = body.get("budgets")
     if not isinstance(table, dict) or not table:
@@ -56,22 +56,22 @@ def read_budgets(path: Path) -> list[Budget]:
 
 def _budget(path: Path, name: str, limit: object) -> Budget:
     if not isinstance(limit, str):
-        raise DataError(path, f"the limit of {name} is no text", f'write {name} = "5%"')
+        raise DataError(path, f"the limit of {name} must be a string", f'write {name} = "5%"')
     try:
         return budget_of(name, limit)
     except UsageError as error:
         raise DataError(path, str(error), "see stepsplit check --help") from None
 
 
-# How much worse a candidate may be: "exposed_comm:5%", in words that TOML files use too.
+# How much worse a candidate may be, such as "exposed_comm:5%"; the same syntax as in TOML files.
 #
-# 5%        by so much of the baseline's value
-# 2pt       by so many points of the step (shares only)
-# 3ms 1GiB  by so much (times; bytes; GB/s; a bare number for counts)
-# 5%,1pt    by whichever allows more
-# <=10%     never more than that, whatever the baseline (>= where less is worse)
-# model+20% never more than that above the model's prediction (model-20% where less is worse)
-# exact     not at all, and without statistics (counts and bytes only)
+# 5%        relative to the baseline
+# 2pt       percentage points of the step (shares only)
+# 3ms 1GiB  absolute amount (times; bytes; GB/s; a plain number for counts)
+# 5%,1pt    the larger of both
+# <=10%     absolute limit, independent of the baseline (>= for metrics where less is worse)
+# model+20% limit relative to the prediction of the model (model-20% if less is worse)
+# exact     no change allowed, compared without statistics (counts and bytes only)
 
 Against = Literal["baseline", "limit", "model"]
 
@@ -91,9 +91,8 @@ _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z%/]*)$")
 class Budget:
     """How much worse one metric may be.
 
-    Against the baseline: by ratio of its value or by amount, whichever allows more; by neither
-    where exact. Against a limit: never worse than amount. Against the model: never worse than its
-    value by ratio.
+    against "baseline": by ratio of its value or by amount, whichever is larger (both 0 for exact).
+    against "limit": not worse than amount. against "model": not worse than the prediction by ratio.
     """
 
     metric: str
@@ -104,28 +103,28 @@ class Budget:
 
     @property
     def meaning(self) -> Metric:
-        """The metric that is meant."""
+        """The metric of the budget."""
         return meaning_of(self.metric)
 
 
 def parse_budget(rule: str) -> Budget:
-    """The budget of "METRIC:LIMIT". Raises UsageError."""
+    """Parse "METRIC:LIMIT". Raises UsageError."""
     name, colon, limit = (part.strip() for part in rule.partition(":"))
     if not colon:
-        raise UsageError(f"budget {rule!r} names no limit; write exposed_comm:5%")
+        raise UsageError(f"budget {rule!r} has no limit; write for example exposed_comm:5%")
     return budget_of(name, limit)
 
 
 def budget_of(name: str, limit: str) -> Budget:
-    """The budget of the metric and its limit. Raises UsageError."""
+    """Build the budget of a metric from the text of its limit. Raises UsageError."""
     metric = metric_named(name)
     if metric is None:
         known = ", ".join(one.name for one in METRICS)
-        raise UsageError(f"no metric is called {name!r}; there are {known}")
+        raise UsageError(f"unknown metric {name!r}; use one of {known}")
     text = limit.strip()
     if text == "exact":
         if not metric.exact:
-            raise UsageError(f"{name} is measured, not counted: it cannot be exact; write 5%")
+            raise UsageError(f"{name} is a measured metric and cannot be exact; write 5%")
         return Budget(name, text, "baseline")
     bound, model = {1: "<=", -1: ">="}[metric.worse], {1: "model+", -1: "model-"}[metric.worse]
     if text.startswith(bound):
@@ -160,12 +159,12 @@ def _senseless(name: str, text: str) -> UsageError:
     units = " ".join(unit or "4" for unit in _SCALES[metric.unit])
     bound = "<=" if metric.worse > 0 else ">="
     return UsageError(
-        f"budget of {name}: {text.strip()!r} is no limit; write 5%, 5%,1pt or {bound}10% "
-        f"(its units: {units})"
+        f"budget of {name}: invalid limit {text.strip()!r}; write 5%, 5%,1pt or {bound}10% "
+        f"(units: {units})"
     )
 
 
-# What the gate says of a candidate, and why.
+# The result of a check.
 
 SCHEMA = "stepsplit.verdict/1"
 
@@ -173,7 +172,13 @@ Answer = Literal["pass", "regressed", "inconclusive"]
 
 
 class SideFacts(Struct, frozen=True):
-    """The runs of one side, by name, and the steps that their values are medians of."""
+    """The runs of one side of a check.
+
+    Attributes:
+        runs: names of the runs.
+        steps: number of steps of each run over which its values are medians.
+        setup: configuration of the first run.
+    """
 
     runs: tuple[str, ...]
     steps: tuple[int, ...]
@@ -181,14 +186,22 @@ class SideFacts(Struct, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """One metric against its budget.
+    """One metric compared with its budget, in the unit of the metric (share, ns, bytes, bytes/s).
 
-    baseline and candidate are means over runs, None where unknown. harm is how much worse the
-    candidate is, in the metric's unit (a share, ns, bytes, bytes/s), negative where it is better;
-    allowed is how much worse it may be. low, high: the 96 % interval of harm; p: how often runs
-    that do not differ would show it, over all gated metrics (Holm); detectable: the smallest harm
-    that would be found in 4 of 5 cases. Those four are None where the metric is counted, and where
-    the runs do not tell their noise. note says what else there is to know.
+    Attributes:
+        metric: name of the metric.
+        budget: text of the limit.
+        answer: "pass", "regressed" or "inconclusive".
+        baseline: mean over the baseline runs; None if unknown.
+        candidate: mean over the candidate runs; None if unknown.
+        harm: how much worse the candidate is; negative if it is better.
+        allowed: how much worse it may be.
+        low: lower bound of the 96 % confidence interval of harm.
+        high: upper bound of the interval.
+        p: p-value, adjusted over all checked metrics (Holm).
+        detectable: minimum detectable change at 80 % power. low, high, p and detectable are None
+            for counted metrics, and if there are too few runs to estimate the noise.
+        note: further explanation, "" if none.
     """
 
     metric: str
@@ -206,7 +219,16 @@ class Judged(Struct, frozen=True):
 
 
 class Shifted(Struct, frozen=True):
-    """A metric without a budget that moved by more than the noise of the runs; as in Judged."""
+    """A significant change of a metric without a budget, in the unit of the metric.
+
+    Attributes:
+        metric: name of the metric.
+        baseline: mean over the baseline runs.
+        candidate: mean over the candidate runs.
+        harm: how much worse the candidate is; negative if it is better.
+        low: lower bound of the 96 % confidence interval of harm.
+        high: upper bound of the interval.
+    """
 
     metric: str
     baseline: float
@@ -217,8 +239,18 @@ class Shifted(Struct, frozen=True):
 
 
 class CallsMoved(Struct, frozen=True):
-    """Calls of one op, dtype and size on one axis: how many a step, of all recorded ranks, and the
-    ns that all calls of a step take by the medians of one call, moving and waiting."""
+    """Calls of one op, dtype and size on one axis, per step over all recorded ranks.
+
+    Attributes:
+        axis: mesh axis, or the description of the group.
+        op: operation, such as "all_reduce".
+        dtype: data type; None if unknown.
+        message_bytes: size of one call; None if unknown.
+        baseline: calls per step in the baseline.
+        candidate: calls per step in the candidate.
+        baseline_ns: time of these calls per step (transfer and wait, from medians of one call).
+        candidate_ns: the same for the candidate.
+    """
 
     axis: str
     op: str
@@ -231,9 +263,18 @@ class CallsMoved(Struct, frozen=True):
 
 
 class Cause(Struct, frozen=True):
-    """Something that moved: a bucket, where it lies, and by how much a rank's mean step is longer
-    (ns, 0 where only counts moved). rank is who is waited for, group whom that rank shares the
-    collective with."""
+    """A likely cause of a regression.
+
+    Attributes:
+        bucket: bucket that grew; None if the number of calls changed.
+        axis: mesh axis; None if it is not a single axis.
+        op: operation; None if unknown.
+        message_bytes: size of one call; None if unknown.
+        rank: rank that the others wait for; None if unknown.
+        group: ranks of the group of that rank.
+        moved_ns: increase of the mean step of a rank, in ns.
+        message: the cause in one sentence.
+    """
 
     bucket: str | None
     axis: str | None
@@ -246,11 +287,20 @@ class Cause(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """The answer: regressed where one gated metric is, else inconclusive where one is, else pass.
+    """The result of a check.
 
-    gated are the metrics with a budget, others what else moved by more than the noise of the runs.
-    low_confidence: a side is of one run, and a gated metric has noise. compare_url leads to the
-    page that shows both sides.
+    Attributes:
+        answer: "regressed" if any metric regressed, else "inconclusive" if any is, else "pass".
+        baseline: baseline runs; None without a baseline.
+        candidate: candidate runs.
+        gated: metrics with a budget.
+        causes: likely causes of the regressions.
+        calls: calls whose number changed.
+        others: other significant changes, without a budget.
+        warnings: differences in configuration.
+        low_confidence: whether a measured metric was checked with a single run on a side.
+        compare_url: page with the comparison of both sides; None if there is none.
+        schema: version of the JSON, "stepsplit.verdict/1".
     """
 
     answer: Answer
@@ -266,20 +316,24 @@ class Verdict(Struct, frozen=True):
     schema: str = SCHEMA
 
 
-# A verdict as JSON, in and out: schema "stepsplit.verdict/1", the fields of Verdict.
+# JSON with the schema "stepsplit.verdict/1".
 
 
 def to_json(verdict: Verdict) -> bytes:
-    """The verdict as JSON text."""
+    """The result as JSON text."""
     return msgspec.json.format(msgspec.json.encode(verdict), indent=1) + b"\n"
 
 
 def from_json(text: bytes, source: object = "verdict.json") -> Verdict:
-    """The verdict of the text. Raises DataError where the text is none of this schema."""
+    """Decode a result. Raises DataError if the text does not have this schema."""
     try:
         verdict = msgspec.json.decode(text, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(source, f"not a stepsplit verdict ({error})", "check again") from None
+        raise DataError(
+            source, f"not a result of stepsplit check ({error})", "run the check again"
+        ) from None
     if verdict.schema != SCHEMA:
-        raise DataError(source, f"of schema {verdict.schema}, not {SCHEMA}", "check again")
+        raise DataError(
+            source, f"schema {verdict.schema} instead of {SCHEMA}", "run the check again"
+        )
     return verdict

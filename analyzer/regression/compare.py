@@ -1,4 +1,4 @@
-"""Comparison of two reports: bucket by bucket, call by call, kernel by kernel."""
+"""Comparison of two reports by bucket, call and kernel family."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from stepsplit.analyzer.report.report import (
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 
-# Two reports -> what differs between their runs.
+# Two reports -> comparison of their runs.
 
 
 def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
-    """What differs between the runs. Raises UsageError where one of them has no step.
+    """Compare two runs. Raises UsageError if one of them has no step.
 
-    Runs of another layout are compared all the same: their settings say so.
+    Runs with different layouts are compared as well; the settings list the differences.
     """
     return RunComparison(
         baseline=side_of(baseline),
@@ -41,14 +41,14 @@ def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     )
 
 
-# The collectives and messages of two runs, side by side.
+# The collectives and messages of both runs.
 
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What makes calls of two runs the same."""
+    """The key by which calls of two runs are matched."""
 
     axis: str
     op: str
@@ -57,7 +57,7 @@ class _Kind:
 
 
 def calls_changes(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
-    """A row for each kind of call that either run made."""
+    """A row for each kind of call in either run."""
     one, other = _calls(baseline), _calls(candidate)
     rows = [
         CallsChange(kind.axis, kind.op, kind.dtype, kind.message_bytes,
@@ -68,7 +68,7 @@ def calls_changes(baseline: Report, candidate: Report) -> tuple[CallsChange, ...
 
 
 def _calls(report: Report) -> Mapping[_Kind, CallStats]:
-    """The calls by kind: groups of one axis together, by the medians of their medians."""
+    """The calls by kind: groups of one axis merged, by the medians of their medians."""
     groups = {group.id: group for group in report.groups}
     same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
@@ -78,7 +78,7 @@ def _calls(report: Report) -> Mapping[_Kind, CallStats]:
 
 
 def axis_in_words(group: GroupRow | None) -> str:
-    """The group's axis, else how it is described."""
+    """The axis of the group, else its description."""
     return (group and (group.axis or group.description)) or UNKNOWN
 
 
@@ -97,9 +97,9 @@ def _together(
 
 
 def _callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
-    """How many of the recorded ranks made each of these calls: all members of a collective.
+    """The number of recorded ranks per call: all members of a collective.
 
-    A message counts at its own end; so does each call of an axis on which nothing was matched.
+    A message counts once per end, and so does each call on an axis without matched calls.
     """
     apart = {one.axis for one in report.coverage if one.holds == "estimated"}
     if group is None or row.op in MESSAGES or group.axis in apart:
@@ -107,16 +107,16 @@ def _callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
     return len(set(group.ranks) & set(report.run.ranks)) or 1
 
 
-# The communication that held two runs up, by axis.
+# The exposed communication of both runs by axis.
 
 _BUCKETS = ("collective", "p2p", "skew", "bubble")
 
 _Sums = Mapping[tuple[str, str | None], int]
-"""Mean ns of a step of a rank, by bucket and axis."""
+"""Mean ns per step and rank, by bucket and axis."""
 
 
 def exposed_changes(baseline: Report, candidate: Report) -> tuple[ExposedChange, ...]:
-    """A row for each axis and bucket in which either run lost time."""
+    """A row for each axis and bucket with exposed communication in either run."""
     one, other = _means(baseline), _means(candidate)
     rows = [
         ExposedChange(one.get(kind, 0), other.get(kind, 0), *kind)
@@ -135,11 +135,11 @@ def _means(report: Report) -> _Sums:
     return {kind: ns // len(full) for kind, ns in sums.items() if ns}
 
 
-# What two runs computed, by families of kernels.
+# The compute of both runs by kernel family.
 
 
 def family_changes(baseline: Report, candidate: Report) -> tuple[FamilyChange, ...]:
-    """A row for each family that either run has; none where a report does not tell them."""
+    """A row for each family in either run; empty if a report has no kernel families."""
     if not (baseline.kernels and candidate.kernels):
         return ()
     families = dict.fromkeys(row.family for row in (*baseline.kernels, *candidate.kernels))
@@ -163,28 +163,28 @@ def _total_ns(rows: Iterable[KernelFamily]) -> int:
     return sum(row.total_ns for row in rows)
 
 
-# How two runs were set up differently, in words.
+# Configuration differences as text.
 
-NONE = "none seen"
+NONE = "none detected"
 
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """A setting of one run in words; None is unknown."""
+    """A setting of one run as text; None if unknown."""
 
     name: str
     told: str | None
 
 
 def settings_that_differ(baseline: Report, candidate: Report) -> tuple[Setting, ...]:
-    """One row for each setting that is not the same."""
+    """One row for each setting that differs."""
     both = zip(_facts(baseline), _facts(candidate), strict=True)
     rows = (Setting(one.name, one.told, other.told) for one, other in both)
     return tuple(row for row in rows if row.baseline != row.candidate)
 
 
 def _facts(report: Report) -> tuple[_Fact, ...]:
-    """What is known of one run, in the order in which it is told."""
+    """The settings of one run in display order."""
     run, pipeline = report.run, report.pipeline
     mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
     facts = (
@@ -204,14 +204,14 @@ def _facts(report: Report) -> tuple[_Fact, ...]:
     return tuple(_Fact(*fact) for fact in facts)
 
 
-# A report in the few numbers that a comparison is about.
+# The summary of one run.
 
 
 def side_of(report: Report) -> Side:
-    """The run by its full steps. Raises UsageError where it has no step."""
+    """The summary of a run over its full steps. Raises UsageError if it has no step."""
     rows = full_steps(report.steps)
     if not rows:
-        raise UsageError(f"{report.run.name}: no step to compare; record at least one whole step")
+        raise UsageError(f"{report.run.name}: no step to compare; record at least one full step")
     steps_ns = _steps_ns(rows)
     return Side(
         name=report.run.name,
@@ -227,7 +227,7 @@ def side_of(report: Report) -> Side:
 
 
 def mean_split(rows: Sequence[StepRow]) -> Split:
-    """The mean of the steps in whole ns, so rounded that its buckets add up to the mean step."""
+    """The mean of the steps in whole ns, rounded so that the buckets add up to the mean step."""
     sums = [sum(getattr(row, f"{bucket}_ns") for row in rows) for bucket in BUCKETS]
     ends = [total // len(rows) for total in accumulate(sums, initial=0)]
     memos = [sum(getattr(row, memo) for row in rows) // len(rows) for memo in MEMOS]
@@ -237,36 +237,35 @@ def mean_split(rows: Sequence[StepRow]) -> Split:
 
 
 def _steps_ns(rows: Sequence[StepRow]) -> list[int]:
-    """Each step's median over the ranks."""
+    """The median of each step over the ranks."""
     numbers = sorted({row.step for row in rows})
     return [int(median(row.step_ns for row in rows if row.step == n)) for n in numbers]
 
 
 def peak_bytes(report: Report) -> int | None:
-    """The peak of the fullest rank, None where none is known."""
+    """The peak memory of the fullest rank; None if unknown."""
     peaks = [row.peak_allocated_bytes for row in report.memory or ()]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-# A comparison as JSON, in and out: schema "stepsplit.compare/1".
+# JSON with the schema "stepsplit.compare/1".
 #
-# baseline, candidate   a run each: name, steps (how many full ones), median_ns, low_ns and
-#                       high_ns of them,
+# baseline, candidate   one run each: name, steps (number of full ones), median_ns, low_ns, high_ns,
 #                       mean (the split: seven buckets and the memos), bubble_fraction,
-#                       peak_allocated_bytes and mfu, null where unknown
-# step                  of the median step: difference_ns (candidate - baseline), ratio (candidate /
-#                       baseline), within_noise (null: too few steps to say)
-# settings              name, baseline, candidate: what is set differently, null where unknown
-# buckets               bucket, baseline_ns, candidate_ns, difference_ns: means a step and rank; the
-#                       differences add up to that of the mean step
-# exposed               axis, bucket, baseline_ns, candidate_ns: means a step and rank
-# collectives           axis, op, dtype, message_bytes; baseline and candidate with count (calls a
-#                       step and rank), transfer_ns, wait_ns and busbw_bytes_per_s, null on the side
-#                       that has no such calls
-# kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: a step
+#                       peak_allocated_bytes and mfu, null if unknown
+# step                  for the median step: difference_ns (candidate - baseline), ratio (candidate /
+#                       baseline), within_noise (null: too few steps)
+# settings              name, baseline, candidate: configuration differences, null if unknown
+# buckets               bucket, baseline_ns, candidate_ns, difference_ns: means per step and rank;
+#                       the differences add up to that of the mean step
+# exposed               axis, bucket, baseline_ns, candidate_ns: means per step and rank
+# collectives           axis, op, dtype, message_bytes; baseline and candidate with count (calls per
+#                       step and rank), transfer_ns, wait_ns and busbw_bytes_per_s, null on a side
+#                       without such calls
+# kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: per step
 #                       and rank
 #
-# Rows are ordered by what changed most.
+# Rows are sorted by the size of the change.
 
 _MEND = "compare the runs again"
 
@@ -295,14 +294,14 @@ def to_json(found: RunComparison) -> bytes:
 
 
 def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
-    """The comparison of the text. Raises DataError where the text is none of this schema."""
+    """Decode a comparison. Raises DataError if the text does not have this schema."""
     try:
         schema = msgspec.json.decode(text, type=_Named).schema
         if schema == SCHEMA:
             return msgspec.json.decode(text, type=RunComparison)
     except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
         raise DataError(source, f"not a stepsplit comparison ({error})", _MEND) from None
-    raise DataError(source, f"of schema {schema}, not {SCHEMA}", _MEND)
+    raise DataError(source, f"schema {schema} instead of {SCHEMA}", _MEND)
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -313,19 +312,25 @@ def _bucket(row: BucketChange) -> _Bucket:
     return _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
 
 
-# What differs between two runs: a baseline, and a candidate held against it.
+# The comparison of a candidate with a baseline.
 #
-# Every table is ordered by what changed most. Times are ns, sizes bytes, ratios 0..1.
+# Every table is sorted by the size of the change. Times are ns, sizes bytes, ratios 0..1.
 
 SCHEMA = "stepsplit.compare/1"
 
 FEWEST_STEPS = 2
-"""So many full steps a side are needed to say how noisy it is."""
+"""Number of full steps per side needed to estimate the noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Something about how the runs were set up that is not the same; None is unknown."""
+    """A configuration difference between two runs.
+
+    Attributes:
+        name: name of the setting.
+        baseline: value in the baseline, as text; None if unknown.
+        candidate: value in the candidate, as text; None if unknown.
+    """
 
     name: str
     baseline: str | None
@@ -334,11 +339,18 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two runs, by its full steps.
+    """The summary of one run over its full steps.
 
-    median_ns is over ranks and steps. low_ns and high_ns are the least and the greatest of the
-    steps, each by its median over the ranks. mean is over ranks and steps: its buckets add up to
-    the mean step. peak_allocated_bytes are those of the fullest rank.
+    Attributes:
+        name: name of the run.
+        steps: number of full steps.
+        median_ns: median step over ranks and steps.
+        low_ns: fastest step, as median over the ranks.
+        high_ns: slowest step, as median over the ranks.
+        mean: mean split over ranks and steps; its buckets add up to the mean step.
+        bubble_fraction: pipeline bubble; None without a pipeline.
+        peak_allocated_bytes: peak memory of the fullest rank; None if unknown.
+        mfu: model FLOPs utilization, 0..1; None if unknown.
     """
 
     name: str
@@ -354,7 +366,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The mean time of something in a step of a rank, on both sides."""
+    """A mean time per step and rank on both sides, in ns."""
 
     baseline_ns: int
     candidate_ns: int
@@ -366,27 +378,48 @@ class Change:
 
     @property
     def changed_ns(self) -> int:
-        """How much it changed, either way."""
+        """Absolute value of the change."""
         return abs(self.difference_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketChange(Change):
-    """One of the seven buckets."""
+    """The change of one bucket per step and rank, in ns.
+
+    Attributes:
+        baseline_ns: mean in the baseline.
+        candidate_ns: mean in the candidate.
+        bucket: one of `BUCKETS`.
+    """
 
     bucket: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedChange(BucketChange):
-    """The part of a bucket that is due to one axis; None: to no single one."""
+    """The change of a bucket on one axis per step and rank, in ns.
+
+    Attributes:
+        baseline_ns: mean in the baseline.
+        candidate_ns: mean in the candidate.
+        bucket: "collective", "p2p", "skew" or "bubble".
+        axis: mesh axis; None if it is not a single axis.
+    """
 
     axis: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyChange(Change):
-    """The kernels (on a CPU ops) of one family; counts are a step and rank."""
+    """The change of one kernel family (CPU runs: ops) per step and rank.
+
+    Attributes:
+        baseline_ns: mean time in the baseline.
+        candidate_ns: mean time in the candidate.
+        family: kernel family, such as "gemm".
+        baseline_count: kernels in the baseline.
+        candidate_count: kernels in the candidate.
+    """
 
     family: str
     baseline_count: float
@@ -395,7 +428,14 @@ class FamilyChange(Change):
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """Calls of one kind: how many a step and rank, and medians of one call; None is unknown."""
+    """Calls of one kind.
+
+    Attributes:
+        count: calls per step and rank.
+        transfer_ns: median transfer time of one call.
+        wait_ns: median wait of one call.
+        busbw_bytes_per_s: median bus bandwidth; None if unknown.
+    """
 
     count: float
     transfer_ns: int
@@ -405,7 +445,16 @@ class CallStats:
 
 @dataclass(frozen=True, slots=True)
 class CallsChange:
-    """Calls of one op, dtype and size on one axis; None on the side that has no such calls."""
+    """The calls of one op, dtype and size on one axis in both runs.
+
+    Attributes:
+        axis: mesh axis, or the description of the group.
+        op: operation, such as "all_reduce".
+        dtype: data type; None if unknown.
+        message_bytes: size of one call; None if unknown.
+        baseline: calls in the baseline; None if there are none.
+        candidate: calls in the candidate; None if there are none.
+    """
 
     axis: str
     op: str
@@ -416,10 +465,7 @@ class CallsChange:
 
     @property
     def changed_ns(self) -> float:
-        """How much a step's transfers changed, and beside that its waits, by their medians.
-
-        It only orders the rows: medians times counts are no time that a step takes.
-        """
+        """Change of transfers plus change of waits per step, from medians; only a sort key."""
         one, other = self.baseline or _NO_CALLS, self.candidate or _NO_CALLS
         moved = other.count * other.transfer_ns - one.count * one.transfer_ns
         waited = other.count * other.wait_ns - one.count * one.wait_ns
@@ -431,7 +477,18 @@ _NO_CALLS = CallStats(0.0, 0, 0, None)
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """A candidate against its baseline; a table is empty where a side does not know its rows."""
+    """The comparison of a candidate with a baseline; see `compare_runs`.
+
+    Tables are sorted by the size of the change, and empty if a side lacks the data.
+
+    Attributes:
+        baseline: summary of the baseline.
+        candidate: summary of the candidate.
+        settings: configuration differences.
+        exposed: exposed communication by axis and bucket.
+        collectives: calls by axis, op, dtype and size.
+        kernels: compute by kernel family.
+    """
 
     baseline: Side
     candidate: Side
@@ -443,11 +500,11 @@ class RunComparison:
     def __post_init__(self) -> None:
         told = sum(row.difference_ns for row in self.buckets)
         whole = self.candidate.mean.step_ns - self.baseline.mean.step_ns
-        assert told == whole, f"{whole - told} ns of the difference are in no bucket"
+        assert told == whole, f"{whole - told} ns of the difference are not in any bucket"
 
     @property
     def buckets(self) -> tuple[BucketChange, ...]:
-        """The seven buckets: their differences add up to that of the mean step."""
+        """The seven buckets; their differences add up to that of the mean step."""
         both = zip(
             BUCKETS, self.baseline.mean.buckets_ns, self.candidate.mean.buckets_ns, strict=True
         )
@@ -459,21 +516,21 @@ class RunComparison:
 
     @property
     def difference_ns(self) -> int:
-        """The candidate's median step less the baseline's: positive where it is slower."""
+        """Median step of the candidate - baseline, in ns; positive if it is slower."""
         return self.candidate.median_ns - self.baseline.median_ns
 
     @property
     def ratio(self) -> float | None:
-        """The candidate's median step by the baseline's; None where that is empty."""
+        """Median step of the candidate / baseline; None if the baseline is 0."""
         return (
             self.candidate.median_ns / self.baseline.median_ns if self.baseline.median_ns else None
         )
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether each side's median step is one that the other's steps reach too.
+        """Whether the median step of each side lies in the range of the other side's steps.
 
-        No statistics. None where a side has fewer than FEWEST_STEPS steps.
+        Not a statistical test. None if a side has too few steps.
         """
         one, other = self.baseline, self.candidate
         if min(one.steps, other.steps) < FEWEST_STEPS:
@@ -485,7 +542,7 @@ class RunComparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs at all but the name."""
+        """Whether the runs are equal except for the name."""
         rows = (*self.exposed, *self.kernels)
         return (
             replace(self.baseline, name="") == replace(self.candidate, name="")
@@ -496,5 +553,5 @@ class RunComparison:
 
 
 def most_changed(row: Change | CallsChange) -> float:
-    """The key that sorts a table by what changed most."""
+    """The sort key by the size of the change."""
     return -row.changed_ns

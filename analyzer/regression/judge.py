@@ -1,4 +1,4 @@
-"""The check of a candidate against a baseline: counts exactly, times by statistics, with causes."""
+"""The check of a candidate against a baseline: exact for counts, statistical for times."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from stepsplit.analyzer.regression.statistics import (
     spelled_out,
 )
 
-# Runs and budgets in, the verdict out.
+# Runs and budgets -> result.
 
 LEAST_SHIFT = 0.01
-"""What moved by less of its value is not told, however sure it is."""
+"""Significant changes below this fraction of the value are not reported."""
 
 
 def judge(
@@ -43,13 +43,13 @@ def judge(
     budgets: Sequence[Budget],
     across_setups: bool = False,
 ) -> Verdict:
-    """Whether the candidate stays within the budgets.
+    """Check whether the candidate stays within the budgets.
 
-    baseline may be empty where no budget needs one. Raises UsageError for runs that cannot be held
-    against each other or do not tell a gated metric.
+    baseline may be empty if no budget needs one. Raises UsageError for runs that are not comparable
+    or lack a checked metric.
     """
     if not candidate or not budgets:
-        raise UsageError("nothing to judge: name a candidate and at least one budget")
+        raise UsageError("nothing to check: pass a candidate and at least one budget")
     warnings = check_setups(baseline, candidate, across_setups)
     gated = _gated(candidate, baseline, list(spelled_out(budgets, (*baseline, *candidate))))
     regressed = [one for one in gated if one.answer == "regressed"]
@@ -68,14 +68,14 @@ def judge(
 
 
 def _unsure(budgets: Sequence[Budget]) -> bool:
-    """Whether any of them is of a metric that has noise."""
+    """Whether any budget is for a metric with noise."""
     return not all(budget.meaning.exact for budget in budgets)
 
 
 def _gated(
     candidate: Sequence[RunFacts], baseline: Sequence[RunFacts], budgets: Sequence[Budget]
 ) -> list[Judged]:
-    """Each budget's answer, in their order."""
+    """The answer for each budget, in order."""
     measured = [budget for budget in budgets if not budget.meaning.exact]
     answers = judge_measured([sample_of(budget, baseline, candidate) for budget in measured])
     by_budget = dict(zip(measured, answers, strict=True))
@@ -100,7 +100,7 @@ def _side_facts(runs: Sequence[RunFacts]) -> SideFacts:
 def _others(
     candidate: Sequence[RunFacts], baseline: Sequence[RunFacts], gated: set[str]
 ) -> Iterator[Shifted]:
-    """Metrics without a budget that surely moved."""
+    """Significant changes of metrics without a budget."""
     names = [one.name for one in METRICS if not one.exact and one.name != BANDWIDTH]
     for name in names if baseline else ():
         known = all(run.value(name) is not None for run in (*baseline, *candidate))
@@ -117,17 +117,17 @@ def _shifted(name: str, sample: Sample) -> Iterator[Shifted]:
         yield Shifted(name, before, sample.candidate, sample.harm, found.low, found.high)
 
 
-# Counted metrics against their budgets: calls and bytes a step, without statistics.
+# Counted metrics: calls and bytes per step, compared without statistics.
 
-UNSTEADY = "the baseline's runs differ in it: it cannot be compared exactly; write 5%"
+UNSTEADY = "baseline runs differ: an exact comparison is not possible; use a limit such as 5%"
 
 _Counts = Mapping[tuple[str, str], int]
-"""By (axis, op): so many in a full step, of all recorded ranks together."""
+"""(axis, op) -> count per full step over all recorded ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The least and the most that a run of one side has, by axis and op, and the most in all."""
+    """Minimum and maximum over the runs of one side by axis and op, and the maximum total."""
 
     least: _Counts
     most: _Counts
@@ -137,22 +137,20 @@ class _Side:
 def judge_counted(
     budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> Judged:
-    """Exact: worse where any axis and op has more than the baseline. Else the total counts.
+    """Check a counted metric: exact budgets compare every axis and op, others the total.
 
-    Raises UsageError without the baseline that it needs, DataError for runs that do not tell it.
+    Raises UsageError if a required baseline is missing, DataError for runs without the metric.
     """
     own = _counted_side(budget, candidate)
     if budget.against == "model":
-        raise UsageError(f"the model has no count of {budget.metric} by that name; give a limit")
+        raise UsageError(f"the model does not predict {budget.metric}; use a fixed limit")
     if budget.against == "limit":
         over = own.most_total - budget.amount
         return _counted_judged(
             budget, None, own, over, 0.0, "regressed" if over > 0 else "pass", ""
         )
     if not baseline:
-        raise UsageError(
-            f"budget {budget.metric}:{budget.text} needs a baseline; name --baseline B"
-        )
+        raise UsageError(f"budget {budget.metric}:{budget.text} needs a baseline; pass --baseline")
     before = _counted_side(budget, baseline)
     if budget.text == "exact":
         return _exactly(budget, before, own)
@@ -171,7 +169,7 @@ def _exactly(budget: Budget, before: _Side, own: _Side) -> Judged:
         return _counted_judged(budget, before, own, harm, 0.0, "regressed", told)
     if before.least != before.most:
         return _counted_judged(budget, before, own, harm, 0.0, "inconclusive", UNSTEADY)
-    note = "fewer: bring the baseline up to date" if harm < 0 else ""
+    note = "improved: consider updating the baseline" if harm < 0 else ""
     return _counted_judged(budget, before, own, harm, 0.0, "pass", note)
 
 
@@ -202,8 +200,8 @@ def _counted_side(budget: Budget, runs: Sequence[RunFacts]) -> _Side:
 
 def _counts(budget: Budget, run: RunFacts) -> _Counts:
     if run.calls is None:
-        hint = "analyze its recording again: this report is older than the count of calls a step"
-        raise DataError(run.name, f"does not tell {budget.metric}", hint)
+        hint = "analyze the recording again: this report is from an older version"
+        raise DataError(run.name, f"{budget.metric} is missing", hint)
     name, _, axis = budget.metric.partition(".")
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for row in run.calls:
@@ -216,23 +214,23 @@ def _count(name: str, row: CallsFact) -> int:
     return row.calls if name == "calls" else row.calls * (row.message_bytes or 0)
 
 
-# Measured metrics against their budgets: Student's t over runs.
+# Measured metrics: Welch's t test over runs.
 
 ZERO = ""
 
 TELLING = 1.5
-"""Runs can vouch for a pass where they would show so many times what is allowed: the noise of a
-few runs may look small by chance."""
+"""A pass requires a minimum detectable change of at most this multiple of the budget, because the
+noise of a few runs may look small by chance."""
 
-TOO_FEW = "one run does not tell its noise: record 3 to 5 runs a side"
+TOO_FEW = "noise unknown with one run per side: record 3 to 5 runs per side"
 
-NOISE = "over the budget, yet within the noise of the runs"
+NOISE = "over the budget, but within the noise of the runs"
 
-TOO_NOISY = "these runs cannot tell: record more of them"
+TOO_NOISY = "too noisy to decide: record more runs"
 
 
 def judge_measured(samples: Sequence[Sample]) -> list[Judged]:
-    """Each metric's answer; their false alarms are kept rare together."""
+    """The answer for each metric; the false-alarm rate is controlled over all of them."""
     found = [None if sample.zero else sample.difference for sample in samples]
     adjusted = iter(holm([one.p for one in found if one is not None]))
     ps = [None if one is None else next(adjusted) for one in found]
@@ -271,24 +269,24 @@ def _metric_answer(sample: Sample, found: Difference | None, p: float | None) ->
 
 
 def _alarms(found: Difference, p: float) -> bool:
-    """Whether t is sure among the other metrics, where p counts for more, and the order agrees."""
+    """Whether the t test is significant after the adjustment and the permutation test agrees."""
     level = ALPHA * (found.p / p if p else 1.0)
     return p <= ALPHA and found.told_by_order(level)
 
 
 def _passes(found: Difference, allowed: float) -> bool:
-    """Whether these runs can rule out what is not allowed."""
+    """Whether these runs rule out a change beyond the budget."""
     telling = not allowed or found.detectable(allowed) <= TELLING * allowed
     return telling and found.within(allowed)
 
 
-# Whether runs may be held against each other.
+# Whether runs are comparable.
 
 MUST = ("device", "world_size", "mesh", "backend", "ranks")
-"""Of another of these a run is no candidate for this baseline, unless told so."""
+"""Settings that must be equal on both sides, unless across_setups is set."""
 
 MAY = ("torch", "nccl", "driver", "hosts", "schedule", "microbatches")
-"""Another of these may well be the reason of what moved: it is told."""
+"""Settings whose difference may explain a change; reported as warnings."""
 
 _WORDS = {"world_size": "world size", "ranks": "ranks recorded", "nccl": "NCCL"}
 
@@ -296,31 +294,31 @@ _WORDS = {"world_size": "world size", "ranks": "ranks recorded", "nccl": "NCCL"}
 def check_setups(
     baseline: Sequence[RunFacts], candidate: Sequence[RunFacts], across_setups: bool
 ) -> tuple[str, ...]:
-    """What differs between the runs and may be, in words. Raises UsageError for what may not."""
+    """Warnings about allowed differences in configuration. Raises UsageError for others."""
     for side in (baseline, candidate):
         _check_apart(side)
     runs = [*baseline, *candidate]
     refused = [told for name in MUST if (told := _differs(name, runs))]
     if refused and not across_setups:
         raise UsageError(
-            f"these runs are not of one kind: {'; '.join(refused)}; name runs that are, or compare "
-            "them all the same with --across-setups"
+            f"runs are not comparable: {'; '.join(refused)}; use runs of the same setup, or pass "
+            "--across-setups"
         )
     return (*refused, *(told for name in MAY if (told := _differs(name, runs))))
 
 
 def _check_apart(side: Sequence[RunFacts]) -> None:
-    """Runs to the same nanosecond are one run named twice, which would tell a noise of zero."""
+    """Raises UsageError for a run that is passed twice, which would underestimate the noise."""
     seen: dict[object, str] = {}
     for run in side:
         if run.values in seen:
             told = f"{seen[run.values]} and {run.name}"
-            raise UsageError(f"{told} are one recording; name each run of a side once")
+            raise UsageError(f"{told} are the same recording; pass each run once per side")
         seen[run.values] = run.name
 
 
 def _differs(name: str, runs: Sequence[RunFacts]) -> str | None:
-    """The setting's values with a run of each, None where all that know it agree."""
+    """The different values of a setting with an example run each; None if all are equal."""
     seen: dict[object, str] = {}
     for run in runs:
         value = getattr(run.setup, name)
@@ -334,11 +332,11 @@ def _differs(name: str, runs: Sequence[RunFacts]) -> str | None:
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        return f"{len(value)} of them ({', '.join(map(str, value[:4]))}, ...)"
+        return f"{len(value)} ranks ({', '.join(map(str, value[:4]))}, ...)"
     return str(value)
 
 
-# Why a candidate regressed: the bucket, axis, collective and rank that moved.
+# Causes of a regression: the bucket, axis, collective and rank that changed.
 
 MOST = 6
 
@@ -353,12 +351,12 @@ _BUCKETS_OF: Mapping[str, Sequence[str]] = {
     "busbw": ("collective", "p2p"),
     "bubble_fraction": ("bubble",),
 }
-"""Where to look for what moved a metric."""
+"""The buckets that explain a change of each metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """All that moved between the sides."""
+    """All differences between the sides."""
 
     times: Sequence[TimeMoved]
     blame: Sequence[BlameMoved]
@@ -372,7 +370,7 @@ def causes_of(
     baseline: Sequence[RunFacts],
     candidate: Sequence[RunFacts],
 ) -> tuple[Cause, ...]:
-    """What is behind the metrics that regressed: counts first, they are exact."""
+    """The likely causes of the regressions; counts first because they are exact."""
     moved = _Moved(
         times_moved(baseline, candidate), blame_moved(baseline, candidate), calls, candidate[-1]
     )
@@ -392,7 +390,7 @@ def _of_metric(name: str, moved: _Moved) -> Iterator[Cause]:
 
 
 def _more_calls(axis: str | None, moved: _Moved) -> Iterator[Cause]:
-    """An axis and op with more calls or bytes a step than before."""
+    """Causes for each axis and op with more calls or bytes per step than in the baseline."""
     kinds = dict.fromkeys((row.axis, row.op) for row in moved.calls)
     for on, op in kinds:
         rows = [row for row in moved.calls if (row.axis, row.op) == (on, op)]
@@ -414,10 +412,10 @@ def _calls_cause(axis: str, op: str, rows: Sequence[CallsMoved], moved: _Moved) 
     grown = max(rows, key=lambda row: row.candidate - row.baseline)
     before, now = (sum(getattr(row, side) for row in rows) for side in ("baseline", "candidate"))
     one, other = _bytes(rows, "baseline"), _bytes(rows, "candidate")
-    told = f"{axis} {op}: {now - before:+,} calls a step ({_kinds(rows, 'baseline')} before, "
-    told += f"{_kinds(rows, 'candidate')} now)"
+    told = f"{axis} {op}: {now - before:+,} calls per step (baseline: {_kinds(rows, 'baseline')}; "
+    told += f"candidate: {_kinds(rows, 'candidate')})"
     if now > before and one and abs(other / one - 1) <= SAME_BYTES:
-        told += ": the same bytes in smaller pieces"
+        told += ", same bytes in smaller messages"
     ns = sum(row.candidate_ns - row.baseline_ns for row in rows)
     groups = [group.ranks for group in moved.candidate.groups if group.axis == axis]
     return Cause(
@@ -433,7 +431,7 @@ def _kinds(rows: Sequence[CallsMoved], side: str) -> str:
 
 
 def _of_buckets(buckets: Sequence[str], axis: str | None, moved: _Moved) -> Iterator[Cause]:
-    """The bucket among them that grew most, on the axis on which it did."""
+    """The bucket that grew most, on the axis with the largest increase."""
     rows = [row for row in moved.times if row.bucket in buckets and row.moved_ns > 0]
     on_axis = [row for row in rows if row.axis is not None and axis in (None, row.axis)]
     best = [row for row in rows if row.axis is None][:1]
@@ -450,14 +448,14 @@ def _wait(row: TimeMoved, moved: _Moved) -> Cause:
     worst = blamed[0]
     group = _group_of(worst.rank, row.axis, moved.candidate)
     longer = units.milliseconds(worst.moved_ns)
-    whom = f"its group ({units.listed(group)})" if group else "others"
-    told += f"; rank {worst.rank} ({worst.cause}) makes {whom} wait {longer} a step longer"
+    whom = f"its group ({units.listed(group)})" if group else "other ranks"
+    told += f"; rank {worst.rank} ({worst.cause}) delays {whom} by {longer} more per step"
     op = next((c.op for c in moved.calls if row.axis in (None, c.axis)), None)
     return Cause(row.bucket, row.axis, op, None, worst.rank, group, row.moved_ns, told)
 
 
 def _group_of(rank: int, axis: str | None, run: RunFacts) -> tuple[int, ...]:
-    """Whom the rank shares the axis with; () where that is not known."""
+    """The rank's group on the axis; () if unknown."""
     groups = (group.ranks for group in run.groups if group.axis == axis and rank in group.ranks)
     return next(groups, ())
 
@@ -468,7 +466,7 @@ def _transfer(row: TimeMoved, moved: _Moved) -> Cause:
     if grown is None or grown.candidate_ns <= grown.baseline_ns:
         return Cause(row.bucket, row.axis, None, None, None, (), row.moved_ns, told)
     size = "" if grown.message_bytes is None else f" of {units.size(grown.message_bytes)}"
-    told += f"; most in {grown.op}{size}, {grown.candidate:,} calls a step"
+    told += f"; mostly {grown.op}{size}, {grown.candidate:,} calls per step"
     groups = [group.ranks for group in moved.candidate.groups if group.axis == row.axis]
     group = groups[0] if len(groups) == 1 else ()
     return Cause(
@@ -478,17 +476,17 @@ def _transfer(row: TimeMoved, moved: _Moved) -> Cause:
 
 def _told(row: TimeMoved) -> str:
     where = "" if row.axis is None else f" on {row.axis}"
-    return f"{row.bucket}{where}: {units.signed_milliseconds(row.moved_ns)} a step and rank"
+    return f"{row.bucket}{where}: {units.signed_milliseconds(row.moved_ns)} per step and rank"
 
 
-# What differs between the sides: calls by kind, and times by bucket and axis.
+# Differences between the sides: calls by kind, and times by bucket and axis.
 
 _Kind = tuple[str, str, str | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TimeMoved:
-    """By how much a rank's mean step is longer in a bucket, on an axis or (None) in all."""
+    """Increase of a bucket in the mean step of a rank, on one axis or (None) in total."""
 
     bucket: str
     axis: str | None
@@ -497,7 +495,7 @@ class TimeMoved:
 
 @dataclass(frozen=True, slots=True)
 class BlameMoved:
-    """How much more waiting a rank causes in a step; every rank's waiting counts."""
+    """Increase of the waits caused by a rank per step, summed over all waiting ranks."""
 
     rank: int
     cause: str
@@ -508,8 +506,7 @@ class BlameMoved:
 def calls_moved(
     baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> tuple[CallsMoved, ...]:
-    """The kinds of calls whose number changed, or whose time did, those that take most longer
-    first."""
+    """The calls of both sides by kind, largest increase in time first."""
     one, other = _calls(baseline), _calls(candidate)
     none = (0, 0)
     rows = [
@@ -521,7 +518,7 @@ def calls_moved(
 
 
 def _calls(runs: Sequence[RunFacts]) -> Mapping[_Kind, tuple[int, int]]:
-    """By kind: medians over the runs of (calls a step, ns that a step's calls take)."""
+    """By kind: medians over the runs of (calls per step, ns of these calls per step)."""
     kinds = dict.fromkeys(
         (row.axis, row.op, row.dtype, row.message_bytes) for run in runs for row in run.calls or ()
     )
@@ -543,7 +540,7 @@ def _middle(kind: _Kind, runs: Sequence[RunFacts]) -> tuple[int, int]:
 def times_moved(
     baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> tuple[TimeMoved, ...]:
-    """Each bucket, in all and by axis, by the medians over runs; what grew most first."""
+    """The change of each bucket, in total and by axis, by medians over runs; largest first."""
     kinds = dict.fromkeys(
         (row.bucket, row.axis) for run in (*baseline, *candidate) for row in run.times
     )
@@ -563,7 +560,7 @@ def _mean_ns(kind: tuple[str, str | None], runs: Sequence[RunFacts]) -> int:
 def blame_moved(
     baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> tuple[BlameMoved, ...]:
-    """Each rank that causes waiting, by the medians over runs; whose waiting grew most first."""
+    """The change of the waits caused by each rank, by medians over runs; largest first."""
     kinds = dict.fromkeys(_culprits((*baseline, *candidate)))
     rows = [
         BlameMoved(*kind, _caused_ns(kind, candidate) - _caused_ns(kind, baseline))

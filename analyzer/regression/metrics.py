@@ -1,4 +1,4 @@
-"""Metrics of a run that a budget may name, and the baseline file that keeps them."""
+"""Metrics of a run for budgets, and the baseline file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,25 @@ from stepsplit.analyzer.report.io import prediction_of
 from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
-# What the gate keeps of a run: small enough for a file in git, enough to say what moved.
+# The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
 
 class Setup(Struct, frozen=True):
-    """What ran where. None is unknown; ranks are those recorded; mesh is such as "pp 2 tp 4"."""
+    """The configuration of a run; None means unknown.
+
+    Attributes:
+        world_size: number of ranks of the job.
+        ranks: recorded ranks.
+        hosts: number of hosts.
+        device: device name.
+        mesh: mesh as text, such as "pp 2 tp 4".
+        backend: communication backend, such as "nccl".
+        schedule: pipeline schedule.
+        microbatches: microbatches per step.
+        torch: torch version.
+        nccl: NCCL version.
+        driver: driver version.
+    """
 
     world_size: int
     ranks: tuple[int, ...]
@@ -42,15 +56,17 @@ class Setup(Struct, frozen=True):
 
 
 class Value(Struct, frozen=True):
-    """A metric of one run by its name, in the unit of metrics.py: shares 0..1, ns, bytes."""
+    """A metric of one run; shares 0..1, times in ns, sizes in bytes."""
 
     metric: str
     value: float
 
 
 class CallsFact(Struct, frozen=True):
-    """The calls of one kind: how many a full step, of all recorded ranks together, and the medians
-    of one call. varies: not all steps of the run have as many."""
+    """The calls of one kind per full step over all recorded ranks, and the medians of one call.
+
+    varies: whether the number differs between steps.
+    """
 
     axis: str
     op: str
@@ -63,7 +79,7 @@ class CallsFact(Struct, frozen=True):
 
 
 class TimeFact(Struct, frozen=True):
-    """The mean time of a bucket in a step of a rank, in ns; axis None: of all of the bucket."""
+    """The mean time of a bucket per step and rank, in ns; axis None: the whole bucket."""
 
     bucket: str
     axis: str | None
@@ -71,7 +87,7 @@ class TimeFact(Struct, frozen=True):
 
 
 class BlameFact(Struct, frozen=True):
-    """How much waiting one rank causes in a step, over all ranks; rank None is nobody."""
+    """Waits caused by one rank per step, over all ranks; rank None: not caused by a rank."""
 
     rank: int | None
     cause: str
@@ -88,8 +104,10 @@ class GroupFact(Struct, frozen=True):
 
 
 class RunFacts(Struct, frozen=True):
-    """One run. steps counts those that its values are medians of; calls is None where the report is
-    older than the count of calls a step; predicted are the model's values, where there is a model.
+    """The metrics of one run.
+
+    steps is the number of steps over which values are medians; calls is None for reports of older
+    versions; predicted are the values of the model, if any.
     """
 
     name: str
@@ -103,32 +121,32 @@ class RunFacts(Struct, frozen=True):
     groups: tuple[GroupFact, ...] = ()
 
     def value(self, metric: str) -> float | None:
-        """The metric's value, None where the run does not tell it."""
+        """The value of a metric; None if the run does not have it."""
         return next((one.value for one in self.values if one.metric == metric), None)
 
     def model(self, metric: str) -> float | None:
-        """What the model says the metric should be, None where it says nothing of it."""
+        """The value predicted by the model; None if it does not predict the metric."""
         return next((one.value for one in self.predicted if one.metric == metric), None)
 
 
-# A report -> what the gate keeps of it.
+# Report -> metrics.
 
 MOST_BLAMED = 8
-"""So many of those who cause waiting are kept of a run, the worst."""
+"""Number of blamed ranks kept per run, worst first."""
 
 _AGAIN = "analyze the recording again, or leave the run out"
 
 
 def facts_of(report: Report, source: object) -> RunFacts:
-    """The facts of the run. Raises DataError, naming the source, where it has no step to judge or a
-    value that is no number."""
+    """Extract the metrics of a run. Raises DataError (naming the source) if it has no step or a
+    value is not finite."""
     steps = steady_steps(report)
     if not steps:
-        raise DataError(source, "no step to judge", "record at least one whole step")
+        raise DataError(source, "no step to check", "record at least one full step")
     values = values_of(report, steps)
     bad = [one.metric for one in values if not math.isfinite(one.value)]
     if bad:
-        raise DataError(source, f"{bad[0]} is no finite number", _AGAIN)
+        raise DataError(source, f"{bad[0]} is not a finite number", _AGAIN)
     groups = {group.id: group for group in report.groups}
     return RunFacts(
         name=report.run.name,
@@ -162,7 +180,7 @@ def _setup(report: Report) -> Setup:
 
 
 def _call_facts(report: Report, groups: Mapping[int, GroupRow]) -> tuple[CallsFact, ...] | None:
-    """The calls by axis, op, dtype and size; None where a report does not tell calls a step."""
+    """The calls by axis, op, dtype and size; None if the report has no calls per step."""
     if report.collectives and not report.step_calls:
         return None
     counts: dict[tuple[str, str, str | None, int | None], list[int]] = defaultdict(lambda: [0, 0])
@@ -213,7 +231,7 @@ def _blame(report: Report) -> tuple[BlameFact, ...]:
 
 
 def _predicted(report: Report) -> Iterator[Value]:
-    """What the model says of the metrics that it knows."""
+    """The metrics predicted by the model."""
     made = prediction_of(report)
     if made is None:
         return
@@ -229,10 +247,10 @@ def _predicted(report: Report) -> Iterator[Value]:
     yield from (Value(name, value) for name, value in utilizations if value is not None)
 
 
-# A report -> the values of its metrics: medians over the steady steps of the run.
+# Report -> values of its metrics: medians over the steady steps of the run.
 
 WARMUP, FEWEST = 1, 3
-"""So many full steps are left out at a run's beginning, where at least FEWEST are left."""
+"""Number of full steps dropped at the start of a run, if at least the second number remain."""
 
 _ByStep = Mapping[int, list[StepRow]]
 
@@ -240,7 +258,7 @@ _WAITS = ("collective", "p2p", "skew", "bubble")
 
 
 def steady_steps(report: Report) -> _ByStep:
-    """The rows of each full step by its number, the warm-up left out; empty without any step."""
+    """The rows of each full step by its number, without warm-up; empty without steps."""
     by_step: dict[int, list[StepRow]] = defaultdict(list)
     for row in full_steps(report.steps):
         by_step[row.step].append(row)
@@ -250,7 +268,7 @@ def steady_steps(report: Report) -> _ByStep:
 
 
 def values_of(report: Report, steps: _ByStep) -> tuple[Value, ...]:
-    """All values that the report tells."""
+    """All metrics of the report."""
     values = [
         *_time_values(steps),
         *_by_axis(report, steps),
@@ -285,14 +303,14 @@ def _share(rows: Sequence[StepRow], buckets: Sequence[str]) -> float:
 
 
 def _hidden(rows: Sequence[StepRow]) -> float | None:
-    """Of the time in which data moved, the part under compute; None where none moved."""
+    """The overlapped share of the transfer time; None without transfers."""
     hidden = sum(row.overlapped_ns for row in rows)
     moved = hidden + sum(row.collective_ns + row.p2p_ns for row in rows)
     return hidden / moved if moved else None
 
 
 def _by_axis(report: Report, steps: _ByStep) -> Iterator[Value]:
-    """The shares of waiting and moving on each axis that has any."""
+    """The shares of waits and transfers on each axis that has any."""
     whole = {number: sum(row.step_ns for row in rows) or 1 for number, rows in steps.items()}
     ranks = {number: {row.rank for row in rows} for number, rows in steps.items()}
     sums: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(whole, 0))
@@ -309,7 +327,7 @@ def _by_axis(report: Report, steps: _ByStep) -> Iterator[Value]:
 
 
 def _busbw(report: Report) -> Iterator[Value]:
-    """By axis and op: all that its calls moved by all the time that this took."""
+    """Bus bandwidth by axis and op: total data / total transfer time."""
     groups = {group.id: group for group in report.groups}
     same: dict[str, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
@@ -328,7 +346,7 @@ def _busbw(report: Report) -> Iterator[Value]:
 
 
 def _call_values(report: Report) -> Iterator[Value]:
-    """How many calls, and bytes of messages, a full step has, of all recorded ranks together."""
+    """Calls and message bytes per full step over all recorded ranks."""
     if not report.step_calls:
         return
     axes = {group.id: group.axis for group in report.groups}
@@ -341,10 +359,10 @@ def _call_values(report: Report) -> Iterator[Value]:
     yield from (Value(name, float(count)) for name, count in sorted(sums.items()))
 
 
-# The metrics that a budget may name.
+# The metrics for budgets.
 #
-# A name may be followed by an axis, and busbw by an axis and an op: exposed_comm.tp,
-# busbw.dp_replicate.all_reduce. Plain busbw is each axis and op that both sides have.
+# A name may have an axis as suffix, and busbw an axis and an op: exposed_comm.tp,
+# busbw.dp_replicate.all_reduce. Plain busbw means each axis and op that both sides have.
 
 Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
 
@@ -354,8 +372,8 @@ COMMUNICATION = ("collective", "p2p", "skew")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a metric means. worse is +1 where more is worse, -1 where less is; exact ones are the
-    same in each run of the same job; by_axis ones may be asked of one axis."""
+    """A metric. worse: +1 if larger values are worse, -1 if smaller ones are; exact: equal in all
+    runs of the same job; by_axis: also available per axis."""
 
     name: str
     words: str
@@ -367,36 +385,36 @@ class Metric:
 
 METRICS = (
     Metric("step", "median step", "ns"),
-    Metric("exposed_comm", "communication that held ranks up", "share", by_axis=True),
+    Metric("exposed_comm", "exposed communication", "share", by_axis=True),
     Metric("compute", "compute", "share"),
-    Metric("collective", "collectives that moved data", "share", by_axis=True),
-    Metric("p2p", "messages that moved data", "share", by_axis=True),
+    Metric("collective", "exposed collective transfers", "share", by_axis=True),
+    Metric("p2p", "exposed message transfers", "share", by_axis=True),
     Metric("skew", "waits for a rank of the same stage", "share", by_axis=True),
     Metric("bubble", "waits for another pipeline stage", "share", by_axis=True),
-    Metric("copy", "copies", "share"),
-    Metric("idle", "nothing runs", "share"),
-    Metric("overlap", "communication hidden under compute", "share", worse=-1),
-    Metric("busbw", "bandwidth of the links, waits left out", "bytes_per_s", worse=-1),
-    Metric("bubble_fraction", "bubble of the schedule", "share"),
+    Metric("copy", "memory copies", "share"),
+    Metric("idle", "idle time", "share"),
+    Metric("overlap", "overlapped communication", "share", worse=-1),
+    Metric("busbw", "bus bandwidth, without waits", "bytes_per_s", worse=-1),
+    Metric("bubble_fraction", "pipeline bubble", "share"),
     Metric("mfu", "model FLOPs utilization", "share", worse=-1),
     Metric("hfu", "hardware FLOPs utilization", "share", worse=-1),
     Metric("peak_memory", "peak memory of the fullest rank", "bytes"),
-    Metric("calls", "collectives and messages a step", "count", exact=True, by_axis=True),
-    Metric("bytes", "bytes of their messages a step", "bytes", exact=True, by_axis=True),
+    Metric("calls", "collectives and messages per step", "count", exact=True, by_axis=True),
+    Metric("bytes", "message bytes per step", "bytes", exact=True, by_axis=True),
 )
 
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def meaning_of(name: str) -> Metric:
-    """What the name of a judged metric means; judged ones have one."""
+    """The metric of a checked name, which must exist."""
     found = metric_named(name)
     assert found is not None, name
     return found
 
 
 def metric_named(name: str) -> Metric | None:
-    """What a name means, its axis and op left out; None where it means nothing."""
+    """The metric of a name without its axis and op; None if the name is invalid."""
     first, *rest = name.split(".")
     metric = BY_NAME.get(first)
     if metric is None or (rest and not (metric.by_axis or first == "busbw")):
@@ -404,24 +422,24 @@ def metric_named(name: str) -> Metric | None:
     return metric if len(rest) <= (2 if first == "busbw" else 1) else None
 
 
-# A baseline as a small file that fits git: schema "stepsplit.baseline/1", a RunFacts a run.
+# The baseline file: schema "stepsplit.baseline/1", the metrics of each run.
 
 SCHEMA = "stepsplit.baseline/1"
 
 _HEAD = re.compile(rb'\s*\{\s*"schema"\s*:\s*"stepsplit\.baseline/')
 
-_MEND = "write it anew with stepsplit baseline"
+_MEND = "write it again with stepsplit baseline"
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs that candidates are held against."""
+    """The baseline runs, with which candidates are compared."""
 
     schema: str = SCHEMA
     runs: tuple[RunFacts, ...]
 
 
 def to_json(runs: Sequence[RunFacts]) -> bytes:
-    """The runs as JSON text, a fact a line so that a diff can be read; groups are left out."""
+    """The runs as JSON text, one value per line for readable diffs; groups are omitted."""
     body = b",\n".join(_run(msgspec.structs.replace(run, groups=())) for run in runs)
     return b'{"schema": "%s", "runs": [\n%s\n]}\n' % (SCHEMA.encode(), body)
 
@@ -434,14 +452,14 @@ def _run(run: RunFacts) -> bytes:
 
 
 def _lines(value: object) -> bytes:
-    """The value on a line, or each of its parts on one."""
+    """The value on one line, or each of its items on a line."""
     if not isinstance(value, tuple) or not value:
         return msgspec.json.encode(value)
     return b"[\n  " + b",\n  ".join(map(msgspec.json.encode, value)) + b"\n ]"
 
 
 def is_baseline(path: Path) -> bool:
-    """Whether the file says that it is a baseline, of whatever schema."""
+    """Whether the file is a baseline, of any schema version."""
     try:
         with path.open("rb") as file:
             return _HEAD.match(file.read(256)) is not None
@@ -450,15 +468,15 @@ def is_baseline(path: Path) -> bool:
 
 
 def read_baseline(path: Path) -> tuple[RunFacts, ...]:
-    """The runs in the file. Raises DataError."""
+    """Read the runs of a baseline file. Raises DataError."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except OSError as error:
-        raise DataError(path, error.strerror or "unreadable", "name a baseline") from None
+        raise DataError(path, error.strerror or "unreadable", "pass a baseline file") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(path, f"not a stepsplit baseline ({error})", _MEND) from None
     if found.schema != SCHEMA:
-        raise DataError(path, f"of schema {found.schema}, not {SCHEMA}", _MEND)
+        raise DataError(path, f"schema {found.schema} instead of {SCHEMA}", _MEND)
     if not found.runs:
-        raise DataError(path, "holds no run", _MEND)
+        raise DataError(path, "contains no run", _MEND)
     return found.runs

@@ -16,15 +16,18 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.checks import Budget
 from stepsplit.analyzer.regression.metrics import RunFacts
 
-# A metric's values on both sides, one a run.
+# The values of a metric on both sides, one per run.
 
 BANDWIDTH = "busbw"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A metric on both sides, by its means over runs; harm is how much worse the candidate is, and
-    allowed how much worse it may be, in the metric's unit. zero: it is that in every run."""
+    """A metric on both sides, as means over runs.
+
+    harm is how much worse the candidate is, allowed how much worse it may be, in the metric's unit.
+    zero: whether the metric is 0 in every run.
+    """
 
     budget: Budget
     baseline: float | None
@@ -38,7 +41,7 @@ class Sample:
 def sample_of(
     budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> Sample:
-    """The metric under its budget. Raises UsageError where a run does not tell it."""
+    """Build the sample of a budget. Raises UsageError for a run without the metric."""
     if budget.against == "baseline":
         return _against_baseline(budget, baseline, candidate)
     return _against_limit(budget, baseline, candidate)
@@ -48,9 +51,7 @@ def _against_baseline(
     budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> Sample:
     if not baseline:
-        raise UsageError(
-            f"budget {budget.metric}:{budget.text} needs a baseline; name --baseline B"
-        )
+        raise UsageError(f"budget {budget.metric}:{budget.text} needs a baseline; pass --baseline")
     before, own = _values(budget.metric, baseline), _values(budget.metric, candidate)
     worse, middle = budget.meaning.worse, fmean(before)
     return Sample(
@@ -67,7 +68,7 @@ def _against_baseline(
 def _against_limit(
     budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
 ) -> Sample:
-    """Held against its own limit, or the model's; a baseline tells the noise of a single run."""
+    """Compare with a fixed limit or the prediction; a baseline provides the noise of one run."""
     own = _values(budget.metric, candidate)
     worse, limits = budget.meaning.worse, [_limit(budget, run) for run in candidate]
     over = [worse * (value - limit) for value, limit in zip(own, limits, strict=True)]
@@ -89,8 +90,8 @@ def _limit(budget: Budget, run: RunFacts) -> float:
     predicted = run.model(budget.metric)
     if predicted is None:
         raise UsageError(
-            f"{run.name}: the model says nothing of {budget.metric}; analyze it with --job, or "
-            "give another budget"
+            f"{run.name}: no prediction of {budget.metric}; analyze the run with --job, or use "
+            "another budget"
         )
     return predicted * (1 + budget.meaning.worse * budget.ratio)
 
@@ -107,15 +108,15 @@ def _value(metric: str, run: RunFacts) -> float:
     if axis and name != BANDWIDTH and axis in (run.setup.mesh or "").split():
         return 0.0
     raise UsageError(
-        f"{run.name} does not tell {metric}; leave that budget out, or record and analyze the run "
-        "so that it does"
+        f"{run.name} has no {metric}; remove that budget, or record and analyze the run with that "
+        "metric"
     )
 
 
 def spelled_out(budgets: Sequence[Budget], runs: Sequence[RunFacts]) -> Iterator[Budget]:
-    """The budgets, one of all bandwidths as one for each axis and op that all runs have.
+    """Expand a busbw budget to one for each axis and op that all runs have.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     for budget in budgets:
         if budget.metric != BANDWIDTH:
@@ -124,37 +125,36 @@ def spelled_out(budgets: Sequence[Budget], runs: Sequence[RunFacts]) -> Iterator
         named = [{v.metric for v in run.values if v.metric.startswith("busbw.")} for run in runs]
         common = sorted(set.intersection(*named))
         if not common:
-            raise UsageError("no collective has a bandwidth in all of these runs; leave busbw out")
+            raise UsageError("no collective has a bandwidth in all runs; remove the busbw budget")
         yield from (replace(budget, metric=name) for name in common)
 
 
-# What a few runs a side can tell, one value a run: a run's steps are no samples of their own.
+# Statistics of a few runs per side, one value per run: the steps of a run are not independent.
 #
-# Student's t with the variances not pooled (B. L. Welch, Biometrika 34, 1947; degrees of freedom
-# by F. E. Satterthwaite, Biometrics Bulletin 2, 1946). Noise of runs is skewed, and then t alone
-# raises false alarms where one side has fewer runs: so a permutation of the runs must agree with
-# an alarm, as far as their number allows (R. A. Fisher, The Design of Experiments, 1935).
+# Welch's t test (B. L. Welch, Biometrika 34, 1947; degrees of freedom by F. E. Satterthwaite,
+# Biometrics Bulletin 2, 1946). The noise of runs is skewed, and then t alone raises false alarms
+# if one side has fewer runs. A regression must therefore be confirmed by a permutation test, as far
+# as the number of runs allows (R. A. Fisher, The Design of Experiments, 1935).
 
 ALPHA = 0.02
-"""A false alarm may be raised so often where nothing changed, over all gated metrics together."""
+"""False-alarm rate over all checked metrics together."""
 
 MISS = 0.01
-"""A metric that is just over its budget may pass so often."""
+"""Rate at which a metric just over its budget may pass."""
 
 POWER = 0.8
-"""A detectable effect is one that would be found so often."""
+"""Power that defines the minimum detectable change."""
 
 ALONE = 4.0
-"""The p of a single run counts so many times: nothing tells the shape of its noise."""
+"""Factor on the p-value of a single run, whose noise distribution is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a mean lies above what it is held against: mean, its standard error, the degrees of
-    freedom of that error.
+    """A difference of means: value, standard error, degrees of freedom and one-sided p-value.
 
-    p is how often runs that do not differ would lie so far above, by t. dealt is that of the runs
-    dealt anew onto the sides, in so many ways; 1 where t alone is not sure.
+    The last two fields are the p-value of a permutation test (1 if t is not significant) and its
+    number of permutations.
     """
 
     mean: float
@@ -166,24 +166,24 @@ class Difference:
 
     @property
     def low(self) -> float:
-        """The lower end of the interval that misses the true difference in 2 ALPHA of cases."""
+        """The lower bound of the confidence interval at level 1 - 2 ALPHA."""
         return self.mean - self._reach
 
     @property
     def high(self) -> float:
-        """The upper end of it."""
+        """The upper bound of the confidence interval."""
         return self.mean + self._reach
 
     def told_by_order(self, level: float) -> bool:
-        """Whether the order of the runs is as rare as the level, or the rarest that there is."""
+        """Whether the permutation p-value is at most the level, or the smallest possible."""
         return self.dealt <= max(level, 1 / self.ways)
 
     def within(self, budget: float) -> bool:
-        """Whether it surely is no more than that: wrong in MISS of cases."""
+        """Whether the difference is within the budget with an error rate of MISS."""
         return self.mean + t_quantile(self.freedom, 1 - MISS) * self.error <= budget
 
     def detectable(self, budget: float) -> float:
-        """The smallest true difference that would be found over the budget in POWER of cases."""
+        """The minimum detectable change beyond the budget at the power POWER."""
         power = t_quantile(self.freedom, POWER) * self.error
         return max(budget, self._reach) + power
 
@@ -193,8 +193,8 @@ class Difference:
 
 
 def difference(baseline: Sequence[float], candidate: Sequence[float]) -> Difference | None:
-    """Candidate mean - baseline mean; a side of one run takes the noise of the other. None where
-    neither side tells its noise."""
+    """Candidate mean - baseline mean; a side with one run uses the noise of the other side. None if
+    both sides have one run."""
     one, other = len(baseline), len(candidate)
     mean = fmean(candidate) - fmean(baseline)
     if one > 1 and other > 1:
@@ -208,7 +208,7 @@ def difference(baseline: Sequence[float], candidate: Sequence[float]) -> Differe
 
 
 def distance(values: Sequence[float], noise_of: Sequence[float] = ()) -> Difference | None:
-    """The mean of the values from zero. One value takes the noise of others; None without them."""
+    """The mean of the values compared with 0; a single value needs the noise of other runs."""
     known = values if len(values) > 1 else noise_of
     if len(known) < 2:
         return None
@@ -225,14 +225,14 @@ def _of_two(mean: float, baseline: Sequence[float], candidate: Sequence[float]) 
     if error:
         freedom = error**4 / (one**2 / (n - 1) + other**2 / (m - 1))
     if n != m and math.comb(n + m, m) * ALPHA < 1:
-        # Too few runs for a permutation to tell much: t takes the freedom of the smaller side.
+        # Too few runs for a permutation test: use the degrees of freedom of the smaller side.
         freedom = min(n, m) - 1
     found = Difference(mean, error, freedom, _p(mean, error, freedom))
     return _dealt(found, baseline, candidate)
 
 
 def _dealt(found: Difference, baseline: Sequence[float], candidate: Sequence[float]) -> Difference:
-    """With what dealing the runs anew tells, where t is sure."""
+    """Add the permutation test if t is significant."""
     ways = math.comb(len(baseline) + len(candidate), len(candidate))
     sure = found.p <= ALPHA
     dealt = by_permutation(baseline, candidate, ways) if sure else 1.0
@@ -245,7 +245,7 @@ def _p(mean: float, error: float, freedom: float) -> float:
     return t_probability(freedom, -mean / error)
 
 
-# scipy takes as long to import as all of numpy, twice over; only a check needs it.
+# scipy takes twice as long to import as numpy, and only the check needs it.
 
 
 def t_quantile(freedom: float, p: float) -> float:
@@ -263,10 +263,8 @@ def t_probability(freedom: float, t: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p as it counts among the others, so that a false alarm over all is as rare as of one.
-
-    Source: S. Holm, Scandinavian Journal of Statistics 6 (1979).
-    """
+    """The p-values adjusted for multiple tests (S. Holm, Scandinavian Journal of Statistics 6,
+    1979)."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, least = [0.0] * len(p_values), 0.0
     for place, i in enumerate(order):
@@ -275,19 +273,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-# How rare the order of the runs is, among all ways to deal them onto two sides.
+# Permutation test.
 
 _MOST_WAYS, _SAMPLED, _SEED = 200_000, 10_000, 0
-"""Of more ways than that some are sampled, always by the same dice."""
+"""Above the first number of permutations a random sample of the second size is used."""
 
 
 def by_permutation(baseline: Sequence[float], candidate: Sequence[float], ways: int) -> float:
-    """Of all ways to deal the runs onto the two sides, those with a candidate no better than it is.
+    """The share of assignments of the runs to the two sides with a candidate at least as bad.
 
-    Where there are too many ways, of a sample of them and the one that happened.
+    Computed exactly, or from a random sample if there are too many assignments.
     """
     if len(candidate) > len(baseline):
-        # Fewer runs are dealt faster, and turned round they say the same.
+        # The smaller side has fewer combinations, and the test is symmetric.
         turned = [-run for run in candidate], [-run for run in baseline]
         return by_permutation(*turned, ways)
     runs, m = np.array([*candidate, *baseline]), len(candidate)
@@ -301,11 +299,11 @@ def by_permutation(baseline: Sequence[float], candidate: Sequence[float], ways: 
 
 @cache
 def _ways(count: int, chosen: int) -> npt.NDArray[np.int8]:
-    """Each way to choose so many of them, a row of places."""
+    """All combinations of `chosen` of `count` indices, one per row."""
     return np.array(list(combinations(range(count), chosen)), dtype=np.int8)
 
 
 def _no_better(candidate: Sequence[float]) -> float:
-    """The candidate's sum, with room for the rounding of sums in another order."""
+    """The candidate's sum, with a tolerance for rounding."""
     total = math.fsum(candidate)
     return total - 1e-9 * abs(total)

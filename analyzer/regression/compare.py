@@ -253,8 +253,8 @@ def peak_bytes(report: Report) -> int | None:
 # baseline, candidate   one run each: name, steps (number of full ones), median_ns, low_ns, high_ns,
 #                       mean (the split: seven buckets and the memos), bubble_fraction,
 #                       peak_allocated_bytes and mfu, null if unknown
-# step                  for the median step: difference_ns (candidate - baseline), ratio (candidate /
-#                       baseline), within_noise (null: too few steps)
+# step                  for the median step: difference_ns (candidate - baseline), ratio
+#                       (candidate / baseline), within_noise (null: too few steps)
 # settings              name, baseline, candidate: configuration differences, null if unknown
 # buckets               bucket, baseline_ns, candidate_ns, difference_ns: means per step and rank;
 #                       the differences add up to that of the mean step

@@ -22,7 +22,7 @@ from stepsplit.analyzer.diagnose.replay import (
     scene_of,
 )
 from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.report.build import why_idle
+from stepsplit.analyzer.report.build import SCHEDULE_NAMES, why_idle
 from stepsplit.analyzer.report.report import WORTH, EventRef, Finding
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.lateness import SlowRank, slow_ranks
@@ -86,8 +86,6 @@ def _worth(scene: ReplayContext) -> tuple[Finding, ...]:
 
 # The bubble of the pipeline schedule, compared with twice as many microbatches.
 
-_SCHEDULE_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
-
 
 def few_microbatches(scene: ReplayContext) -> list[Finding]:
     """Estimate the gain of twice as many microbatches of the same size for the same work.
@@ -117,7 +115,7 @@ def few_microbatches(scene: ReplayContext) -> list[Finding]:
             steps=scene.steps_of(scene.counted),
             events=(),
             message=(
-                f"{_SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
+                f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
                 f"{units.percent(now)} with {schedule.microbatches} microbatches; "
                 f"{2 * schedule.microbatches} would reduce it to {units.percent(then)}"
             ),

@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.predict import call_ns, predict, rates_of
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory, group_axis
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.build import why_idle
+from stepsplit.analyzer.report.build import SCHEDULE_NAMES, why_idle
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     WORTH,
@@ -421,7 +421,8 @@ def _grid_words(sides: Sides) -> str:
         return ""
     told = f"; measured bubble {units.percent(grid.bubble_fraction)}"
     if grid.ideal_bubble_fraction is not None:
-        told += f", ideal {grid.schedule} bubble {units.percent(grid.ideal_bubble_fraction)}"
+        name = SCHEDULE_NAMES.get(grid.schedule or "", grid.schedule)
+        told += f", ideal {name} bubble {units.percent(grid.ideal_bubble_fraction)}"
     return f"{told}, predicted {units.percent(sides.prediction.bubble_fraction)}"
 
 

@@ -348,6 +348,9 @@ IDLE_MEANING = {
 
 _MOST_LETTERS = 60
 
+SCHEDULE_NAMES = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+"""Display names of schedules, if different from the identifier."""
+
 
 def why_idle(causes: Iterable[IdleCause]) -> str:
     """The largest cause of idle time, its share of it and its main op; "" without idle time."""

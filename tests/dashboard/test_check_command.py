@@ -113,20 +113,20 @@ def test_a_side_may_be_a_recording_or_a_report(capsys: pytest.CaptureFixture[str
 def test_a_run_is_compared_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--job", "auto", "--budget", "exposed_comm:model+20%")
     assert check(ONE, *words) == 3
-    assert "one run does not tell its noise" in capsys.readouterr().out
+    assert "noise unknown with one run per side" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((ONE,), "needs a baseline; name --baseline B"),
+        ((ONE,), "needs a baseline; pass --baseline"),
         ((ONE, "--baseline", OTHER), "world size is 8 in tp2_pp2_dp2, 4 in tp2_pp2"),
-        ((ONE, "--baseline", OTHER), "compare them all the same with --across-setups"),
+        ((ONE, "--baseline", OTHER), "or pass --across-setups"),
         ((ONE, "--baseline", "no/such"), "no such file or folder; check the path"),
-        ((ONE, "--baseline", ONE, "--budget", "speed:5%"), "no metric is called 'speed'"),
-        ((ONE, "--baseline", ONE, "--budget", "budgets.toml"), "name a TOML file, or write a rule"),
-        ((ONE, "--baseline", ONE, "--budget", "mfu:5%"), "does not tell mfu"),
-        ((ONE, ONE, "--baseline", ONE), "are one recording; name each run of a side once"),
+        ((ONE, "--baseline", ONE, "--budget", "speed:5%"), "unknown metric 'speed'"),
+        ((ONE, "--baseline", ONE, "--budget", "budgets.toml"), "pass a TOML file or a rule"),
+        ((ONE, "--baseline", ONE, "--budget", "mfu:5%"), "has no mfu"),
+        ((ONE, ONE, "--baseline", ONE), "are the same recording; pass each run once per side"),
         ((ONE, "--baseline", "store:"), "is not a valid store query; write store:branch=main"),
         ((ONE, "--baseline", "store:a=b,last=0"), "last must be a number of runs"),
         ((ONE, "--baseline", "store:a=b"), "the store has no finished run for a=b"),
@@ -147,7 +147,7 @@ def test_a_run_without_steps_and_one_with_nan_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = json.loads((SAMPLES / "tp2_pp2" / "report.json").read_text())
-    bad = [({"steps": []}, "no step to judge"), ({"mfu": float("nan")}, "not a stepsplit report")]
+    bad = [({"steps": []}, "no step to check"), ({"mfu": float("nan")}, "not a stepsplit report")]
     for change, message in bad:
         file = tmp_path / "report.json"
         file.write_text(json.dumps(body | change))
@@ -164,7 +164,7 @@ def test_check_accepts_a_baseline_file_of_recordings(
     assert capsys.readouterr().out == f"{out}: 1 run; 3 to 5 runs estimate the noise better\n"
     assert check(ONE, "--baseline", str(out), "--budget", "calls:exact") == 0
     assert cli.run(["baseline", ONE, OTHER, "--out", str(out)]) == 2
-    assert "not of one kind" in capsys.readouterr().err
+    assert "not comparable" in capsys.readouterr().err
 
 
 def test_runs_of_a_store_record_their_result_and_link_to_the_comparison(

@@ -103,7 +103,10 @@ def test_a_job_is_compared_with_its_baseline(tmp_path: Path) -> None:
     assert more.returncode == 1
     # Both ranks fail with the message of rank 0: a job whose ranks disagree would hang.
     assert more.stdout.count("REGRESSED: calls, bytes") >= 2, more.stdout
-    assert "all_reduce: +2 calls a step (4 of 262 kB before, 6 of 262 kB now)" in more.stdout
+    assert (
+        "all_reduce: +2 calls per step (baseline: 4 of 262 kB; candidate: 6 of 262 kB)"
+        in more.stdout
+    )
 
 
 @IN_TURN
@@ -133,7 +136,7 @@ def test_an_inconclusive_run_is_skipped_or_fails_with_strict(strict: bool, tmp_p
     found = said(tmp_path, *(["--stepsplit-strict"] if strict else []))
     assert found.returncode == 1
     assert ("2 failed" if strict else "1 failed, 1 skipped") in found.stdout, found.stdout
-    assert "one run does not tell its noise" in found.stdout
+    assert "noise unknown with one run per side" in found.stdout
     assert "no baseline yet; create it with --stepsplit-update" in found.stdout
 
 

@@ -114,7 +114,7 @@ def test_a_comparison_round_trips_through_json(found: RunComparison) -> None:
     [
         (b"[", "not a stepsplit comparison"),
         (b"{}", "not a stepsplit comparison"),
-        (b'{"schema": "stepsplit.report/1"}', "of schema stepsplit.report/1"),
+        (b'{"schema": "stepsplit.report/1"}', "schema stepsplit.report/1"),
         (b'{"schema": "stepsplit.compare/1"}', "not a stepsplit comparison"),
     ],
 )

@@ -73,10 +73,10 @@ def test_the_example_has_all_three_results() -> None:
 
 def test_json_round_trips() -> None:
     assert from_json(to_json(verdict())) == verdict()
-    with pytest.raises(DataError, match="not a stepsplit verdict"):
+    with pytest.raises(DataError, match="not a result of stepsplit check"):
         from_json(b'{"schema": "stepsplit.verdict/1"}')
     other = to_json(replace(verdict(), schema="stepsplit.verdict/9"))
-    with pytest.raises(DataError, match=r"of schema stepsplit\.verdict/9"):
+    with pytest.raises(DataError, match=r"schema stepsplit\.verdict/9"):
         from_json(other)
 
 
@@ -151,7 +151,7 @@ def test_a_comment_fits_and_contains_no_markup_of_a_recording() -> None:
     prose = re.sub("`[^`\n]*`", "", text)
     assert not {"@", "<"} & {*prose} and text.replace("\n", "").isprintable()
     assert "| `exposed_comm` | `5%` | 10.1 % | 20.1 % | +10.0 pt |" in text
-    assert re.search(r"^1\. .*all\\_gather: \+4 calls a step", text, re.MULTILINE)
+    assert re.search(r"^1\. .*all\\_gather: \+4 calls per step", text, re.MULTILINE)
 
 
 def test_benchmark_services() -> None:

@@ -80,7 +80,7 @@ def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None
     # With uncalibrated hardware a difference is a gap, not a finding.
     assert report.findings == analyze(SAMPLES / "tp2_pp2").findings
     (bubble,) = (row for row in report.gap.rows if row.bucket == "bubble")
-    assert "grid idles 27.3 %, 1f1b itself 25.0 %, the model's 26.4 %" in bubble.message
+    assert "measured bubble 27.3 %, ideal 1F1B bubble 25.0 %, predicted 26.4 %" in bubble.message
 
 
 def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:

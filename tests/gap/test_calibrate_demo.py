@@ -52,8 +52,9 @@ def runs(
     """At least three undisturbed runs of each layout, in turns; skips where other programs, or
     other machines on the same processor, leave no such.
 
-    On a machine that others use, a slow run says nothing of the layout. The pace of one processor
-    between the runs told less than the runs themselves: it halved while they took as long as ever.
+    On a shared machine a slow run is no evidence about the layout. The speed of one processor
+    between the runs was less reliable than the runs themselves: it halved while their time was
+    unchanged.
     """
     folder = tmp_path_factory.mktemp("runs")
     asked = [item.name for item in request.session.items if item.path == request.path]

@@ -49,7 +49,7 @@ def step(rank: int, number: int, kind: str = "full", **buckets_ns: int) -> StepR
 
 
 def baseline() -> Report:
-    """Two ranks, two full steps of 100 and 110 ns; rank 1 waits for nobody."""
+    """Two ranks, two full steps of 100 and 110 ns; rank 1 never waits."""
     return Report(
         run=RUN,
         groups=(TP,),
@@ -161,8 +161,8 @@ def test_another_layout_is_compared_and_said() -> None:
     found = compare_reports(baseline(), piped)
     assert found.settings == (
         Setting("mesh", "tp 2", "pp 2"),
-        Setting("schedule", "none seen", "1f1b"),
-        Setting("microbatches", "none seen", "4"),
+        Setting("schedule", "none detected", "1f1b"),
+        Setting("microbatches", "none detected", "4"),
         Setting("strategies", "tp 2", "pp 2 (1f1b)"),
     )
     assert (found.baseline.bubble_fraction, found.candidate.bubble_fraction) == (None, 0.25)

@@ -54,7 +54,9 @@ def test_an_all_reduce_more_in_each_layer_is_found_in_one_run(
     own = facts_at(record(tmp_path / "own", "extra_all_reduce"))
     cause = judged(quiet, own).causes[0]
     # Two layers, two microbatches, two ranks.
-    assert cause.message.startswith("dp_replicate all_reduce: +8 calls a step (none before, 8 of")
+    assert cause.message.startswith(
+        "dp_replicate all_reduce: +8 calls per step (baseline: none; candidate: 8 of"
+    )
     assert (cause.axis, cause.op, cause.group) == ("dp_replicate", "all_reduce", (0, 1))
 
 
@@ -62,7 +64,7 @@ def test_a_halved_bucket_is_found_in_one_run(quiet: list[RunFacts], tmp_path: Pa
     own = facts_at(record(tmp_path / "own", "halved_bucket"))
     found = judged(quiet, own)
     assert next(one.metric for one in found.gated if one.answer == "regressed") == "calls"
-    assert found.causes[0].message.endswith("the same bytes in smaller pieces")
+    assert found.causes[0].message.endswith("same bytes in smaller messages")
 
 
 def test_a_straggler_is_found_and_named(quiet: list[RunFacts], tmp_path: Path) -> None:

@@ -104,16 +104,16 @@ def test_a_report_that_does_not_count_calls_a_step_tells_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "words"),
     [
-        ({"steps": ()}, "x: no step to judge; record at least one whole step"),
-        ({"mfu": float("nan")}, "x: mfu is no finite number; analyze the recording again"),
+        ({"steps": ()}, "x: no step to check; record at least one full step"),
+        ({"mfu": float("nan")}, "x: mfu is not a finite number; analyze the recording again"),
     ],
 )
-def test_a_run_that_cannot_be_judged_is_refused(change: dict[str, object], told: str) -> None:
+def test_a_run_that_cannot_be_judged_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(DataError) as error:
         facts_of(replace(report(), **change), "x")
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(words)
 
 
 def test_a_baseline_file_brings_the_same_runs_back_a_fact_a_line(tmp_path: Path) -> None:
@@ -129,18 +129,18 @@ def test_a_baseline_file_brings_the_same_runs_back_a_fact_a_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "words"),
     [
-        ('{"schema": "stepsplit.baseline/9", "runs": []}', "of schema stepsplit.baseline/9"),
-        ('{"schema": "stepsplit.baseline/1", "runs": []}', "holds no run"),
+        ('{"schema": "stepsplit.baseline/9", "runs": []}', "schema stepsplit.baseline/9"),
+        ('{"schema": "stepsplit.baseline/1", "runs": []}', "contains no run"),
         ('{"schema": "stepsplit.baseline/1", "runs": [{}]}', "not a stepsplit baseline"),
         ('{"schema": "stepsplit.baseline/1", "runs": [', "not a stepsplit baseline"),
     ],
 )
-def test_a_baseline_file_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_baseline_file_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "base.json"
     file.write_text(text)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=words):
         facts_at(file)
 
 

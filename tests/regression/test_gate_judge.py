@@ -70,7 +70,7 @@ def test_the_model_sets_the_limit() -> None:
     slow = runs("own", "step", (1.30e8, 1.31e8, 1.29e8), predicted={"step": 1.0e8})
     assert judged(slow, [], "step:model+20%").answer == "regressed"
     assert judged(slow, [], "step:model+50%").answer == "pass"
-    with pytest.raises(UsageError, match="the model says nothing of step; analyze it with --job"):
+    with pytest.raises(UsageError, match="no prediction of step; analyze the run with --job"):
         judged(runs("own", "step", (1.0e8,)), [], "step:model+20%")
 
 
@@ -84,13 +84,15 @@ def test_alarms_are_rare_over_all_metrics_together() -> None:
     together = check(own, base, *rules)
     assert alone.answer == "regressed" and together.answer == "inconclusive"
     assert together.gated[0].p == pytest.approx(5 * alone.gated[0].p)
-    assert together.gated[0].note == "over the budget, yet within the noise of the runs"
+    assert together.gated[0].note == "over the budget, but within the noise of the runs"
 
 
-def test_one_run_a_side_cannot_tell_and_says_so() -> None:
+def test_one_run_per_side_is_inconclusive() -> None:
     verdict = check(runs("own", "exposed_comm", (0.2,)), BASE[:1], "exposed_comm:5%")
     assert verdict.answer == "inconclusive" and verdict.low_confidence
-    assert verdict.gated[0].note == "one run does not tell its noise: record 3 to 5 runs a side"
+    assert verdict.gated[0].note == (
+        "noise unknown with one run per side: record 3 to 5 runs per side"
+    )
     stored = check(runs("own", "exposed_comm", (0.2,)), BASE, "exposed_comm:5%")
     assert stored.answer == "regressed" and stored.low_confidence
 
@@ -108,7 +110,7 @@ def test_counts_are_compared_exactly_and_never_of_low_confidence() -> None:
         ("tp", "all_reduce", "float32", 8, 0, 4, 0, 120_000)
     ]
     assert verdict.causes[0].message == (
-        "tp all_reduce: +4 calls a step (none before, 4 of 8 B now)"
+        "tp all_reduce: +4 calls per step (baseline: none; candidate: 4 of 8 B)"
     )
 
 
@@ -121,20 +123,20 @@ def test_smaller_buckets_are_named_as_such() -> None:
     halves = replace(dp, message_bytes=12_500_000, calls=32, transfer_ns=600_000)
     verdict = check([run("own", {}, calls=(tp, halves))], [run("base", {})], "calls:exact")
     assert verdict.causes[0].message == (
-        "dp_replicate all_reduce: +16 calls a step (16 of 25.0 MB before, 32 of 12.5 MB now): "
-        "the same bytes in smaller pieces"
+        "dp_replicate all_reduce: +16 calls per step (baseline: 16 of 25.0 MB; "
+        "candidate: 32 of 12.5 MB), same bytes in smaller messages"
     )
 
 
 def test_fewer_calls_pass_and_ask_for_a_new_baseline() -> None:
     found = judged([run("own", {}, calls=CALLS[:1])], [run("base", {})], "calls:exact")
-    assert (found.answer, found.note) == ("pass", "fewer: bring the baseline up to date")
+    assert (found.answer, found.note) == ("pass", "improved: consider updating the baseline")
 
 
 def test_a_baseline_that_differs_in_itself_cannot_be_exact() -> None:
     base = [run("base0", {"step": 1.0}), run("base1", {"step": 2.0}, calls=CALLS[:1])]
     found = judged([run("own", {})], base, "calls:exact")
-    assert found.answer == "inconclusive" and "cannot be compared exactly" in found.note
+    assert found.answer == "inconclusive" and "an exact comparison is not possible" in found.note
 
 
 def test_calls_of_one_axis_and_a_limit_on_them() -> None:
@@ -153,8 +155,8 @@ def test_why_a_straggler_is_named_with_its_group() -> None:
     assert (cause.bucket, cause.axis, cause.rank, cause.group) == ("skew", "tp", 3, (2, 3))
     assert cause.moved_ns == 30 * MS
     assert cause.message == (
-        "skew on tp: +30.0 ms a step and rank; rank 3 (compute) makes its group (2, 3) wait 62.0 "
-        "ms a step longer"
+        "skew on tp: +30.0 ms per step and rank; rank 3 (compute) delays its group (2, 3) by "
+        "62.0 ms more per step"
     )
 
 
@@ -165,7 +167,7 @@ def test_why_a_slow_link_is_named_with_its_collective() -> None:
     own = runs("own", "exposed_comm", MORE, times=times, calls=slow)
     (cause,) = check(own, BASE, "exposed_comm:5%").causes
     assert (cause.bucket, cause.axis, cause.op) == ("collective", "dp_replicate", "all_reduce")
-    assert cause.message.endswith("most in all_reduce of 25.0 MB, 16 calls a step")
+    assert cause.message.endswith("mostly all_reduce of 25.0 MB, 16 calls per step")
 
 
 def test_what_moved_without_a_budget_is_told_beside() -> None:
@@ -178,23 +180,23 @@ def test_what_moved_without_a_budget_is_told_beside() -> None:
 
 
 @for_each(
-    ("setting", "told"),
+    ("setting", "words"),
     [
         ({"mesh": "tp 4"}, "mesh is dp_replicate 2 tp 2 in base0, tp 4 in own0"),
         ({"device": "NVIDIA A100"}, "device is NVIDIA H100 in base0, NVIDIA A100 in own0"),
         ({"world_size": 8}, "world size is 4 in base0, 8 in own0"),
-        ({"ranks": (0, 1)}, "ranks recorded is 4 of them"),
+        ({"ranks": (0, 1)}, "ranks recorded is 4 ranks"),
         ({"backend": "gloo"}, "backend is nccl in base0, gloo in own0"),
     ],
 )
-def test_runs_of_another_kind_are_refused_unless_told_so(
-    setting: dict[str, object], told: str
+def test_runs_of_another_setup_are_refused_without_across_setups(
+    setting: dict[str, object], words: str
 ) -> None:
     own = runs("own", "exposed_comm", QUIET, setup=replace(SETUP, **setting))
     rule = "exposed_comm:5%"
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=words):
         check(own, BASE, rule)
-    assert any(told in one for one in check(own, BASE, rule, across_setups=True).warnings)
+    assert any(words in one for one in check(own, BASE, rule, across_setups=True).warnings)
 
 
 def test_other_versions_are_compared_with_a_warning() -> None:
@@ -220,19 +222,19 @@ def test_bandwidth_is_each_axis_and_op_that_all_runs_have() -> None:
         "busbw.dp_replicate.all_reduce": "regressed",
         "busbw.tp.all_reduce": "pass",
     }
-    with pytest.raises(UsageError, match="leave busbw out"):
+    with pytest.raises(UsageError, match="remove the busbw budget"):
         check(BASE, BASE[:1], "busbw:10%")
 
 
 def test_what_cannot_be_judged_is_refused_with_a_hint() -> None:
     rule = "exposed_comm:5%"
-    with pytest.raises(UsageError, match="needs a baseline; name --baseline B"):
+    with pytest.raises(UsageError, match="needs a baseline; pass --baseline"):
         check(BASE, [], rule)
-    with pytest.raises(UsageError, match="own0 does not tell exposed_comm; leave that budget out"):
+    with pytest.raises(UsageError, match="own0 has no exposed_comm; remove that budget"):
         check(runs("own", "mfu", (0.4,)), BASE, rule)
-    with pytest.raises(UsageError, match="one recording; name each run of a side once"):
+    with pytest.raises(UsageError, match="same recording; pass each run once per side"):
         check(BASE, runs("twice", "exposed_comm", (0.1, 0.1)), rule)
-    with pytest.raises(DataError, match="analyze its recording again"):
+    with pytest.raises(DataError, match="analyze the recording again"):
         check([run("own", {}, calls=None)], [run("base", {})], "calls:exact")
     with pytest.raises(UsageError, match="at least one budget"):
         check(BASE, BASE)
@@ -242,5 +244,5 @@ def test_an_axis_that_never_waits_is_zero_where_the_mesh_has_it() -> None:
     own = runs("own", "step", (1.0, 2.0, 3.0))
     found = judged(own, runs("base", "step", (1.5, 2.5)), "skew.tp:5%")
     assert (found.answer, found.baseline, found.candidate, found.p) == ("pass", 0.0, 0.0, None)
-    with pytest.raises(UsageError, match=r"does not tell skew\.cp"):
+    with pytest.raises(UsageError, match=r"has no skew\.cp"):
         judged(own, BASE, "skew.cp:5%")

@@ -93,7 +93,7 @@ def test_json_on_standard_output_is_json_alone(capsys: pytest.CaptureFixture[str
 
 def test_a_schedule_needs_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["what-if", str(SAMPLES / "dp4"), "--change", "schedule=gpipe"]) == 2
-    assert "shows no pipeline" in capsys.readouterr().err
+    assert "no pipeline detected" in capsys.readouterr().err
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,7 +318,7 @@ def test_a_recording_without_a_full_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_calibrate_needs_a_run() -> None:
-    with pytest.raises(UsageError, match="name the folder"):
+    with pytest.raises(UsageError, match="pass the folder"):
         calibrate()
 
 

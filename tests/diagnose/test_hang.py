@@ -363,7 +363,7 @@ def test_analyze_reports_a_hang_for_dumps_without_a_trace(
     assert (body["schema"], body["culprits"][0]["ranks"]) == ("stepsplit.hang/1", [1])
 
 
-def test_analyze_says_so_where_nothing_is_stuck(
+def test_analyze_reports_that_no_call_is_stuck(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dump(tmp_path, 0, [TP], done(TP, 4))

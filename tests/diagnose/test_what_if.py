@@ -44,7 +44,7 @@ def test_the_replay_of_more_microbatches_is_the_run_that_was_recorded_with_them(
     fewer = what_if(SAMPLES / "pp2_m8", changes=["microbatches=2"]).changes[0].step_ns / 8
     assert more == pytest.approx(eight, rel=REPLAY_OFF)
     assert fewer == pytest.approx(two, rel=REPLAY_OFF)
-    assert abs(two / eight - 1) > 2 * REPLAY_OFF, "the two are too much alike to tell"
+    assert abs(two / eight - 1) > 2 * REPLAY_OFF, "the two recordings are too similar for this test"
 
 
 def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize(("sample", "stages"), [("tp2_pp2", [0, 1]), ("dp4", [0])])
-def test_what_the_recording_tells_need_not_be_stated(
+def test_inferred_keys_need_not_be_configured(
     run_file: Path, sample: str, stages: list[int]
 ) -> None:
     report = analyze(SAMPLES / sample, job=run_file)
@@ -67,7 +67,7 @@ def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
     assert analyze(SAMPLES / "tp2_pp2", job="auto") == analyze(SAMPLES / "tp2_pp2", job=run_file)
 
 
-def test_tp2_pp2_sends_what_the_model_says_and_is_held_up_by_slow_sums() -> None:
+def test_tp2_pp2_calls_match_the_model_and_all_reduces_are_slow() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
     assert report.gap is not None
     assert all(one.equal for one in report.gap.calls)
@@ -93,7 +93,7 @@ def test_dp4_sums_the_predicted_bytes_in_buckets_of_its_own() -> None:
     assert all(abs(row.ns) < least for row in report.gap.rows if row.bucket == "collective")
 
 
-def test_without_a_run_nothing_is_held_against_a_model() -> None:
+def test_without_a_job_there_is_no_model_comparison() -> None:
     report = analyze(SAMPLES / "tp2_pp2")
     assert (report.prediction, report.gap, report.mfu, report.hfu) == (None, None, None, None)
 

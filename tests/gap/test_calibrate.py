@@ -1,4 +1,4 @@
-"""Constants from recorded runs: what was put in comes out, and the file says so to the model."""
+"""Constants fitted to runs with known constants, and the file that the model reads."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_parts_make_up_the_predicted_compute() -> None:
         assert math.isclose(split.other_ns, other, rel_tol=1e-3)
 
 
-def test_one_run_tells_all_but_launches() -> None:
+def test_one_run_determines_all_constants_except_launches() -> None:
     true = replace(TRUE, launch_ns=known().launch_ns)
     found = efficiency_seen([run(job(), true)], known())
     assert close(found, true)
@@ -132,7 +132,7 @@ def test_runs_that_disagree_meet_in_the_geometric_mean() -> None:
     assert math.isclose(found.gemm, 0.4, rel_tol=0.01)
 
 
-def test_a_device_that_never_idles_tells_nothing_of_its_host() -> None:
+def test_a_device_that_is_never_idle_leaves_the_host_constant_unknown() -> None:
     gpu = replace(job(), hardware=hardware("h100-sxm"))
     busy = run(
         replace(gpu, training=replace(gpu.training, dtype="bf16")), hardware("h100-sxm").efficiency
@@ -172,7 +172,7 @@ def test_links_are_found_again() -> None:
     assert found.hardware.inter == hardware("cpu").inter
 
 
-def test_one_size_tells_the_bandwidth_alone() -> None:
+def test_a_single_size_determines_only_the_bandwidth() -> None:
     true = links(bytes_per_s=5e9)
     found = calibration_of([run(job(), TRUE, "one", *transfers(true, 8 << 20))]).hardware.intra
     assert found.latency_ns == hardware("cpu").intra.latency_ns
@@ -225,12 +225,12 @@ def test_a_peak_that_was_exceeded_is_raised() -> None:
     assert math.isclose(found.peak_flops_per_s("fp32") or 0, 1.5 * 80e9, rel_tol=0.01)
 
 
-def test_one_run_is_explained_by_what_it_told() -> None:
+def test_one_run_is_explained_by_its_own_calibration() -> None:
     (one,) = calibration_of([run(job(), replace(TRUE, launch_ns=5000.0))]).stages
     assert one.predicted.step_ns == pytest.approx(one.step_ns, rel=0.01)
 
 
-def test_each_of_several_runs_is_foretold_by_the_others() -> None:
+def test_each_of_several_runs_is_predicted_by_the_others() -> None:
     true = replace(TRUE, launch_ns=5000.0)
     alike = calibration_of([run(job(), true, "a"), run(job("pp = 2"), true, "b")])
     assert alike.hardware.efficiency.error == 0.05
@@ -271,7 +271,7 @@ def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
     assert predict(made, rates).confidence == "calibrated"
 
 
-def test_keys_beside_the_file_replace_its_numbers(found: Calibration, tmp_path: Path) -> None:
+def test_keys_next_to_the_file_override_its_values(found: Calibration, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(hardware_text(found))
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     beside = 'file = "mine.toml"\nname = "ours"\nefficiency.gemm = 0.11'

@@ -1,4 +1,4 @@
-"""What one recorded run tells foretells the others: trained for real, two processes each."""
+"""A calibration from one real training predicts the others; two processes each."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def length_ns(run: RunSeen) -> int:
 
 @pytest.fixture(scope="module")
 def learned(runs: dict[str, list[RunSeen]]) -> Calibration:
-    """What the run that others disturbed least tells, alone."""
+    """The calibration from the least disturbed run alone."""
     return calibration_of([runs[KNOWN][0]])
 
 
@@ -100,7 +100,7 @@ def measured(runs: Sequence[RunSeen], stage: int) -> Measured:
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-def test_a_run_of_one_layout_foretells_another(
+def test_a_run_of_one_layout_predicts_another(
     layout: str, runs: dict[str, list[RunSeen]], learned: Calibration
 ) -> None:
     job = replace(runs[layout][0].job, hardware=learned.hardware)

@@ -31,7 +31,7 @@ def measured(folder: Path) -> tuple[MeasuredMessages, ...]:
 
 
 def predicted(*messages: tuple[str, str, int, int, int]) -> Prediction:
-    """A prediction that sends (axis, op, stage, count, message bytes) and nothing else."""
+    """A prediction that sends (axis, op, stage, count, message bytes) only."""
     found = (
         CommOp("any", op, axis, stage, "forward", count, size, size, size)
         for axis, op, stage, count, size in messages
@@ -73,7 +73,7 @@ def test_sends_and_receives_count_apart_on_either_end(tmp_path: Path) -> None:
     )
 
 
-def test_measured_stands_beside_predicted_and_scalars_apart() -> None:
+def test_measured_and_predicted_share_a_row_and_scalars_are_separate() -> None:
     found = (
         seen("tp", "all_reduce", 8000, 3),
         seen("tp", "all_reduce", 2000, 1),
@@ -100,7 +100,7 @@ def test_measured_stands_beside_predicted_and_scalars_apart() -> None:
     )
 
 
-def test_ranks_and_steps_that_differ_are_told_and_never_equal() -> None:
+def test_ranks_and_steps_that_differ_are_reported_and_never_equal() -> None:
     found = [seen("ep", "all_to_all", 5000, 2, rank=r, step=s) for r in (0, 1) for s in (1, 2)]
     found[3] = replace(found[3], message_bytes=6000)
     expected = predicted(("ep", "all_to_all", 0, 2, 5000))
@@ -168,7 +168,7 @@ def of_sample(name: str, parallel: str, batch: int, framework: str) -> MessageCo
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("pp2_m2", 2), ("pp2_m8", 8)])
-def test_a_recorded_pipeline_sends_what_the_model_says(name: str, microbatches: int) -> None:
+def test_messages_of_a_recorded_pipeline_match_the_model(name: str, microbatches: int) -> None:
     found = of_sample(name, "pp = 2", 4 * microbatches, "fsdp2")
     each = Amount(microbatches, microbatches * 64 * 4 * 512 * 4)
     assert found.rows == tuple(
@@ -176,7 +176,7 @@ def test_a_recorded_pipeline_sends_what_the_model_says(name: str, microbatches: 
     )
 
 
-def test_recorded_ddp_sums_the_bytes_that_the_model_says_in_buckets_of_its_own() -> None:
+def test_recorded_ddp_reduces_the_predicted_bytes_in_its_own_buckets() -> None:
     (row,) = of_sample("dp4", "dp = 4", 16, "ddp").rows
     gradients = 12_723_200
     assert row == MessageRow(
@@ -184,7 +184,7 @@ def test_recorded_ddp_sums_the_bytes_that_the_model_says_in_buckets_of_its_own()
     )
 
 
-def test_recorded_fsdp_scatters_what_the_model_says_and_gathers_its_ends_as_one() -> None:
+def test_recorded_fsdp_matches_the_predicted_reduce_scatters_and_merges_gathers() -> None:
     """The root unit of the recording holds embedding, head and positions, and stays gathered."""
     found = of_sample("fsdp4", "dp_shard = 4\nzero = 3", 16, "fsdp2").rows
     gradients, ends = 6_427_648, 132_096

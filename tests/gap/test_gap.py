@@ -73,7 +73,7 @@ def test_a_run_as_predicted_has_no_gap(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_more_calls_cost_what_the_model_says_of_them(tmp_path: Path) -> None:
+def test_more_calls_cost_their_predicted_time(tmp_path: Path) -> None:
     once = model(split(compute=80, collective=10), ("all_reduce", "tp", 1, 10, 10))
     found = gap(tmp_path, ranks(tmp_path, TWICE), once)
     assert rows(found) == [("calls", "collective", "tp", 10)]
@@ -82,7 +82,7 @@ def test_more_calls_cost_what_the_model_says_of_them(tmp_path: Path) -> None:
     )
 
 
-def test_larger_calls_cost_what_the_model_says_of_their_size(tmp_path: Path) -> None:
+def test_larger_calls_cost_the_predicted_time_of_their_size(tmp_path: Path) -> None:
     """18 us for 8,000 bytes."""
     found = ranks(tmp_path, ((60, 78),), ((0, 60), (78, 98)), nelems=2000)
     once = model(split(compute=80, collective=10), ("all_reduce", "tp", 1, 10, 10))
@@ -209,7 +209,7 @@ def test_predicted_messages_add_up_to_their_buckets(axes: dict[str, int]) -> Non
     assert all(abs(left) <= 2 for left in whole.values())
 
 
-def test_each_bucket_says_why(tmp_path: Path) -> None:
+def test_each_bucket_has_an_explanation(tmp_path: Path) -> None:
     """Rank 1 comes 10 us late to tp, the host is 20 us late with the copy, and the last kernel."""
     for rank in range(2):
         trace = GpuTrace(rank, 2, groups=[("0", "tp", [0, 1])]).step(1, 0, 140)
@@ -234,7 +234,7 @@ def test_each_bucket_says_why(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bucket_that_is_smaller_says_less(tmp_path: Path) -> None:
+def test_a_smaller_bucket_is_reported_as_less(tmp_path: Path) -> None:
     expected = model(split(compute=100, collective=20, skew=1, bubble=2, copy=3, idle=4), SUMS)
     found = gap(tmp_path, ranks(tmp_path, TWICE), expected)
     assert rows(found) == [

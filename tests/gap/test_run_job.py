@@ -52,7 +52,7 @@ def found(tmp_path: Path) -> RunSplit:
 
 
 def on(found: RunSplit, mesh: Mesh) -> RunSplit:
-    """The same ranks, as they lie on the mesh."""
+    """The same ranks with a mesh."""
     return replace(found, layout=replace(found.layout, mesh=mesh))
 
 
@@ -98,7 +98,7 @@ def test_gradients_of_cut_weights_are_summed_by_hand(found: RunSplit) -> None:
     assert made.parallel.overlap == frozenset()
 
 
-def test_run_json_says_how_the_axes_work(found: RunSplit) -> None:
+def test_axis_options_are_read_from_run_json(found: RunSplit) -> None:
     training = replace(TRAINING, zero=1, split_vocab=False, bucket_bytes=1024, recompute="full")
     made = job(found, replace(SPEC, mesh=Mesh.of({"dp": 2}), training=training))
     parallel = made.parallel
@@ -161,7 +161,7 @@ def test_a_trace_alone_needs_a_run_file(found: RunSplit) -> None:
         job_of_run(None, found)
 
 
-def test_two_ranks_of_a_trace_alone_are_as_the_run_file_says(found: RunSplit) -> None:
+def test_two_ranks_without_run_json_take_the_layout_of_the_job_file(found: RunSplit) -> None:
     text = """
 [model]
 preset = "gpt2-124m"

@@ -150,7 +150,7 @@ def test_a_run_against_itself_differs_in_nothing() -> None:
     assert not compare_reports(baseline(), slower()).same
 
 
-def test_another_layout_is_compared_and_said() -> None:
+def test_another_layout_is_compared_and_listed_in_the_settings() -> None:
     piped = msgspec.structs.replace(
         baseline(),
         run=msgspec.structs.replace(
@@ -194,7 +194,7 @@ def test_noise_is_what_the_steps_of_both_reach(
     assert compare_reports(first, second).within_noise is within
 
 
-def test_messages_and_calls_that_nobody_matched_count_by_the_rank_that_made_them() -> None:
+def test_unmatched_messages_and_calls_count_per_rank() -> None:
     alone = msgspec.structs.replace(
         baseline(),
         collectives=(

@@ -1,4 +1,4 @@
-"""The gate on real trainings: quiet where nothing changed, and the cause named where it did."""
+"""The check on real trainings: passes without a change, names the cause of a regression."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_the_setup_of_a_run() -> None:
     )  # fmt: skip
 
 
-def test_a_report_that_does_not_count_calls_a_step_tells_none() -> None:
+def test_an_older_report_without_call_counts_has_none() -> None:
     assert facts_of(replace(report(), step_calls=()), "x").calls is None
 
 

@@ -75,7 +75,7 @@ def test_the_model_sets_the_limit() -> None:
 
 
 def test_alarms_are_rare_over_all_metrics_together() -> None:
-    """One metric at p = 2/252 alone is an alarm, beside two others of like p it is none."""
+    """One metric at p = 2/252 is a regression alone, but not together with two similar ones."""
     names = ("exposed_comm", "skew", "bubble", "idle", "step")
     base = [run(f"base{i}", dict.fromkeys(names, v)) for i, v in enumerate((1, 2, 3, 4, 6))]
     own = [run(f"own{i}", dict.fromkeys(names, v)) for i, v in enumerate((5, 7, 8, 9, 10))]
@@ -128,7 +128,7 @@ def test_smaller_buckets_are_named_as_such() -> None:
     )
 
 
-def test_fewer_calls_pass_and_ask_for_a_new_baseline() -> None:
+def test_fewer_calls_pass_and_suggest_a_new_baseline() -> None:
     found = judged([run("own", {}, calls=CALLS[:1])], [run("base", {})], "calls:exact")
     assert (found.answer, found.note) == ("pass", "improved: consider updating the baseline")
 
@@ -170,7 +170,7 @@ def test_why_a_slow_link_is_named_with_its_collective() -> None:
     assert cause.message.endswith("mostly all_reduce of 25.0 MB, 16 calls per step")
 
 
-def test_what_moved_without_a_budget_is_told_beside() -> None:
+def test_significant_changes_without_a_budget_are_listed() -> None:
     base = [run(f"b{i}", {"exposed_comm": v, "idle": v}) for i, v in enumerate(QUIET)]
     own = [run(f"o{i}", {"exposed_comm": w, "idle": v}) for i, (w, v) in
            enumerate(zip(SAME, MORE, strict=True))]  # fmt: skip

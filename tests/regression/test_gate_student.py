@@ -82,12 +82,12 @@ def test_a_side_of_one_run_takes_the_noise_of_the_other() -> None:
     assert turned is not None and turned.freedom == 4
 
 
-def test_one_run_a_side_tells_nothing() -> None:
+def test_one_run_per_side_has_no_test() -> None:
     assert difference((10.0,), (11.0,)) is None
     assert distance((1.0,)) is None
 
 
-def test_runs_without_any_noise_are_told_apart_as_they_are() -> None:
+def test_runs_without_noise_are_compared_exactly() -> None:
     same, more = difference((3.0, 3.0, 3.0), (3.0, 3.0)), difference((3.0, 3.0), (4.0, 4.0))
     assert same is not None and (same.p, same.low, same.high) == (1.0, 0.0, 0.0)
     assert more is not None and (more.p, more.low) == (0.0, 1.0)

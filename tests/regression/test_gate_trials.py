@@ -1,4 +1,4 @@
-"""The gate over many trials: alarms stay rare, regressions are found; each planted bug is seen."""
+"""The check over many trials: few false alarms, and every planted regression is found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepsplit.analyzer.regression.statistics import MISS, Difference, differenc
 pytestmark = pytest.mark.seeded
 TRIALS = 150
 ALARMS = 0.025
-"""So many trials of a hundred may raise an alarm where nothing changed."""
+"""Percentage of trials that may raise a false alarm."""
 
 
 def most_by_chance(share: float, trials: int) -> float:
@@ -105,12 +105,12 @@ BUGS = {
     "no permutation": _in_place(statistics, "by_permutation", _no_permutation),
     "budget not heeded": _in_place(statistics, "_against_baseline", _never_over),
     "a pass without power": _in_place(judge, "_passes", _always_sure),
-    "new kinds of calls not seen": _in_place(judge, "_exactly", _totals_alone),
+    "new kinds of calls not found": _in_place(judge, "_exactly", _totals_alone),
 }
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
     with pytest.raises(AssertionError):
         check_gate()

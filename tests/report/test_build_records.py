@@ -1,4 +1,4 @@
-"""What ranks tell of themselves, as the report says it."""
+"""Records of the ranks in the report: memory and profiling overhead."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 
 
 def report_of_records(folder: Path, *records: RankRecord) -> Report:
-    """The report of ranks that compute in a step, each of which tells such a record."""
+    """The report of ranks with one step and these records."""
     for rank, record in enumerate(records):
         GpuTrace(rank, len(records)).step(1, 0, 100).kernel("gemm", 0, 100).write(folder)
         where = RankInfo(rank, rank, "a", 7, "cpu")
@@ -44,7 +44,7 @@ def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> N
 @for_each(
     "record",
     [RANK, timed((100,), (120, 120), (100,)), timed((100, 100, 100), (), ())],
-    ids=["no times", "too few beside the profiler", "none under it"],
+    ids=["no times", "too few without the profiler", "none under it"],
 )
 def test_too_few_steps_tell_nothing_of_the_profilers_cost(
     record: RankRecord, tmp_path: Path
@@ -52,7 +52,7 @@ def test_too_few_steps_tell_nothing_of_the_profilers_cost(
     assert report_of_records(tmp_path, record).run.profiling_slowdown is None
 
 
-def test_memory_is_told_of_the_ranks_that_measured_it(tmp_path: Path) -> None:
+def test_memory_rows_are_of_the_ranks_that_measured_it(tmp_path: Path) -> None:
     second = replace(RANK, memory=MemoryState(8, 8, 16, 5, 50, 64))
 
     assert report_of_records(tmp_path, RANK, RANK).memory is None

@@ -40,7 +40,7 @@ def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequ
 
 
 @pytest.mark.parametrize("name", (*NAMES, *TRUE))
-def test_a_sample_is_small_and_says_where_it_is_from(name: str) -> None:
+def test_a_sample_is_small_and_names_its_origin(name: str) -> None:
     recorded = [path for path in (SAMPLES / name).iterdir() if path.name != REPORT_NAME]
     assert sum(path.stat().st_size for path in recorded) < 1_000_000
     assert "torch" in (SAMPLES / name / "SOURCE.txt").read_text()
@@ -108,7 +108,7 @@ def test_a_pipeline_alone_has_messages_and_no_collective() -> None:
 
 
 @pytest.mark.parametrize("name", TRUE)
-def test_a_built_sample_gives_the_truth_beside_it(name: str) -> None:
+def test_a_built_sample_includes_its_ground_truth(name: str) -> None:
     truth = json.loads((SAMPLES / name / "truth.json").read_text())
     rows = {(row.rank, row.step): row for row in golden(name).steps if row.kind == "full"}
     for true in truth["steps"]:

@@ -44,18 +44,18 @@ from stepsplit.dashboard.pages.components import (
 )
 from stepsplit.dashboard.pages.overview import blame, collectives, exposed, taken_ns
 
-# Collectives: how fast data moved and could have, who waits for whom, and every call's numbers.
+# Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
 KINDS, WIDER = 10, 8
-"""Kinds of calls that are drawn, and how far the model's curve goes beyond the measured sizes."""
+"""Kinds of calls to draw; factor by which the model's curve extends the measured sizes."""
 
 
 def collectives_page(view: View) -> list[Component]:
-    """Absent parts are those that the recording does not tell."""
+    """The collectives page; sections without data in the recording are left out."""
     report = view.report
     if not report.collectives:
-        told = "The recording holds no collective and no message: was the job of one process?"
-        return [nothing("No communication", told)]
+        hint = "The recording has no collectives and no messages: was it a single-process job?"
+        return [nothing("No communication", hint)]
     return [
         html.Div([html.Div(_bandwidth(report)), html.Div(_waiting(view))], className="columns"),
         *exposed(report),
@@ -85,8 +85,8 @@ def _bandwidth(report: Report) -> list[html.Section]:
         Curve(axis, op, line.message_bytes, line.busbw_bytes_per_s, line.link_bytes_per_s)
         for (axis, op), line in zip(asked, lines, strict=True) if line is not None
     ]  # fmt: skip
-    model = "dotted: the model" if curves else "no model to compare with"
-    note = f"over the transfer alone, so that a straggler makes no link look slow; {model}"
+    model = "dotted: model" if curves else "no model to compare with"
+    note = f"over the transfer part only, without waiting for stragglers; {model}"
     return [section("Bus bandwidth", note, graph("bandwidth", bandwidth(points, curves)))]
 
 
@@ -95,16 +95,16 @@ def _waiting(view: View) -> list[html.Section]:
 
 
 def _against_transfer(report: Report) -> list[html.Section]:
-    """The kinds of calls that take most together, by the median call of their slowest group."""
+    """The kinds of calls with the largest total time, by the median call of the slowest group."""
     axes = {group.id: group.axis or "other" for group in report.groups}
     kinds: dict[str, CollectiveRow] = {}
     for row in sorted(report.collectives, key=taken_ns):
         kinds[_words(row, axes.get(row.group, "other"))] = row
     largest = sorted(kinds.items(), key=lambda item: -taken_ns(item[1]))[:KINDS]
     calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
-    note = "the median call of the group that takes most"
+    note = "median call of the slowest group"
     figure = graph("wait-transfer", wait_against_transfer(calls))
-    return [section("Wait against transfer", note, figure)]
+    return [section("Wait and transfer time", note, figure)]
 
 
 def _words(row: CollectiveRow, axis: str) -> str:
@@ -119,10 +119,10 @@ def _waits(view: View) -> list[html.Section]:
     steps = len({row.step for row in view.report.steps})
     figure = waits_matrix(waits, view.report.run.ranks, steps)
     note = "a bright column is a rank that others wait for"
-    return [section("Who waits for whom", note, graph("waits", figure))]
+    return [section("Waits between ranks", note, graph("waits", figure))]
 
 
-# Who comes last to communication, and how much of it compute hides.
+# Stragglers (ranks that arrive last), and overlapped communication.
 
 MOST_LATE, MOST_KINDS = 8, 16
 
@@ -131,24 +131,24 @@ _HEADS = (
     "axis",
     "verdict",
     "calls",
-    "came last",
-    "by chance",
-    "late (median)",
-    "late (sum)",
+    "arrived last",
+    "expected",
+    "delay (median)",
+    "delay (sum)",
 )
 
 
 def stragglers(report: Report) -> list[html.Section]:
-    """The stragglers, then who else was late; messages on demand, as the schedule orders them."""
+    """Stragglers, then other late ranks; messages collapsed, as the schedule decides who waits."""
     late = [one for one in report.lateness if one.last]
     calls, messages = (_latest(late, message=kind) for kind in (False, True))
     parts: list[Component] = []
     if calls:
         parts.append(table(_HEADS, [_late_row(one) for one in calls[:MOST_LATE]]))
     if messages:
-        told = "messages: here the schedule decides which end waits"
+        label = "messages (the schedule decides which end waits)"
         rows = [_late_row(one) for one in messages[:MOST_LATE]]
-        parts.append(on_demand(told + left_out(messages, MOST_LATE), table(_HEADS, rows)))
+        parts.append(on_demand(label + left_out(messages, MOST_LATE), table(_HEADS, rows)))
     note = _found(calls) + left_out(calls, MOST_LATE)
     return [section("Stragglers", note, *parts)] if parts else []
 
@@ -160,10 +160,10 @@ def _latest(rows: Sequence[Lateness], *, message: bool) -> list[Lateness]:
 
 def _found(calls: Sequence[Lateness]) -> str:
     if not calls:
-        return "no rank came last to a collective"
+        return "no late arrivals at collectives"
     if not any(one.straggler for one in calls):
-        return "no rank comes last so often and so late that it is more than chance"
-    return "a straggler comes last more often than chance has it, and late enough to matter"
+        return "no straggler: no rank is significantly later than its peers"
+    return "a straggler arrives last more often than expected by chance, by a significant delay"
 
 
 def _late_row(one: Lateness) -> list[Cell]:
@@ -181,17 +181,17 @@ def _late_row(one: Lateness) -> list[Cell]:
 
 
 def overlap(report: Report) -> list[html.Section]:
-    """Which part of the moving of data compute hides, by axis and op."""
+    """Overlapped and exposed transfer time by axis and op."""
     steps = summed_steps(report).total()
     own = [one for one in report.overlap if one.rank is not None]
     kinds = [one for one in overlaps_together(own) if one.moved_ns]
     if not kinds or not steps:
         return []
     rows = [_overlap_row(one, steps) for one in kinds[:MOST_KINDS]]
-    heads = ("axis", "op", "moves data a step", "hidden", "exposed", "efficiency")
-    note = "transfers under compute, mean over ranks and full steps; efficiency is hidden / moved"
+    heads = ("axis", "op", "transfer per step", "overlapped", "exposed", "efficiency")
+    note = "mean over ranks and full steps; efficiency is overlapped / transfer time"
     note += left_out(kinds, MOST_KINDS)
-    return [section("Overlap", note, table(heads, rows))]
+    return [section("Overlapped communication", note, table(heads, rows))]
 
 
 def _overlap_row(one: Overlap, steps: int) -> list[Cell]:
@@ -205,11 +205,11 @@ def _overlap_row(one: Overlap, steps: int) -> list[Cell]:
     ]
 
 
-# Pipeline: the measured grid of microbatches above the ideal one, and each stage's bubble.
+# Pipeline: measured and ideal microbatch grid, and the bubble of each stage.
 
 
 def pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
-    """The grid of one step; a sentence where the job has no pipeline, or its work is not marked."""
+    """The pipeline page: the grid of one step, or why there is none."""
     found = view.report.pipeline
     if found is None:
         return [nothing(*_why_none(view.report))]
@@ -219,18 +219,20 @@ def pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
 def _why_none(report: Report) -> tuple[str, str]:
     unmarked = next((one.message for one in report.warnings if one.code == "no_grid"), None)
     if unmarked:
-        return "No grid can be drawn", unmarked
-    return "No pipeline", "This job has one pipeline stage, as far as its recording tells."
+        return "No microbatch grid", unmarked
+    return "No pipeline", "One pipeline stage was detected in this recording."
 
 
 def _cards(found: Pipeline) -> html.Div:
     ideal = found.ideal_bubble_fraction
     shown = [
-        card("schedule", found.schedule or "unknown", f"{found.microbatches} microbatches a step"),
+        card(
+            "schedule", found.schedule or "unknown", f"{found.microbatches} microbatches per step"
+        ),
         card("stages", str(len(found.stages)), "of the model"),
-        card("bubble_fraction", percent(found.bubble_fraction), "holes / window, measured"),
-        card("ideal", "unknown" if ideal is None else percent(ideal), "of equal stages"),
-        card("bubble_overhead", percent(found.bubble_overhead), "holes / useful time, measured"),
+        card("bubble_fraction", percent(found.bubble_fraction), "idle / window, measured"),
+        card("ideal", "unknown" if ideal is None else percent(ideal), "for equal stages"),
+        card("bubble_overhead", percent(found.bubble_overhead), "idle / useful time, measured"),
     ]
     return html.Div(shown, className="cards")
 
@@ -253,9 +255,12 @@ def _grid(view: View, found: Pipeline, chosen: AddressQuery) -> list[Component]:
 def _note(step: int, measured: Boxes, ideal: Boxes | None) -> str:
     took = f"step {step} took {milliseconds(_window_ns(measured))}"
     if ideal is None:
-        return f"{took}; what the schedule would take is not modelled for it"
-    could = milliseconds(_window_ns(ideal))
-    return f"{took} from first forward to last backward, {could} with equal stages and free links"
+        return f"{took}; no ideal grid for this schedule"
+    ideal_ms = milliseconds(_window_ns(ideal))
+    return (
+        f"{took} from first forward to last backward; "
+        f"{ideal_ms} with equal stages and free communication"
+    )
 
 
 def _window_ns(boxes: Boxes) -> int:
@@ -263,7 +268,7 @@ def _window_ns(boxes: Boxes) -> int:
 
 
 def steps_with_boxes(report: Report, boxes: Boxes) -> list[int]:
-    """The full steps of which there is a grid, or all such steps where none is full."""
+    """Full steps that have a grid, or all steps that have one if none is full."""
     drawn = set(np.unique(boxes.step).tolist())
     full = {row.step for row in report.steps if row.kind == "full"} & drawn
     return sorted(full or drawn)

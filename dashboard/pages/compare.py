@@ -52,23 +52,23 @@ from stepsplit.dashboard.pages.components import (
 )
 from stepsplit.dashboard.store.metrics import MetricPoint
 
-# Compare: two runs, what differs between them by bucket, by axis, by call and by kernel.
+# Compare: differences between two runs by bucket, axis, call and kernel.
 
 COMPARE_ROWS = 20
 
 _NOISE = {
-    True: "within the noise of the steps",
-    False: "beyond the noise of the steps",
-    None: "too few steps to tell noise",
+    True: "within step-to-step noise",
+    False: "beyond step-to-step noise",
+    None: "too few steps to estimate noise",
 }
 
 
 def compare_page(baseline: View, candidate: View) -> list[Component]:
-    """The candidate held against the baseline."""
+    """The page that compares the candidate with the baseline."""
     try:
         found = compare_reports(baseline.report, candidate.report)
     except UsageError as error:
-        return [nothing("These two cannot be compared", str(error))]
+        return [nothing("These runs cannot be compared", str(error))]
     bars = [
         NamedSplit("baseline", found.baseline.mean),
         NamedSplit("candidate", found.candidate.mean),
@@ -79,9 +79,9 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
         *_settings(found),
         html.Div(
             [
-                section("The mean step", "over ranks and full steps",
+                section("Mean step", "over ranks and full steps",
                         graph("splits", splits(bars))),
-                section("What changed", "bucket by bucket, of the mean step",
+                section("Difference by bucket", "mean step",
                         graph("difference", difference_figure(found))),
             ],
             className="columns",
@@ -128,8 +128,8 @@ def _settings(found: RunComparison) -> list[html.Section]:
         [Cell(one.name), Cell(one.baseline or "unknown"), Cell(one.candidate or "unknown")]
         for one in found.settings
     ]
-    told = table(("setting", "baseline", "candidate"), rows)
-    return [section("Set up otherwise", "what may explain the rest", told)]
+    shown = table(("setting", "baseline", "candidate"), rows)
+    return [section("Configuration differences", "may explain other differences", shown)]
 
 
 def _exposed(found: RunComparison) -> list[html.Section]:
@@ -140,8 +140,8 @@ def _exposed(found: RunComparison) -> list[html.Section]:
     if not rows:
         return []
     heads = ("axis", "bucket", "baseline", "candidate", "difference")
-    note = "of the mean step" + left_out(found.exposed, COMPARE_ROWS)
-    return [section("Communication by axis", note, table(heads, rows))]
+    note = "mean step" + left_out(found.exposed, COMPARE_ROWS)
+    return [section("Exposed communication by axis", note, table(heads, rows))]
 
 
 def _kernels(found: RunComparison) -> list[html.Section]:
@@ -152,8 +152,8 @@ def _kernels(found: RunComparison) -> list[html.Section]:
         [Cell(row.family), _count(row.baseline_count), _count(row.candidate_count), *_change(row)]
         for row in changed[:COMPARE_ROWS]
     ]
-    heads = ("family", "runs before", "runs after", "baseline", "candidate", "difference")
-    note = "a step of a rank" + left_out(changed, COMPARE_ROWS)
+    heads = ("family", "calls before", "calls after", "baseline", "candidate", "difference")
+    note = "per rank and step" + left_out(changed, COMPARE_ROWS)
     return [section("Kernel families", note, table(heads, rows))]
 
 
@@ -161,9 +161,9 @@ def _calls(found: RunComparison) -> list[html.Section]:
     changed = [row for row in found.collectives if row.baseline != row.candidate]
     if not changed:
         return []
-    heads = ("axis", "op", "size", "run", "a step", "transfer", "wait", "busbw")
+    heads = ("axis", "op", "size", "run", "per step", "transfer", "wait", "busbw")
     rows = [cells for row in changed[:COMPARE_ROWS] for cells in _call(row)]
-    note = "medians of one call; the most changed first" + left_out(changed, COMPARE_ROWS)
+    note = "medians per call; largest change first" + left_out(changed, COMPARE_ROWS)
     return [section("Collectives and messages", note, table(heads, rows))]
 
 
@@ -199,7 +199,7 @@ def _count(number: float) -> Cell:
     return Cell(f"{number:,.1f}".removesuffix(".0"), number=True)
 
 
-# History: a metric over all runs, with what is usual, where it changed, and a budget.
+# History: a metric over all runs, with outliers, level changes and a budget.
 
 HISTORY_ROWS = 50
 
@@ -208,7 +208,7 @@ FEWEST_POINTS = 2
 
 @dataclass(frozen=True, slots=True)
 class HistoryMetric:
-    """How a stored metric is shown: its words, its unit, and what one unit is of the stored."""
+    """How a metric is shown: label, unit, and the size of one unit in the stored unit."""
 
     words: str
     unit: str
@@ -217,18 +217,18 @@ class HistoryMetric:
 
 METRICS: Mapping[str, HistoryMetric] = {
     "step_ns": HistoryMetric("median step", "ms", 1e6),
-    "exposed_comm": HistoryMetric("exposed communication", "% of the time", 0.01),
-    "skew": HistoryMetric("skew", "% of the time", 0.01),
-    "bubble": HistoryMetric("bubble", "% of the time", 0.01),
-    "idle": HistoryMetric("idle", "% of the time", 0.01),
+    "exposed_comm": HistoryMetric("exposed communication", "% of step time", 0.01),
+    "skew": HistoryMetric("skew", "% of step time", 0.01),
+    "bubble": HistoryMetric("bubble", "% of step time", 0.01),
+    "idle": HistoryMetric("idle", "% of step time", 0.01),
     "bubble_fraction": HistoryMetric("bubble fraction of the schedule", "%", 0.01),
     "mfu": HistoryMetric("MFU", "%", 0.01),
-    "peak_memory_bytes": HistoryMetric("peak memory of the fullest rank", "GiB", float(2**30)),
+    "peak_memory_bytes": HistoryMetric("peak memory (largest rank)", "GiB", float(2**30)),
 }
 
 
 def metric_of(chosen: AddressQuery) -> str:
-    """The metric that the address names, else the step's time."""
+    """The metric named in the URL; by default the step time."""
     name = chosen.text("metric")
     return name if name is not None and name in METRICS else "step_ns"
 
@@ -236,21 +236,23 @@ def metric_of(chosen: AddressQuery) -> str:
 def history_page(
     points: Sequence[MetricPoint], tags: Sequence[str], chosen: AddressQuery
 ) -> list[Component]:
-    """points of the chosen metric, oldest first, of the runs with the chosen tag; tags are all
-    that there are, as key=value."""
+    """The history of the chosen metric.
+
+    points: values of the runs with the chosen tag, oldest first; tags: all tags, as key=value.
+    """
     name = metric_of(chosen)
     metric = METRICS[name]
     shown = [HistoryPoint(p.name, p.created_unix_ns, p.value / metric.one) for p in points]
     if len(shown) < FEWEST_POINTS:
-        told = "A history needs two runs at least: upload more, or choose another metric or tag."
-        return [_controls(name, tags, chosen), nothing("Too few runs", told)]
+        hint = "A history needs at least two runs: upload more, or choose another metric or tag."
+        return [_controls(name, tags, chosen), nothing("Too few runs", hint)]
     title = f"{metric.words}, {metric.unit}"
     changed = changes([one.value for one in shown])
     levels = _levels(changed, len(shown))
     figure = graph("history", history(shown, title, _number(chosen.text("budget")), levels))
-    note = "diamonds lie outside of what the runs around them would have"
+    note = "◆ outlier: beyond 3 σ of the neighbouring runs"
     if len(shown) < FEWEST_USUAL:
-        note = f"what is usual is told from {FEWEST_USUAL} runs on"
+        note = f"outliers are marked from {FEWEST_USUAL} runs on"
     return [
         _controls(name, tags, chosen),
         section(metric.words.capitalize(), note, figure),
@@ -267,8 +269,8 @@ def _controls(name: str, tags: Sequence[str], chosen: AddressQuery) -> html.Sect
         choice("tag", every, tag if tag in every else "", ""),
         entry("budget", chosen.text("budget") or "", "budget", "none"),
     ]
-    note = "of all runs that are done; a tag keeps to those that can be compared"
-    return section("Which", note, html.Div(menus, className="choices"))
+    note = "finished runs only; choose a tag to compare like with like"
+    return section("Metric and runs", note, html.Div(menus, className="choices"))
 
 
 def _number(text: str | None) -> float | None:
@@ -292,10 +294,10 @@ def _moved(change: LevelChange) -> str:
 def _changes_section(
     points: Sequence[MetricPoint], changed: Sequence[LevelChange], metric: HistoryMetric
 ) -> html.Section:
-    note = "levels of three runs or more that differ beyond chance; to look at, never for a gate"
+    note = "significant changes that last three runs or more; for information, not used by check"
     if not changed:
         none = f"No lasting change in {min(len(points), LOOKED_AT):,} runs."
-        return section("Changes", note, html.P(none, className="told"))
+        return section("Changes", note, html.P(none, className="message"))
     heads = ("first run of the new level", "before", "after", "change")
     rows = [_change_row(points[one.at], one, metric) for one in reversed(changed)]
     return section("Changes", note, table(heads, rows))
@@ -322,7 +324,7 @@ def _table(
 ) -> html.Section:
     values = [one.value for one in shown]
     rows = [_row(points[i], values, i, metric, budget) for i in reversed(range(len(values)))]
-    heads = ("run", metric.words, "usual", "difference", "remark")
+    heads = ("run", metric.words, "typical", "difference", "remark")
     return section("Runs", "newest first", table(heads, rows[:HISTORY_ROWS]))
 
 
@@ -335,43 +337,42 @@ def _row(
 ) -> list[Cell]:
     near, value = usual(values, at), values[at]
     change = signed_percent(value / near.middle - 1) if near and near.middle else ""
-    told = ["unusual"] if near and not near.holds(value) else []
-    told += ["over budget"] if budget is not None and value > budget else []
+    remarks = ["outlier"] if near and not near.holds(value) else []
+    remarks += ["over budget"] if budget is not None and value > budget else []
     return [
         Cell(led(point.name, page_url(point.run_id))),
         Cell(_with_unit(value, metric), number=True),
         Cell(f"{near.middle:,.4g}" if near else "", number=True),
         Cell(change, number=True),
-        Cell(html.Span(", ".join(told), className="pill failed") if told else ""),
+        Cell(html.Span(", ".join(remarks), className="pill failed") if remarks else ""),
     ]
 
 
-# Where the level of a metric over runs changed for good; for the page alone, never for the gate.
+# Lasting changes of a metric over runs; shown on the page only, not used by the check command.
 #
-# Places are proposed by the partition into levels that is cheapest with a penalty a level (PELT:
-# R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc. 107, 2012), and kept where the runs
-# of the two levels beside a place differ by more than chance makes of all places that were looked
-# at.
+# Change points are proposed by PELT (R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc.
+# 107, 2012) and kept if the levels before and after differ significantly, corrected for the number
+# of places tested.
 
 FEWEST_OF_LEVEL = 3
-"""A level is of so many runs at least: one or two may be outliers."""
+"""Fewest runs of a level: one or two may be outliers."""
 
 LEAST = 0.01
-"""A smaller change, as a ratio of the level before it, is none."""
+"""Changes below this fraction of the previous level are ignored."""
 
 LOOKED_AT = 200
-"""So many of the newest runs: among more places no permutation tells what is beyond chance."""
+"""Newest runs to search: with more, no permutation test reaches the corrected significance."""
 
 ALPHA = 0.05
-"""So often at most, over all places together, a level may seem to change that did not."""
+"""Probability of any false change over all places tested."""
 
 _PENALTY = 3.0
-"""A level must explain so much more, in variances times the logarithm of the runs."""
+"""PELT penalty per level, in units of variance times the logarithm of the number of runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:
-    """A lasting change: at is the index of the first run of the new level, before and after are
+    """A lasting change: `at` is the index of the first run of the new level; before and after are
     the means of the two levels, in the unit of the values."""
 
     at: int
@@ -380,12 +381,12 @@ class LevelChange:
 
     @property
     def ratio(self) -> float | None:
-        """How far the level moved, by what it was; None where it was zero."""
+        """Relative change of the level; None if it was zero before."""
         return (self.after - self.before) / abs(self.before) if self.before else None
 
 
 def changes(values: Sequence[float]) -> tuple[LevelChange, ...]:
-    """The lasting changes among the newest LOOKED_AT values, oldest first."""
+    """Lasting changes among the newest LOOKED_AT values, oldest first."""
     older = max(0, len(values) - LOOKED_AT)
     newest = _level_changes(tuple(values[older:]))
     return tuple(LevelChange(older + one.at, one.before, one.after) for one in newest)
@@ -412,13 +413,13 @@ def _level_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
 def _sides(
     values: Sequence[float], edges: Sequence[int]
 ) -> list[tuple[Sequence[float], Sequence[float]]]:
-    """The runs of the level before each edge, and of the one after it."""
+    """For each inner edge, the values of the level before it and of the level after it."""
     levels = [values[low:high] for low, high in pairwise(edges)]
     return list(pairwise(levels))
 
 
 def _proposed(values: Sequence[float]) -> list[int]:
-    """Where levels may begin, the first left out."""
+    """Indices at which a new level may begin, without 0."""
     from ruptures import KernelCPD  # takes seconds to load
 
     penalty = _PENALTY * _noise(values) ** 2 * math.log(len(values))
@@ -428,17 +429,19 @@ def _proposed(values: Sequence[float]) -> list[int]:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """The sd of a run, from runs that follow one another: levels do not add to it. Never zero."""
+    """Standard deviation of a run, from consecutive differences so that level changes do not
+    contribute. Never zero."""
     apart = median(abs(other - one) for one, other in pairwise(values))
     least = 0.1 * LEAST * max(map(abs, values))
     return max(MAD_TO_SD * apart / math.sqrt(2), least, 1e-12)
 
 
 def _chance(before: Sequence[float], after: Sequence[float], level: float) -> float:
-    """How often runs of one level differ so; 1 for what is too little, or surely over the level."""
+    """The p value of the difference between two levels; 1 if it is too small to matter or to be
+    significant."""
     moved = fmean(after) - fmean(before)
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
-    # No t is surer than a normal one, and a permutation takes long.
+    # The normal test is a lower bound for the t test; it avoids slow permutations.
     surely = NormalDist().inv_cdf(1 - level) * error
     if abs(moved) <= max(surely, LEAST * abs(fmean(before)), 1e-12):
         return 1.0

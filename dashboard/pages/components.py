@@ -1,4 +1,4 @@
-"""Components that pages share: tables, tiles, numbers, addresses."""
+"""Shared page components: tables, cards, cells, links, and URLs of pages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from stepsplit.dashboard.figures.theme import LOOKS, Look
 from stepsplit.dashboard.store.metrics import Headline, Middle
 from stepsplit.dashboard.store.runs import RunRow
 
-# A finished run as pages see it.
+# A finished run, as input of the pages.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A run's name as people gave it, its report, and its tables (None where they are gone).
+    """A finished run: its name, report and tables (None if the tables were deleted).
 
-    run_id is "" where there is no server: then nothing leads to other pages.
+    run_id is "" in an exported HTML file, where links to other pages are left out.
     """
 
     name: str
@@ -36,27 +36,27 @@ class View:
     run_id: str = ""
 
 
-# Over how many steps the report's sums go.
+# Number of steps that the report's sums cover.
 
 
 def summed_steps(report: Report) -> Counter[int]:
-    """By rank, over how many steps its sums go: its full ones, or all where none is full."""
+    """Number of steps in the sums of each rank: its full steps, or all steps if none is full."""
     full = Counter(row.rank for row in report.steps if row.kind == "full")
     return Counter(row.rank for row in report.steps if row.kind == "full" or not full[row.rank])
 
 
 # The headline numbers of a run, as cards.
 
-# The user's three words, and what is left: which buckets each stands for.
+# The buckets of each headline share: compute, collective, bubble, other.
 COMPUTE, COLLECTIVE = ("compute",), ("collective", "p2p", "skew")
 
 BUBBLE, OTHER = ("bubble",), ("copy", "idle")
 
 
 def cards(numbers: Headline, report: Report) -> html.Div:
-    """The step, its four shares, and the schedule's bubble where there is a pipeline."""
+    """Cards with the step time, its four shares, and the bubble fraction of a pipeline."""
     if numbers.middle is None:
-        return html.Div([card("median step", "none", "no step was found")], className="cards")
+        return html.Div([card("median step", "none", "no steps found")], className="cards")
     full = any(row.kind == "full" for row in report.steps)
     note = f"over {_counted(numbers.steps, 'step')}" + ("" if full else ", none full")
     shown = [card("median step", milliseconds(numbers.middle.step_ns), note)]
@@ -81,13 +81,13 @@ def _shares(middle: Middle) -> list[html.Div]:
             f"of which skew {waits}",
             COLOR["collective"],
         ),
-        card("bubble", percent(middle.share(*BUBBLE)), "waits for stages", COLOR["bubble"]),
+        card("bubble", percent(middle.share(*BUBBLE)), "waiting for other stages", COLOR["bubble"]),
         card("other", percent(middle.share(*OTHER)), f"of which idle {idle}", COLOR["copy"]),
     ]
 
 
 def subtitle(report: Report) -> str:
-    """What ran, in a line; what is unknown is left out."""
+    """One line on the run: ranks, hosts, mesh, versions; unknown values are left out."""
     run = report.run
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
@@ -108,7 +108,7 @@ def _counted(count: int, noun: str) -> str | None:
     return None if not count else f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-# The pieces that pages are put together from: tables, cards, figures, bars of shares.
+# Building blocks of pages: tables, cards, figures, share bars.
 
 Content = str | Component
 
@@ -117,7 +117,7 @@ COLOR = {look.bucket: look.color for look in LOOKS} | {"idle": "var(--idle)"}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table; numbers stand right; a wide one takes the place of several columns."""
+    """A table cell; numbers are right-aligned; `columns` is the column span."""
 
     content: Content = ""
     number: bool = False
@@ -125,32 +125,32 @@ class Cell:
 
 
 def time_cell(ns: float) -> Cell:
-    """A time, in ms."""
+    """A cell with a time, given in ns."""
     return Cell(milliseconds(ns), number=True)
 
 
 def share_cell(ratio: float) -> Cell:
-    """A ratio, in percent."""
+    """A cell with a ratio (0..1) in percent."""
     return Cell(percent(ratio), number=True)
 
 
 def count_cell(count: int) -> Cell:
-    """How many."""
+    """A cell with a count."""
     return Cell(f"{count:,}", number=True)
 
 
 def name_cell(name: str) -> Cell:
-    """A name from a file, which may be very long: cut on the page, whole under the pointer."""
+    """A cell with a possibly long name: truncated on the page, in full in the tooltip."""
     return Cell(html.Span(name, className="name", title=name))
 
 
 def worst_cell(rank: int, ns: float) -> Cell:
-    """The rank that has most of something, and how much."""
+    """A cell with the worst rank and its time in ns."""
     return Cell(html.Span(f"rank {rank}, {milliseconds(ns)}", className="whole"))
 
 
 def table(heads: Sequence[Content], rows: Sequence[Sequence[Cell]]) -> html.Table:
-    """A plain table; the head of a column stands as the first full row's cell does."""
+    """A table; each header is aligned like the cells below it."""
     full = next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
     head = [html.Th(h, className=_align(cell)) for h, cell in zip(heads, full, strict=True)]
     body = [html.Tr([_td(cell) for cell in row]) for row in rows]
@@ -162,7 +162,7 @@ def _td(cell: Cell) -> html.Td:
 
 
 def card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
-    """One number with its name above and a remark below; accent is the bucket's color."""
+    """A card with a label, a value and a note; accent is the color of its bucket."""
     mark = {"borderTopColor": accent} if accent else {}
     parts = [
         html.Div(label, className="label"),
@@ -179,32 +179,33 @@ def section(title: str, note: str, *content: Component) -> html.Section:
 
 
 def on_demand(summary: str, *content: Component) -> html.Details:
-    """What is shown to those who ask for it."""
+    """Content that is collapsed until the user opens it."""
     return html.Details([html.Summary(summary), *content], className="more")
 
 
 def left_out(rows: Sized, shown: int) -> str:
-    """The end of a note on a table that shows only so many of the rows."""
+    """The end of a note on a table of which only the first rows are shown."""
     left = len(rows) - shown
-    return f"; {left:,} smaller are in report.json" if left > 0 else ""
+    return f"; {left:,} smaller rows in report.json" if left > 0 else ""
 
 
-def nothing(title: str, told: str) -> html.Section:
-    """In place of what a recording does not hold: what is missing, and what to do."""
-    return html.Section([html.H2(title), html.P(told)], className="card empty")
+def nothing(title: str, message: str) -> html.Section:
+    """A card in place of missing data, with a hint on how to get it."""
+    return html.Section([html.H2(title), html.P(message)], className="card empty")
 
 
 def choice(name: str, options: Mapping[str, str], value: str, usual: str) -> html.Label:
-    """A menu whose value is that name's in the address, unless it is the usual one; options are
-    words by value. assets/choose.js gives it life."""
+    """A menu bound to the URL parameter `name`, which is omitted at the default value.
+
+    options: texts by value. assets/choose.js handles changes.
+    """
     every = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
     menu = html.Select(every, **_chosen(name, usual))
     return html.Label([html.Span(name.replace("_", " "), className="menu-label"), menu])
 
 
 def entry(name: str, value: str, words: str, hint: str = "") -> html.Label:
-    """A field whose text is that name's in the address; the words are read out, and seen as a
-    hint where there is none."""
+    """A text field bound to the URL parameter `name`; the label is visible only with a hint."""
     shown = "menu-label" if hint else "unseen"
     field = dcc.Input(id=f"choose-{name}", value=value, placeholder=hint or words, type="text")
     return html.Label([html.Span(words, className=shown), html.Span(field, **_chosen(name, ""))])
@@ -215,22 +216,22 @@ def _chosen(name: str, usual: str) -> Any:
 
 
 def aria(label: str) -> Any:
-    """What a screen reader calls the element."""
+    """The element's label for screen readers."""
     return {"aria-label": label}
 
 
 def progress_bar(share: float) -> html.Progress:
-    """How far something is, 0..1."""
+    """A progress bar, 0..1."""
     return html.Progress(value=f"{100 * share:.0f}", max="100", **aria("progress"))
 
 
 def led(text: str, where: str | None) -> Content:
-    """Text that leads to another page of this dashboard, where there is one."""
+    """A link to another dashboard page, or plain text without a URL."""
     return text if where is None else dcc.Link(text, href=where)
 
 
 def graph(name: str, figure: Figure) -> dcc.Graph:
-    """A figure on the page; name is its id."""
+    """A figure on the page; `name` is its HTML id."""
     return dcc.Graph(
         id=name,
         figure=figure,
@@ -239,7 +240,7 @@ def graph(name: str, figure: Figure) -> dcc.Graph:
 
 
 def share_bar(shares: Sequence[float]) -> html.Div:
-    """The seven buckets' shares of all time, in a line."""
+    """The shares of the seven buckets as one stacked bar."""
     pieces = [
         html.Span(
             className=_swatch(look),
@@ -253,7 +254,7 @@ def share_bar(shares: Sequence[float]) -> html.Div:
 
 
 def legend() -> html.Div:
-    """What the colors mean."""
+    """The color of each bucket."""
     keys = [
         html.Span(
             [html.I(className=_swatch(k), style={"backgroundColor": COLOR[k.bucket]}), k.bucket]
@@ -264,7 +265,7 @@ def legend() -> html.Div:
 
 
 def state_pill(run: RunRow) -> html.Span:
-    """Where the run stands, in one word."""
+    """The state of the run as a pill."""
     return html.Span(run.state, className=f"pill {run.state}")
 
 
@@ -272,8 +273,7 @@ _LOOKS = {"pass": "done", "regressed": "failed", "inconclusive": "running"}
 
 
 def verdict_pill(run: RunRow) -> Content:
-    """What a gate said of the run, in one word, its headline under the pointer; nothing where no
-    gate did."""
+    """The run's check result as a pill with the headline as tooltip; "" without a result."""
     if run.verdict is None:
         return ""
     look = _LOOKS.get(run.verdict.answer, "")
@@ -288,7 +288,7 @@ def _align(cell: Cell) -> str:
     return "number" if cell.number else ""
 
 
-# What an address says: which page, of which run, and what is chosen on it.
+# URLs of pages: page, run and selected options.
 
 RUN_PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model")
 
@@ -299,23 +299,23 @@ _OTHERS = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"
 
 @dataclass(frozen=True, slots=True)
 class AddressQuery:
-    """What the search part of an address says, by name; what is odd in it counts as absent."""
+    """The query parameters of a URL; invalid values count as absent."""
 
     values: Mapping[str, str] = field(default_factory=dict)
 
     def whole(self, name: str) -> int | None:
-        """The whole number of that name."""
+        """The parameter as a non-negative integer; None if absent or invalid."""
         value = self.values.get(name, "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else None
 
     def text(self, name: str) -> str | None:
-        """The word of that name."""
+        """The parameter as text; None if absent or empty."""
         return self.values.get(name) or None
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A page: one of RUN_PAGES with its run's id, or "runs", "compare" or "history" with ""."""
+    """A page: one of RUN_PAGES with a run id, or "runs", "compare" or "history" with ""."""
 
     page: str
     run_id: str
@@ -323,7 +323,7 @@ class Address:
 
 
 def address_of(path: str | None, search: str | None) -> Address | None:
-    """The page that a path and its search part name, None where there is no such page."""
+    """The page of a URL path and query; None if there is no such page."""
     chosen = AddressQuery(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
     found = _RUN.fullmatch(path or "")
     if found:
@@ -333,12 +333,12 @@ def address_of(path: str | None, search: str | None) -> Address | None:
 
 
 def page_url(run_id: str, page: str = RUN_PAGES[0], **chosen: object) -> str:
-    """The address of a run's page with what is chosen on it."""
+    """The URL of a run's page with the selected options."""
     path = f"/run/{run_id}" + ("" if page == RUN_PAGES[0] else f"/{page}")
     return path + search_of(chosen)
 
 
 def search_of(chosen: Mapping[str, object]) -> str:
-    """The search part for what is chosen; None is left out."""
+    """The URL query of the selected options, leaving out empty ones."""
     kept = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
     return f"?{urlencode(kept)}" if kept else ""

@@ -34,13 +34,13 @@ from stepsplit.dashboard.pages.components import (
     worst_cell,
 )
 
-# What ranks compute, which do so slower than their peers, and what communication costs it.
+# Compute by kernel family, contention with communication, and slow kernels.
 
 FAMILIES, SLOW, CONTENDED = 12, 12, 8
 
 
 def compute(report: Report) -> list[html.Section | html.Div]:
-    """The families beside contention, and under them the slow kernels."""
+    """Kernel families and contention next to each other, with the slow kernels below."""
     beside = [*_families(report), *_contention(report)]
     top = [html.Div(beside, className="columns")] if beside else []
     return [*top, *_slow_kernels(report)]
@@ -58,7 +58,7 @@ def _families(report: Report) -> list[html.Section]:
     largest = sorted(by_family.items(), key=lambda item: -_kernel_ns(item[1]))
     rows = [_family(name, own, steps, total) for name, own in largest[:FAMILIES]]
     note = "by family, mean over ranks and full steps" + left_out(largest, FAMILIES)
-    heads = ("family", "most on", "of compute", "a step")
+    heads = ("family", "worst rank", "share of compute", "per step")
     return [section("Compute", note, table(heads, rows))]
 
 
@@ -91,8 +91,8 @@ def _contention(report: Report) -> list[html.Section]:
         ]
         for row in most[:CONTENDED]
     ]
-    note = "kernels under moving data, against the same ones without"
-    heads = ("rank", "kernels compared", "times as long", "lost a step")
+    note = "kernels that overlap communication, compared with the same kernels without it"
+    heads = ("rank", "kernels compared", "slowdown", "lost per step")
     return [section("Contention", note + left_out(most, CONTENDED), table(heads, rows))]
 
 
@@ -100,8 +100,8 @@ def _slow_kernels(report: Report) -> list[html.Section]:
     if not report.slow_kernels:
         return []
     most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
-    note = "the same kernels take a rank longer than its peers" + left_out(most, SLOW)
-    heads = ("rank", "kernel", "family", "runs", "times as long", "lost a step")
+    note = "kernels that are slower on a rank than on its peers" + left_out(most, SLOW)
+    heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
     rows = [_slow_kernel(row) for row in most[:SLOW]]
     return [section("Slow kernels", note, table(heads, rows))]
 
@@ -121,13 +121,13 @@ def _times(ratio: float) -> Cell:
     return Cell(f"{ratio:.2f} x", number=True)
 
 
-# Why ranks idle: by cause, by the op that has most of it, by rank.
+# GPU idle time by cause, by op and by rank.
 
 IDLE_RANKS, OPS = 64, 20
 
 
 def idle(report: Report) -> list[html.Section]:
-    """A row a cause, the longest first; the ops and the ranks on demand."""
+    """Idle time by cause, longest first; by op and by rank in collapsed tables."""
     steps = summed_steps(report)
     rows = [row for row in report.idle if steps[row.rank] and row.idle_ns]
     if not rows:
@@ -135,7 +135,7 @@ def idle(report: Report) -> list[html.Section]:
     parts = [_by_cause(rows, steps), _by_op(rows, steps)]
     if len({row.rank for row in rows}) > 1:
         parts.append(_idle_by_rank(rows, steps))
-    return [section("Why ranks idle", "mean over ranks and full steps", *parts)]
+    return [section("Idle time by cause", "mean over ranks and full steps", *parts)]
 
 
 def _by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
@@ -145,15 +145,15 @@ def _by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
         by_cause[row.cause].append(row)
     largest = sorted(by_cause.items(), key=lambda item: -_idle_ns(item[1]))
     body = [_cause(cause, own, steps, total) for cause, own in largest]
-    heads = ("cause", "most in", "its part", "worst rank", "of idle", "a step")
+    heads = ("cause", "top op", "share of cause", "worst rank", "share of idle", "per step")
     return table(heads, body)
 
 
 def _cause(cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int) -> list[Cell]:
-    told = html.Span(IDLE_MEANING.get(cause, ""), className="note")
+    meaning = html.Span(IDLE_MEANING.get(cause, ""), className="note")
     op, part = _most_op(rows)
     return [
-        Cell(html.Div([_words(cause), " ", told])),
+        Cell(html.Div([_words(cause), " ", meaning])),
         name_cell(op),
         share_cell(part) if op else Cell(number=True),
         _worst_rank(rows, steps),
@@ -163,7 +163,7 @@ def _cause(cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int)
 
 
 def _most_op(rows: Sequence[IdleRow]) -> tuple[str, float]:
-    """The op with most of the rows' idle, and its part of it; ("", 0) where none is named."""
+    """The op with the largest idle time and its share; ("", 0) if no op is known."""
     ops = Counter[str]()
     for row in rows:
         if row.op:
@@ -181,22 +181,22 @@ def _worst_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> Cell:
 
 
 def _by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
-    """What the report names, all ranks together."""
+    """Idle time by cause and op over all ranks."""
     sums, gaps = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in rows:
-        key = (row.cause, "smaller ones" if row.op is None else row.op or "nothing named")
+        key = (row.cause, "smaller ones" if row.op is None else row.op or "unknown")
         sums[key] += row.idle_ns
         gaps[key] += row.count
     body = [
         [Cell(_words(cause)), name_cell(op), count_cell(gaps[cause, op]), time_cell(ns)]
         for (cause, op), ns in ((key, ns / steps.total()) for key, ns in sums.most_common(OPS))
     ]
-    heads = ("cause", "op, call or function", "gaps", "a step")
+    heads = ("cause", "op, call or function", "gaps", "per step")
     return on_demand(f"by op{left_out(sums, OPS)}", table(heads, body))
 
 
 def _idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
-    """A row a rank, a column a cause."""
+    """Idle time with one row per rank and one column per cause."""
     sums: dict[int, Counter[str]] = defaultdict(Counter)
     for row in rows:
         sums[row.rank][row.cause] += row.idle_ns
@@ -207,8 +207,8 @@ def _idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
         + [time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
         for rank in most
     ]
-    heads = ("rank", "idle a step", *map(_words, causes))
-    return on_demand(f"by rank, most idle first{left_out(sums, IDLE_RANKS)}", table(heads, body))
+    heads = ("rank", "idle per step", *map(_words, causes))
+    return on_demand(f"by rank, largest first{left_out(sums, IDLE_RANKS)}", table(heads, body))
 
 
 def _idle_ns(rows: Sequence[IdleRow]) -> int:
@@ -219,33 +219,31 @@ def _words(cause: str) -> str:
     return cause.replace("_", " ")
 
 
-# Memory: what each rank held at its peak, by category, beside the model and the limit.
+# Memory of each rank at its peak by category, with the model's prediction and the device limit.
 
 MEMORY_RANKS = 64
 
 
 def memory_page(view: View) -> list[Component]:
-    """Measured and modelled bars; a sentence where there is neither."""
+    """The memory page: measured and predicted bars, or a hint if there are none."""
     report = view.report
     predicted, limit = _modelled(report)
     bars = [*_memory_by_rank(report), *predicted]
     if not bars:
-        told = (
-            "Record with profile_run or stepsplit record, which note what each rank's memory held, "
-            "or hold the run against the model with a job.toml."
+        hint = (
+            "Record with profile_run or stepsplit record to measure the memory of each rank, "
+            "or add a job.toml to predict it."
         )
-        return [nothing("No memory was recorded", told)]
-    note = "of each rank at its peak" + (
-        ", then what the model says of each stage" if predicted else ""
-    )
-    note += "" if limit is None else f"; the device holds {memory_size(limit)}"
+        return [nothing("No memory was recorded", hint)]
+    note = "peak of each rank" + (", then predicted peak of each stage" if predicted else "")
+    note += "" if limit is None else f"; device memory: {memory_size(limit)}"
     figure = graph("memory", memory(bars, limit))
     note += left_out(report.memory or (), MEMORY_RANKS)
     return [section("Memory", note, figure), *_stages(report), *_reserved(report)]
 
 
 def _modelled(report: Report) -> tuple[list[MemoryBar], int | None]:
-    """The predicted bars by stage and the device's limit in bytes, none without a prediction."""
+    """Predicted bars by stage (empty without a prediction) and the device memory in bytes."""
     try:
         found, job = prediction_of(report), job_of_report(report)
     except StepsplitError:
@@ -255,7 +253,7 @@ def _modelled(report: Report) -> tuple[list[MemoryBar], int | None]:
 
 
 def predicted_bars(found: Prediction, words: str = "model") -> list[MemoryBar]:
-    """A bar a stage, by category."""
+    """One bar per stage, by category."""
     return [MemoryBar(f"{words}, stage {one.stage}", _parts(one)) for one in found.memory]
 
 
@@ -266,17 +264,17 @@ def _memory_by_rank(report: Report) -> list[MemoryBar]:
 
 def _measured(row: MemoryRow) -> MemoryBar:
     parts = _parts(row)
-    rest = (row.peak_allocated_bytes or 0) - sum(held for _, held in parts)
+    rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
     return MemoryBar(f"rank {row.rank}", parts, max(rest, 0))
 
 
 def _parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
-    held = ((category, getattr(row, f"{category}_bytes")) for category in CATEGORIES)
-    return tuple((category, count) for category, count in held if count)
+    sizes = ((category, getattr(row, f"{category}_bytes")) for category in CATEGORIES)
+    return tuple((category, count) for category, count in sizes if count)
 
 
 def _stages(report: Report) -> list[html.Section]:
-    """The fullest rank of each stage beside the model, by category."""
+    """Measured memory of the fullest rank of each stage against the prediction, by category."""
     if report.gap is None or not report.gap.memory:
         return []
     rows = [
@@ -288,8 +286,8 @@ def _stages(report: Report) -> list[html.Section]:
         ]
         for one in report.gap.memory
     ]  # fmt: skip
-    heads = ("stage", "fullest rank", "of", "measured", "predicted", "measured / predicted")
-    return [section("Measured against the model", "", table(heads, rows))]
+    heads = ("stage", "fullest rank", "category", "measured", "predicted", "measured / predicted")
+    return [section("Memory against the model", "", table(heads, rows))]
 
 
 def _ratio(measured: int, predicted: int) -> str:
@@ -297,7 +295,7 @@ def _ratio(measured: int, predicted: int) -> str:
 
 
 def _reserved(report: Report) -> list[html.Section]:
-    """What the allocator took from the device beyond what tensors held."""
+    """Memory that the allocator reserved beyond the allocated tensors."""
     own = [
         (row.rank, row.peak_allocated_bytes, row.peak_reserved_bytes)
         for row in report.memory or ()
@@ -308,10 +306,10 @@ def _reserved(report: Report) -> list[html.Section]:
     rows = [
         [
             Cell(f"rank {rank}"),
-            *(Cell(memory_size(n), number=True) for n in (held, had, had - held)),
+            *(Cell(memory_size(n), number=True) for n in (used, reserved, reserved - used)),
         ]
-        for rank, held, had in own[:MEMORY_RANKS]
+        for rank, used, reserved in own[:MEMORY_RANKS]
     ]
-    heads = ("rank", "allocated at the peak", "reserved at the peak", "reserved beyond it")
-    note = "what it holds without use may be fragmented"
-    return [section("The allocator", note, table(heads, rows))]
+    heads = ("rank", "peak allocated", "peak reserved", "reserved but unused")
+    note = "a large unused reserve may be due to fragmentation"
+    return [section("Caching allocator", note, table(heads, rows))]

@@ -1,4 +1,4 @@
-"""Page: the prediction of a job, with its knobs."""
+"""Page: prediction of a job with changed layout, batch or hardware."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from stepsplit.dashboard.pages.components import (
 from stepsplit.dashboard.pages.compute import predicted_bars
 from stepsplit.dashboard.pages.overview import against_the_model
 
-# Model: change layout, batch or hardware on paper, and see step, memory and bubble move.
+# Model: change layout, batch or hardware and see the predicted step, memory and bubble.
 
 _DOUBLINGS = 4
 
 
 def model_page(view: View, chosen: AddressQuery) -> list[Component]:
-    """Without a job there is nothing to change: then what the model must be told."""
+    """The model page; without a job.toml, a hint on what the model needs."""
     report = view.report
     try:
         job = job_of_report(report)
     except StepsplitError as error:
-        return [nothing("The model cannot read this run's job", str(error))]
+        return [nothing("Cannot read this run's job.toml", str(error))]
     if job is None or report.job is None or report.gap is None:
         return list(against_the_model(report))
     changed = changed_job(report.job, chosen)
@@ -79,12 +79,12 @@ def _controls(job: JobConfig, chosen: AddressQuery) -> html.Section:
         picked = chosen.text(key)
         shown = picked if picked in every else AS_IT_IS
         menus.append(choice(key, {w: w for w in every}, shown, AS_IT_IS))
-    note = "what changes is only predicted: nothing is run"
+    note = "prediction only: no job is run"
     return section("Change the job", note, html.Div(menus, className="choices"))
 
 
 def _sizes(key: str, now: int, picked: int | None) -> html.Label:
-    """The recorded size, halves and doubles of it, and what was asked for."""
+    """A menu with the recorded size, its halves and doubles, and the selected size."""
     near = {now * 2**n for n in range(_DOUBLINGS + 1)} | {now // 2**n for n in range(_DOUBLINGS)}
     every = sorted({size for size in near if size >= 1} | {picked or now})
     options = {str(n): f"{n:,} (as recorded)" if n == now else f"{n:,}" for n in every}
@@ -93,15 +93,15 @@ def _sizes(key: str, now: int, picked: int | None) -> html.Label:
 
 def _outcome(changed: Changed, bars: list[NamedSplit], before: Split) -> list[Component]:
     if changed.prediction is None or changed.job is None:
-        return [nothing("There can be no such job", changed.fault)]
+        return [nothing("Invalid job", changed.fault)]
     found, job = changed.prediction, changed.job
     return [
         _cards(found, job, before),
         html.Div(
             [
-                section("Step", "the slowest stage",
+                section("Step", "slowest stage",
                         graph("splits", splits([*bars, NamedSplit("changed", found.split)]))),
-                section("Memory", f"predicted peak of each stage; the device holds "
+                section("Memory", f"predicted peak of each stage; device memory: "
                         f"{memory_size(job.hardware.memory_bytes)}",
                         graph("memory", memory(predicted_bars(found, "changed"),
                                                job.hardware.memory_bytes))),
@@ -115,17 +115,19 @@ def _cards(found: Prediction, job: JobConfig, before: Split) -> html.Div:
     step, peak = found.split.step_ns, max(one.total_bytes for one in found.memory)
     change = signed_percent(step / before.step_ns - 1) if before.step_ns else "?"
     shown = [
-        card("predicted step", milliseconds(step), f"{change} against the recorded job"),
-        card("GPUs", f"{job.parallel.world_size:,}", f"microbatches: {job.microbatches:,} a rank"),
+        card("predicted step", milliseconds(step), f"{change} compared with the recorded job"),
+        card(
+            "GPUs", f"{job.parallel.world_size:,}", f"microbatches per rank: {job.microbatches:,}"
+        ),
         card("bubble_fraction", percent(found.bubble_fraction), "of the schedule"),
         card("peak memory", memory_size(peak), "fits" if found.fits else "does not fit"),
         card("MFU", "unknown" if found.mfu is None else percent(found.mfu), found.confidence),
-        card("tokens", f"{found.tokens_per_s_per_gpu:,.0f}", "a second and GPU"),
+        card("tokens", f"{found.tokens_per_s_per_gpu:,.0f}", "per second and GPU"),
     ]
     return html.Div(shown, className="cards")
 
 
-# A recorded job with what an address changes of it.
+# A recorded job with the changes from the URL.
 
 SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_batch")
 
@@ -138,12 +140,12 @@ _INSTEAD = {
     "dp_shard": ("dp", "world_size", "gpus"),
     "global_batch": ("microbatches",),
 }
-"""Keys of a job.toml that say the same in other words."""
+"""Alternative job.toml keys to drop when a key is changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The job as changed and its prediction, or why there can be no such job."""
+    """The changed job and its prediction, or the error that makes the job invalid."""
 
     job: JobConfig | None
     prediction: Prediction | None
@@ -151,7 +153,7 @@ class Changed:
 
 
 def changed_job(recorded: JobTables, chosen: AddressQuery) -> Changed:
-    """The job of those tables of a job.toml with what the address changes."""
+    """The recorded job.toml with the changes from the URL applied, and its prediction."""
     tables: dict[str, dict[str, object]] = {
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
@@ -170,7 +172,7 @@ def changed_job(recorded: JobTables, chosen: AddressQuery) -> Changed:
 
 
 def _asked(chosen: AddressQuery) -> dict[str, object]:
-    """What the address changes, by the keys of a job.toml."""
+    """Changes from the URL by job.toml key."""
     asked: dict[str, object] = {
         key: number for key in SIZES if (number := chosen.whole(key)) is not None
     }
@@ -180,19 +182,19 @@ def _asked(chosen: AddressQuery) -> dict[str, object]:
     return asked
 
 
-# The ranking of layouts for as many GPUs as a job has.
+# Ranking of layouts for the same number of GPUs.
 
 MOST_GPUS = 1_024
 
 
 def plan_of(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[Component]:
-    """The ranking of layouts of as many GPUs, when it is asked for: the search takes seconds."""
+    """The ranking of layouts for the job's GPUs, on request only: the search takes seconds."""
     if job is None or job.parallel.world_size > MOST_GPUS:
         return []
     if chosen.text("plan") != "1":
         where = page_url(view.run_id, "model", **{**chosen.values, "plan": 1})
         asked = led(f"Rank the layouts of {job.parallel.world_size:,} GPUs", where)
-        return [section("Plan", "what fits and is fastest, by the model", html.P(asked))]
+        return [section("Plan", "fastest layouts that fit in memory, as predicted", html.P(asked))]
     try:
         found = plan(job, job.parallel.world_size)
     except StepsplitError as error:
@@ -200,8 +202,11 @@ def plan_of(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[Com
     best = found.best
     rows = [_candidate(best, best), *(_candidate(one.candidate, best) for one in found.runners_up)]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
-             "step", "behind", "peak", "MFU")  # fmt: skip
-    note = f"the best of each split of {job.parallel.world_size:,} GPUs; stepsplit plan says why"
+             "step", "slower by", "peak", "MFU")  # fmt: skip
+    note = (
+        f"best layout per split of {job.parallel.world_size:,} GPUs; "
+        "run stepsplit plan for the reasons"
+    )
     return [section("Plan", note, table(heads, rows))]
 
 

@@ -56,11 +56,11 @@ from stepsplit.dashboard.pages.components import (
 )
 from stepsplit.dashboard.store.metrics import headline
 
-# Overview: the numbers, the model beside them, the causes, and where each rank's steps went.
+# Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
 
 
 def overview(view: View) -> list[Component]:
-    """Everything that one should know first."""
+    """The overview page of a run."""
     report = view.report
     return [
         html.P(subtitle(report), className="subtitle"),
@@ -73,7 +73,7 @@ def overview(view: View) -> list[Component]:
 
 
 def against_the_model(report: Report) -> list[html.Section]:
-    """The predicted step, what lies between, and the measured step; or what to tell the model."""
+    """Predicted against measured step, with the differences in between; a hint without a model."""
     gap = report.gap
     if gap is None:
         return _unmodelled(report)
@@ -82,43 +82,45 @@ def against_the_model(report: Report) -> list[html.Section]:
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
     difference = signed_percent(measured / predicted - 1) if predicted else "?"
     note = (
-        f"the step{stage} took {milliseconds(measured)}, {difference} of "
-        f"{milliseconds(predicted)} predicted ({milliseconds_between(gap.low_ns, gap.high_ns)}, "
-        f"confidence {gap.confidence})"
+        f"step{stage}: measured {milliseconds(measured)} ({difference}), "
+        f"predicted {milliseconds(predicted)} "
+        f"(range {milliseconds_between(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
     )
-    doubts = [html.P(f"doubt: {one}", className="note") for one in gap.notes]
+    caveats = [html.P(f"caveat: {one}", className="note") for one in gap.notes]
     figures = graph("sides", sides(gap)), graph("waterfall", waterfall(gap))
-    return [section("Against the model", note, *figures, *doubts)]
+    return [section("Model comparison", note, *figures, *caveats)]
 
 
 def _unmodelled(report: Report) -> list[html.Section]:
-    told = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
-    text = "This report was made without a prediction to compare with."
-    hint = "Put a job.toml beside the traces, or run: stepsplit analyze RUN --job job.toml"
-    words = [html.P(told or text), html.P(hint, className="note")]
-    return [section("Against the model", "not compared", *words)]
+    warning = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
+    text = "This report has no prediction to compare with."
+    hint = "Add a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
+    words = [html.P(warning or text), html.P(hint, className="note")]
+    return [section("Model comparison", "not available", *words)]
 
 
 def _first(view: View) -> html.Div:
-    """What to fix, and where the time goes by rank and by step."""
+    """Top bottlenecks, and the time split by rank and by step."""
     ranks = graph("by-rank", by_rank(view.report))
     steps = graph("by-step", by_step(view.report))
-    led = "; click a bar for its timeline" if view.run_id else ""
+    led = "; click a bar to open its timeline" if view.run_id else ""
     return html.Div(
         [
             *findings(view),
-            section("By rank", f"each bucket's median over full steps{led}", ranks),
-            section("By step", f"mean over ranks; pale steps enter no median{led}", steps),
+            section("By rank", f"median of each bucket over full steps{led}", ranks),
+            section(
+                "By step", f"mean over ranks; pale steps are excluded from medians{led}", steps
+            ),
         ]
     )
 
 
 def _second(view: View) -> html.Div:
-    """What the model says, and what communication costs where."""
+    """Model comparison and exposed communication."""
     return html.Div([*against_the_model(view.report), *exposed(view.report)])
 
 
-# The tables of a run's page; each is a list that is empty where the report says nothing.
+# The tables of a run's page; each is an empty list if the report has no rows for it.
 
 ROWS = 100
 
@@ -130,19 +132,19 @@ MOST_COLLECTIVES = 24
 
 
 def findings(view: View) -> list[html.Section]:
-    """What to fix, the most worth first, each with a way to where it shows."""
+    """Bottlenecks by estimated saving, largest first, each with a link to the timeline."""
     report = view.report
     if not report.findings:
-        nothing = html.P("Nothing stands out: no cause is worth 1 % of the step.")
-        return [section("Why", "", nothing)]
+        nothing = html.P("No bottleneck found: no cause accounts for 1 % of the step.")
+        return [section("Top bottlenecks", "", nothing)]
     step_ns = step_median_ns(report.steps)
     items = [_finding(found, step_ns, view.run_id) for found in report.findings[:ROWS]]
-    note = "what a step would be shorter by without it, each alone: they do not add up"
+    note = "estimated saving per step (not additive)"
     shown: list[Component] = [html.Ol(items[:FIRST], className="findings")]
     if items[FIRST:]:
         rest = html.Ol(items[FIRST:], className="findings")
         shown.append(on_demand(f"{len(items) - FIRST:,} smaller", rest))
-    return [section("Why", note, *shown)]
+    return [section("Top bottlenecks", note, *shown)]
 
 
 def _finding(found: Finding, step_ns: int, run_id: str) -> html.Li:
@@ -150,13 +152,13 @@ def _finding(found: Finding, step_ns: int, run_id: str) -> html.Li:
     gain = html.Span(f"{milliseconds(found.gain_ns)}{share}", className="gain")
     words: list[Content] = [gain, html.Span(found.message)]
     if run_id and found.ranks:
-        words += [" ", html.Span(led("see it", _where(found, run_id)), className="note")]
+        words += [" ", html.Span(led("open in timeline", _where(found, run_id)), className="note")]
     mark = {"borderLeftColor": COLOR.get(found.bucket, COLOR["idle"])}
     return html.Li(words, style=mark)
 
 
 def _where(found: Finding, run_id: str) -> str:
-    """The first event of the finding with as much around it, else its first rank and step."""
+    """The URL of the finding's first event with some margin, or of its first rank and step."""
     if found.events:
         one = found.events[0]
         edge = max(one.dur_ns, 1_000)
@@ -167,7 +169,7 @@ def _where(found: Finding, run_id: str) -> str:
 
 
 def warnings(report: Report) -> list[html.Details]:
-    """What the data cannot tell."""
+    """Warnings about the recording and its analysis."""
     if not report.warnings:
         return []
     of_rank = ["" if w.rank is None else f"rank {w.rank}: " for w in report.warnings]
@@ -197,22 +199,22 @@ def exposed(report: Report) -> list[html.Section]:
     ]
     note = "mean over ranks and full steps"
     heads = ("axis", "phase", "transfer", "skew", "bubble")
-    return [section("Exposed by axis and phase", note, table(heads, rows))]
+    return [section("Exposed communication by axis and phase", note, table(heads, rows))]
 
 
 _EXPOSED = ("comm", "skew", "bubble")
 
 
 def blame(report: Report) -> list[html.Section]:
-    """Who caused waiting."""
+    """Waiting time caused by each rank."""
     steps = len({row.step for row in report.steps})
     if not report.blame or not steps:
         return []
     rows = [_blame_row(row, steps) for row in report.blame[:MOST_BLAMED]]
-    note = "waiting caused a step, summed over the ranks that waited" + left_out(
+    note = "waiting time caused per step, summed over the waiting ranks" + left_out(
         report.blame, MOST_BLAMED
     )
-    heads = ("rank", "cause", "axis", "skew", "bubble", "caused a step")
+    heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [section("Blame", note, table(heads, rows))]
 
 
@@ -228,20 +230,20 @@ def _blame_row(row: BlameRow, steps: int) -> list[Cell]:
 
 
 def collectives(report: Report) -> list[html.Section]:
-    """Every op and size on every group, the most time first."""
+    """One row per op, size and group, by total time, largest first."""
     if not report.collectives:
         return []
     groups = {group.id: group for group in report.groups}
     largest = sorted(report.collectives, key=taken_ns, reverse=True)[:MOST_COLLECTIVES]
     rows = [_collective_row(row, groups.get(row.group)) for row in largest]
-    note = "medians; busbw over the transfer alone"
+    note = "medians; busbw over the transfer part only"
     note += left_out(report.collectives, MOST_COLLECTIVES)
     heads = ("axis", "group", "op", "size", "calls", "transfer", "wait", "busbw")
     return [section("Collectives and messages", note, table(heads, rows))]
 
 
 def taken_ns(row: CollectiveRow) -> int:
-    """What all calls of the row take together, by the median call."""
+    """Estimated total time of the row's calls in ns: count times the median call."""
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
@@ -267,20 +269,20 @@ def _members(row: CollectiveRow, group: GroupRow | None) -> str:
     return f"{group.description or row.group}: {ranks}{more}"
 
 
-# What the step's end hangs on, and which steps took plainly longer.
+# The critical path, and slow steps.
 
 PARTS, STEPS = 6, 8
 
 
 def path(view: View) -> list[html.Section]:
-    """The critical path of the average step, and the slow steps in a sentence each."""
+    """The critical path of the average step, and one sentence per slow step."""
     report = view.report
     shown = [*_path(report), *_slow_steps(view)]
-    return [section("What the step's end hangs on", _note(report), *shown)] if shown else []
+    return [section("Critical path", _note(report), *shown)] if shown else []
 
 
 def _path(report: Report) -> list[Component]:
-    """Nothing for one rank alone: its path is its split."""
+    """Empty for a single rank: its critical path equals its split."""
     shares = path_shares(report) if len(report.run.ranks) > 1 else ()
     if not shares:
         return []
@@ -289,17 +291,17 @@ def _path(report: Report) -> list[Component]:
         [Cell(one.label), Cell(one.whose), share_cell(one.share), time_cell(one.ns)]
         for one in largest
     ]
-    heads = ("bucket", "ranks that have most of it", "of the path", "a step")
+    heads = ("bucket", "mostly on", "share of path", "per step")
     return [graph("critical-path", critical_path(report)), table(heads, rows)]
 
 
 def _note(report: Report) -> str:
-    """Which rank ends the step."""
+    """The rank that finishes the step last most often."""
     last = Counter(one.last_rank for one in report.path_steps)
     if not last or len(report.run.ranks) < 2:
         return ""
     rank, often = last.most_common(1)[0]
-    return f"rank {rank} ends last in {often:,} of {last.total():,} steps"
+    return f"rank {rank} finishes last in {often:,} of {last.total():,} steps"
 
 
 def _slow_steps(view: View) -> list[Component]:
@@ -310,27 +312,27 @@ def _slow_steps(view: View) -> list[Component]:
     left = len(report.slow_steps) - len(worst)
     items = [_sentence(one, view.run_id) for one in worst]
     items += [html.Li(f"{left:,} more are in report.json")] if left else []
-    head = [html.H3("Steps that took plainly longer"), html.Span(_usual(report), className="note")]
+    head = [html.H3("Slow steps"), html.Span(_usual(report), className="note")]
     return [html.Div([*head, html.Ul(items)], className="slow-steps")]
 
 
 def _usual(report: Report) -> str:
-    """How long the run's steps take, each as long as on its slowest rank."""
+    """The median step time, each step measured on its slowest rank."""
     run = next((one for one in report.step_times if one.rank is None), None)
     if run is None:
         return ""
-    return f"than {milliseconds(run.median_ns)}, the median of {run.steps:,} on their slowest rank"
+    return f"median step on its slowest rank: {milliseconds(run.median_ns)} ({run.steps:,} steps)"
 
 
 def _sentence(one: SlowStep, run_id: str) -> html.Li:
     where = page_url(run_id, "timeline", step=one.step, rank=one.rank)
     link = led(f"step {one.step}", where if run_id else None)
-    began = f"rank {one.rank} {one.bucket} +{milliseconds(one.excess_in_bucket_ns)}"
-    longer = f"{milliseconds(one.step_ns)}, {milliseconds(one.excess_ns)} longer"
-    return html.Li([link, f" took {longer}: {began}"])
+    cause = f"rank {one.rank} {one.bucket} +{milliseconds(one.excess_in_bucket_ns)}"
+    took = f"{milliseconds(one.step_ns)} (+{milliseconds(one.excess_ns)} over the median)"
+    return html.Li([link, f" took {took}, mainly {cause}"])
 
 
-# What holds where ranks are missing or waits are estimated.
+# Measurement coverage: which waits are measured and which are estimates.
 
 RUNS = 12
 
@@ -338,15 +340,16 @@ _WAITS = {"measured": "measured", "partly": "partly estimated", "estimated": "es
 
 
 def holds(report: Report) -> list[html.Section]:
-    """How far waits are measured on each axis; absent where all is."""
+    """How completely waits are measured on each axis; empty if all of them are."""
     missing = _missing(report)
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
     parts: list[html.P | html.Table] = [html.P(missing)] if missing else []
     if report.coverage:
-        heads = ("axis", "waits", "groups", "whole", "one rank only", "calls", "no counterpart")
+        heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
         parts.append(table(heads, [_row(one) for one in report.coverage]))
-    return [section("What holds", "compute, copy, idle and the sum, whatever is missing", *parts)]
+    note = "compute, copy, idle and the step time are measured even if ranks are missing"
+    return [section("Coverage", note, *parts)]
 
 
 def _row(one: Coverage) -> list[Cell]:
@@ -362,7 +365,7 @@ def _row(one: Coverage) -> list[Cell]:
 
 
 def _missing(report: Report) -> str:
-    """Which ranks were not recorded, in a sentence; "" where all were."""
+    """A sentence on the ranks that were not recorded; "" if all were."""
     run = report.run
     absent = sorted(set(range(run.world_size)) - set(run.ranks))
     if not absent:
@@ -371,7 +374,7 @@ def _missing(report: Report) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """The ranks, those in a row joined."""
+    """The ranks as text, with consecutive ones joined to ranges."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

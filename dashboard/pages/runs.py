@@ -41,7 +41,7 @@ from stepsplit.dashboard.pages.overview import overview
 from stepsplit.dashboard.pages.timeline import timeline_page
 from stepsplit.dashboard.store.runs import RunRow
 
-# The list of runs, searched and sorted by its address, and the place to drop a new one.
+# The list of runs, searched and sorted by URL parameters, and the upload zone.
 
 LISTED = 100
 
@@ -51,11 +51,11 @@ _ORDER = (
 )  # fmt: skip
 
 _OF_ALL = 3
-"""Columns that a run without numbers has as well."""
+"""Columns that are shown for runs without metrics too."""
 
 
 def upload_zone() -> html.Section:
-    """Where files are dropped; assets/upload.js gives it life."""
+    """The zone where files are dropped; assets/upload.js handles the upload."""
     return html.Section(
         [
             html.H2("Drop a recording here", className="drop-title"),
@@ -79,33 +79,33 @@ def upload_zone() -> html.Section:
 
 
 def runs_page(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
-    """The runs that the address asks for, newest first unless it says otherwise."""
+    """The list of runs that match the URL, newest first by default."""
     if not runs:
-        hint = "No runs yet. Drop a recording above, or see one made with stepsplit demo."
+        hint = "No runs yet. Drop a recording above, or create one with stepsplit demo."
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
     found = matching(runs, chosen.text("q"))
     ordered = in_order(found, chosen.text("sort") or NEWEST)
     rows = [_row(run) for run in ordered[:LISTED]]
     left = len(ordered) - len(rows)
-    told = f"{left:,} more: search or sort to see them" if left else ""
+    note = f"{left:,} more runs: search or sort to see them" if left else ""
     body: Component = html.Div(table(_heads(chosen), rows), className="card scroll")
     if not rows:
-        body = html.P("No run has all of these words.", className="card empty")
-    return html.Div([_head(chosen), body, html.P(told, className="note")])
+        body = html.P("No run matches this search.", className="card empty")
+    return html.Div([_head(chosen), body, html.P(note, className="note")])
 
 
 def _head(chosen: AddressQuery) -> html.Div:
     search = entry("q", chosen.text("q") or "", "search names, tags, meshes")
-    compare = html.A("compare the two", href="/compare", id="compare-link", className="off")
+    compare = html.A("compare selected", href="/compare", id="compare-link", className="off")
     return html.Div([html.H1("Runs"), search, compare, legend()], className="heading")
 
 
 def _heads(chosen: AddressQuery) -> list[Content]:
-    """Each head sorts by its column; a second time, the other way."""
+    """Column headers; a click sorts by the column, a second click reverses the order."""
     now = chosen.text("sort") or NEWEST
     return [
         html.Span("compare", className="unseen"),
-        *(_sorter(name, now, chosen) if name else "where it went" for name in _ORDER),
+        *(_sorter(name, now, chosen) if name else "time split" for name in _ORDER),
     ]
 
 
@@ -127,16 +127,16 @@ def _row(run: RunRow) -> list[Cell]:
 
 
 def _pick(run: RunRow) -> Content:
-    """The box that chooses a run to be compared; assets/choose.js gives it life."""
+    """The checkbox that selects a run for comparison; assets/choose.js handles clicks."""
     if run.headline is None or run.headline.middle is None:
         return ""
-    told: Any = {
+    attributes: Any = {
         "data-pick": run.id,
         "data-added": str(run.created_unix_ns),
         "aria-checked": "false",
     }
     return html.Button("", type="button", className="pick", role="checkbox",
-                       **told, **aria(f"compare {run.name}"))  # fmt: skip
+                       **attributes, **aria(f"compare {run.name}"))  # fmt: skip
 
 
 def _numbers(run: RunRow) -> list[Cell]:
@@ -156,12 +156,12 @@ def _numbers(run: RunRow) -> list[Cell]:
 
 
 def _standing(run: RunRow) -> html.Div:
-    """How far a run is that has no numbers, or why it has none."""
+    """Progress of a run without metrics, or the reason why it has none."""
     parts: list[Content] = [state_pill(run), " "]
     if run.state == "running" and run.progress is not None:
         parts += [progress_bar(run.progress), " ", run.progress_note or ""]
-    told = "no steps were found" if run.headline is not None else run.error or ""
-    return html.Div([*parts, html.Span(told, className="told")])
+    message = "no steps found" if run.headline is not None else run.error or ""
+    return html.Div([*parts, html.Span(message, className="message")])
 
 
 def _when(run: RunRow) -> str:
@@ -169,7 +169,7 @@ def _when(run: RunRow) -> str:
     return f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
-# Which runs a list shows, and in which order.
+# Filter and order of the list of runs.
 
 Key = Callable[[RunRow], float | str | None]
 
@@ -178,7 +178,7 @@ NEWEST = "-added"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the list: its head, and what it is sorted by; None sorts last."""
+    """A column of the list: its header and sort key; None sorts last."""
 
     head: str
     key: Key
@@ -209,7 +209,8 @@ COLUMNS = {
 
 
 def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
-    """The runs with all words of the question in what is told of them: name, tags, verdict, ..."""
+    """Runs that contain all words of the search in name, tags, mesh, backend, state, id or
+    check result."""
     words = (asked or "").lower().split()
     return [run for run in runs if all(word in _text(run) for word in words)]
 
@@ -223,7 +224,7 @@ def _text(run: RunRow) -> str:
 
 
 def in_order(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
-    """The runs by a column, downwards with a minus before it; those without a value last."""
+    """Runs sorted by a column, descending with a leading minus; runs without a value last."""
     column = COLUMNS.get(sort.removeprefix("-"), COLUMNS["added"])
     keyed = [(column.key(run), run) for run in runs]
     known = sorted(
@@ -234,19 +235,19 @@ def in_order(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
     return [run for _, run in known] + [run for key, run in keyed if key is None]
 
 
-# One run: its name, the way to its pages, and the page that is asked for.
+# One run: its name, tabs, and the selected page.
 
 _WAITING = {
-    "uploading": "Its files are still on the way.",
-    "queued": "Waiting for the analysis before it to end.",
-    "running": "The analysis is under way; this page shows it when it is done.",
+    "uploading": "The upload is not finished.",
+    "queued": "Queued for analysis.",
+    "running": "The analysis is running; this page updates when it is done.",
 }
 
 
 def run_page(view: View, address: Address) -> html.Div:
-    """The page of a finished run that the address names."""
+    """The page of a finished run that the URL selects."""
     report = f"/api/v1/runs/{view.run_id}/report.json"
-    more = [html.A("report.json", href=report), html.A("one page to keep", href=_still(view))]
+    more = [html.A("report.json", href=report), html.A("download as HTML", href=_still(view))]
     links = html.Span(more, className="heading-links")
     head = html.Div([html.H1(view.name), links], className="heading")
     return html.Div([head, _tabs(view.run_id, address.page), *_content(view, address)])
@@ -284,22 +285,22 @@ def _content(view: View, address: Address) -> list[Component]:
 
 
 def compute_page(view: View) -> list[Component]:
-    """What ranks compute, which do so slower than their peers, and why they idle."""
+    """The compute page: kernel families, contention, slow kernels and idle time."""
     shown: list[Component] = [*compute(view.report), *idle(view.report)]
-    return shown or [nothing("No compute", "The recording holds no kernel and no op.")]
+    return shown or [nothing("No compute", "The recording has no kernels and no ops.")]
 
 
 def waiting_page(run: RunRow) -> html.Div:
-    """A run that has no report: still to come, or failed, and why."""
+    """The page of a run without a report: not analyzed yet, or failed with an error."""
     head = html.Div([html.H1(run.name), state_pill(run)], className="heading")
-    told = run.error if run.state == "failed" else _WAITING.get(run.state, "")
-    parts: list[str | Component] = [told or ""]
+    message = run.error if run.state == "failed" else _WAITING.get(run.state, "")
+    parts: list[str | Component] = [message or ""]
     if run.state == "running" and run.progress is not None:
         parts += [html.Br(), progress_bar(run.progress), f" {run.progress_note or ''}"]
     return html.Div([head, html.P(parts, className=f"card status {run.state}")])
 
 
-def missing_page(told: str = "There is no such page or run") -> html.Div:
-    """What is said of an address that nothing has."""
-    back = dcc.Link("the list of runs", href="/")
-    return html.Div([html.H1(told), html.P(["It may be in ", back, "."])])
+def missing_page(message: str = "Page or run not found") -> html.Div:
+    """The page for an unknown URL."""
+    back = dcc.Link("list of runs", href="/")
+    return html.Div([html.H1(message), html.P(["See the ", back, "."])])

@@ -20,31 +20,35 @@ from stepsplit.analyzer.trace import Int32, Int64, UInt8
 from stepsplit.dashboard.figures.theme import LOOKS
 from stepsplit.dashboard.pages.components import View, legend, nothing, section
 
-# Timeline: what each rank and lane did, from the whole run to one kernel.
+# Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
 PERFETTO = "https://ui.perfetto.dev"
 
 
 def timeline_page(view: View) -> list[Component]:
-    """The place that assets/timeline.js fills."""
+    """The timeline page; assets/timeline.js draws into its element."""
     if view.tables is None or not len(view.tables.segments.rank):
-        return [nothing("No timeline", "The tables of this run are gone: upload it once more.")]
+        return [
+            nothing(
+                "No timeline", "The tables of this run were deleted: upload the recording again."
+            )
+        ]
     own: Any = {"data-run": view.run_id, "data-perfetto": PERFETTO} if view.run_id else {}
     place = html.Div(id="timeline-view", className="timeline", **own)
-    note = "hatched: a rank waits; click a wait to see for whom"
+    note = "hatched: waiting; click a wait to see the rank it waits for"
     return [section("Timeline", note, legend(), place)]
 
 
-# The timeline as its script reads it.
+# The timeline as JSON for assets/timeline.js.
 
 RANKS, FEW_RANKS = 64, 8
 
 SHAPES, MOST_SLOTS = 40_000, 2_500
-"""How much of a step a page without a server holds."""
+"""Limits of the timeline in an exported HTML file: shapes in all, and slots per line."""
 
 
 def index_json(scene: TimelineView) -> dict[str, Any]:
-    """The run's steps and ranks, and how buckets look."""
+    """Steps, ranks and bucket colors of the run."""
     return {
         "buckets": [
             {"name": look.bucket, "color": look.color, "dark": look.dark, "hatched": look.hatched}
@@ -59,7 +63,7 @@ def index_json(scene: TimelineView) -> dict[str, Any]:
 
 
 def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
-    """The lines as the page draws them: names are places in one list, -1 for many slices."""
+    """The rows to draw; names are indices into one list, -1 for a shape of many slices."""
     places: dict[str, int] = {}
     rows = [
         {
@@ -79,15 +83,15 @@ def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
 
 
 def _places(places: dict[str, int], one: Shown) -> Int64:
-    """The names of the shapes as places in the list of all names."""
+    """Indices of the shapes' names in the list of all names, which grows as needed."""
     used, code = np.unique(one.name, return_inverse=True)
     here = [places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()]
     return np.array(here, dtype=np.int64)[code]
 
 
 def still_json(report: Report, tables: Tables) -> dict[str, Any]:
-    """What a page without a server holds: the bands of the middle full step of up to RANKS ranks,
-    and the lanes too where there are few."""
+    """Timeline data of an exported HTML file: bands of the middle full step for up to RANKS ranks,
+    with lanes if there are at most FEW_RANKS ranks."""
     scene = TimelineView(report, tables)
     full = [one for one in scene.steps if one.kind == "full"] or list(scene.steps)
     step = full[len(full) // 2]
@@ -101,14 +105,14 @@ def still_json(report: Report, tables: Tables) -> dict[str, Any]:
     return {"index": index, "window": window_json(lines)}
 
 
-# The timeline of a run: which ranks and steps there are, and any window of it.
+# The timeline of a run: its ranks and steps, and any time window of it.
 
 _RANKS_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """When a step begins on the first rank and ends on the last, in the report's ns."""
+    """A step from its first start to its last end over all ranks, in the report's ns."""
 
     step: int
     kind: str
@@ -118,7 +122,7 @@ class StepSpan:
 
 @dataclass(frozen=True, slots=True)
 class RankLabel:
-    """A rank with its host and pipeline stage, where they are known."""
+    """A rank with its host and pipeline stage; None if unknown."""
 
     rank: int
     host: str | None
@@ -127,8 +131,11 @@ class RankLabel:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A line of one rank within a window. name and owner have an entry a shape: name indexes names,
-    -1 where the shape stands for many slices; owner is -1 for nobody."""
+    """A row of one rank within a window.
+
+    name and owner have one entry per shape: name indexes names, -1 for a shape of many slices;
+    owner is the rank waited for, -1 if none.
+    """
 
     rank: int
     lane: str
@@ -154,7 +161,7 @@ class TimelineView:
     def window(
         self, from_ns: int, to_ns: int, slots: int, ranks: Sequence[int], opened: Sequence[int]
     ) -> tuple[Shown, ...]:
-        """The bands of the ranks, and below them the lanes of those that are opened."""
+        """The bands of the ranks, and the lanes of the opened ones, within the window."""
         lines = [
             (rank, line)
             for rank in ranks
@@ -168,7 +175,7 @@ class TimelineView:
 
 
 def steps_of(report: Report) -> tuple[StepSpan, ...]:
-    """The steps of all ranks together, in order."""
+    """Steps over all ranks, in order."""
     spans: dict[int, list[StepSpan]] = {}
     for row in report.steps:
         own = StepSpan(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
@@ -183,7 +190,7 @@ def _together(spans: Sequence[StepSpan]) -> StepSpan:
 
 
 def labels_of(report: Report, tables: Tables) -> tuple[RankLabel, ...]:
-    """The ranks of the recording with where they ran."""
+    """The recorded ranks with their host and pipeline stage."""
     hosts = {rank: one.host for one in report.run.hosts for rank in one.ranks}
     boxes = tables.boxes
     stages: dict[int, list[int]] = defaultdict(list)
@@ -210,14 +217,14 @@ def _shown(rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int) -
 
 
 def _of_rows(column: Int32, rows: Int64) -> Int64:
-    """The column's values in these rows, -1 for row -1."""
+    """Values of the column in these rows, -1 for row -1."""
     values = np.full(len(rows), -1, dtype=np.int64)
     known = rows >= 0
     values[known] = column[rows[known]]
     return values
 
 
-# The tracks of one rank: its band of buckets, and a line for each lane and depth below it.
+# The rows of one rank: its band of buckets, and one row per lane and depth below it.
 
 BAND = "buckets"
 
@@ -226,7 +233,8 @@ _COMPUTE = BUCKETS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """A track with what its slices are called; name indexes names, owner is -1 for nobody."""
+    """A track with the names of its slices: name indexes names; owner is the rank waited for,
+    -1 if none."""
 
     lane: str
     depth: int
@@ -237,7 +245,7 @@ class TimelineRow:
 
 
 def band_of(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
-    """The buckets of the rank; waits are named by what was waited in."""
+    """The band of a rank's buckets; waits are named by their op and axis."""
     low, high = np.searchsorted(segments.rank, (rank, rank + 1)).tolist()
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
@@ -247,7 +255,7 @@ def band_of(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
 
 
 def lanes_of(slices: Slices) -> tuple[TimelineRow, ...]:
-    """A line for each depth of each lane, the lane with the most compute first."""
+    """One row per lane and depth, the lane with the most compute first."""
     place = slices.lane.astype(np.int64) * 256 + slices.depth
     first = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
     edges = zip(first, [*first[1:], len(place)], strict=True)
@@ -270,7 +278,7 @@ def _line(slices: Slices, rows: slice) -> TimelineRow:
 
 
 def _waited(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
-    """For each segment of a rank the wait in which it begins: its name and whom it is for."""
+    """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
     low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
     own = slice(low, high)
     places: dict[str, int] = {"": 0}
@@ -285,22 +293,22 @@ def _waited(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tup
     return name, np.where(inside, owner[at], -1).astype(np.int32), tuple(places)
 
 
-# One line of a timeline at any scale: its slices as they are, or what fills most of each slot.
+# One row at any zoom: exact slices, or the dominant bucket of each slot.
 
 Float64 = npt.NDArray[np.float64]
 
 _FULL = 255
 
 _NOISE = 1e-6
-"""What rounding may leave of a slot that is drawn whole."""
+"""Tolerance for rounding when a slot is completely covered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What to draw of a track; columns of one length. Those that stand for many slices come first.
+    """Shapes to draw for a track, as columns of equal length; shapes of many slices come first.
 
-    bucket indexes buckets.BUCKETS; cover is how much of it is filled, of 255. row indexes the
-    track, -1 where one shape stands for many slices.
+    bucket indexes buckets.BUCKETS; cover is the filled fraction, 0 to 255; row indexes the track,
+    -1 for a shape of many slices.
     """
 
     start_ns: Int64
@@ -312,15 +320,15 @@ class Drawn:
 
 @dataclass(frozen=True)
 class TimelineTrack:
-    """Slices that do not overlap, by start; columns of one length, bucket indexes BUCKETS."""
+    """Non-overlapping slices ordered by start; columns of equal length, bucket indexes BUCKETS."""
 
     start_ns: Int64
     dur_ns: Int64
     bucket: UInt8
 
     def drawn(self, from_ns: int, to_ns: int, slots: int) -> Drawn:
-        """The slices within the window. Where they are more than slots, those that are shorter
-        than a slot are drawn together."""
+        """Slices within the window; if there are more than slots, those shorter than a slot are
+        merged into slots."""
         low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
         high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
         if high - low <= slots:
@@ -336,8 +344,8 @@ class TimelineTrack:
         return Drawn(*columns, whole, rows)
 
     def _together(self, edges: Int64, drawn: Drawn) -> Drawn:
-        """For each slot the bucket with most time of the slices that are not drawn yet; neighbours
-        of one bucket and cover are one shape."""
+        """The dominant bucket of each slot among slices that are not drawn exactly; neighbouring
+        slots with equal bucket and cover become one shape."""
         apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
         busy = self._busy(edges) - apart._busy(edges)
         cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
@@ -356,7 +364,7 @@ class TimelineTrack:
         )
 
     def _busy(self, edges: Int64) -> Float64:
-        """ns of each bucket (a row each) in each slot between the edges."""
+        """Time in ns per bucket (rows) and slot between the edges (columns)."""
         busy = np.zeros((len(BUCKETS), len(edges) - 1))
         for bucket, (times, so_far) in self._sums:
             busy[bucket] = np.diff(np.interp(edges, times, so_far))
@@ -368,7 +376,7 @@ class TimelineTrack:
 
     @cached_property
     def _sums(self) -> list[tuple[int, tuple[Float64, Float64]]]:
-        """For each bucket of the track its time so far, as a line through points in time."""
+        """Cumulative time of each bucket as points (time, time so far)."""
         return [(int(bucket), self._sum(bucket)) for bucket in np.unique(self.bucket)]
 
     def _sum(self, bucket: int) -> tuple[Float64, Float64]:

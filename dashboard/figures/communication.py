@@ -26,7 +26,7 @@ from stepsplit.dashboard.figures.theme import (
     plain,
 )
 
-# Bus bandwidth against message size: what was measured, what the model says, the link's peak.
+# Bus bandwidth over message size: measured, modelled, and the peak of the link.
 
 _TICKS = [10**power for power in range(16)]
 
@@ -37,7 +37,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
 @dataclass(frozen=True, slots=True)
 class BandwidthPoint:
-    """One op of one size on an axis; count is how many such calls there were."""
+    """Bus bandwidth of one op of one size on an axis; count is the number of calls."""
 
     axis: str
     op: str
@@ -48,7 +48,8 @@ class BandwidthPoint:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The model's busbw over sizes, of one op on an axis; link is the peak of its slowest link."""
+    """The model's bus bandwidth of one op on an axis over message sizes; link_bytes_per_s is the
+    peak of the slowest link."""
 
     axis: str
     op: str
@@ -58,7 +59,8 @@ class Curve:
 
 
 def bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
-    """GB/s over bytes, both logarithmic: a color an axis, a shape an op, a line the model."""
+    """GB/s over bytes on log scales: one color per axis, one symbol per op, a line for the
+    model."""
     figure = blank(380, "message size", "busbw, GB/s")
     axes = sorted({one.axis for one in points} | {one.axis for one in curves})
     ops = sorted({one.op for one in points})
@@ -105,13 +107,13 @@ def _modelled(curve: Curve, axes: list[str]) -> go.Scatter:
 
 
 def _peaks(figure: go.Figure, curves: Sequence[Curve]) -> None:
-    """The links' peaks, once each."""
+    """One horizontal line per distinct link peak."""
     axes: dict[float, list[str]] = defaultdict(list)
     for curve in curves:
         if curve.axis not in axes[curve.link_bytes_per_s]:
             axes[curve.link_bytes_per_s].append(curve.axis)
-    for peak, of in axes.items():
-        text = f"link of {plain(', '.join(of))}: {gigabytes_per_second(peak)}"
+    for peak, names in axes.items():
+        text = f"link of {plain(', '.join(names))}: {gigabytes_per_second(peak)}"
         line = {"color": WORSE, "width": 1, "dash": "dash"}
         figure.add_hline(y=peak / 1e9, line=line)
         figure.add_annotation(x=0, xref="paper", y=log10(peak / 1e9), text=text, showarrow=False,
@@ -127,7 +129,7 @@ def _told(one: BandwidthPoint) -> str:
     return f"{size(one.message_bytes)}, {rate}<br>{one.count:,} calls"
 
 
-# Waiting: who waits for whom, and how long calls wait before they move data.
+# Waiting: waits between ranks, and wait against transfer time of calls.
 
 MOST_RANKS = 128
 
@@ -135,9 +137,10 @@ _SCALE = [[0.0, "rgba(204,121,167,0.06)"], [0.5, "#CC79A7"], [1.0, "#7A2F5B"]]
 
 
 def waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
-    """How long each rank (row) waited for each other (column), in ms of a step, skew and bubble.
+    """Heatmap of the time each rank (row) waits for each other rank (column), in ms per step.
 
-    Beyond MOST_RANKS those that wait or are waited for most are shown.
+    Skew and bubble are included. With more than MOST_RANKS ranks, those with most waiting are
+    shown.
     """
     known = (waits.owner >= 0) & (waits.dur_ns > 0)
     sums = np.zeros((max(ranks) + 1,) * 2)
@@ -146,12 +149,12 @@ def waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
     shown = _most(sums, ranks)
     table = in_ms(sums[np.ix_(shown, shown)] / max(steps, 1))
     labels = [f"rank {rank}" for rank in shown]
-    figure = blank(max(260, min(90 + 22 * len(shown), 620)), "waited for", "waits")
+    figure = blank(max(260, min(90 + 22 * len(shown), 620)), "rank waited for", "waiting rank")
     figure.add_trace(
         go.Heatmap(
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
-            colorscale=_SCALE, colorbar={"title": {"text": "ms a step"}, "thickness": 12},
-            hovertemplate="%{y} waits for %{x}<br>%{z:.3f} ms a step<extra></extra>",
+            colorscale=_SCALE, colorbar={"title": {"text": "ms per step"}, "thickness": 12},
+            hovertemplate="%{y} waits for %{x}<br>%{z:.3f} ms per step<extra></extra>",
             xgap=1, ygap=1,
         )
     )  # fmt: skip
@@ -168,7 +171,7 @@ def _most(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class MedianCall:
-    """The median call of a kind: how long it waits, and how long it then moves data, in ns."""
+    """The median call of a kind: transfer and wait time in ns."""
 
     words: str
     transfer_ns: int
@@ -176,7 +179,7 @@ class MedianCall:
 
 
 def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
-    """A bar a kind of call, in ms: its transfer, and hatched its wait."""
+    """One bar per kind of call, in ms: transfer, and wait (hatched)."""
     figure = blank(110 + 26 * len(calls), "ms of the median call", "")
     words = [plain(call.words) for call in calls]
     moving, waiting = (next(k for k in LOOKS if k.bucket == b) for b in ("collective", "skew"))
@@ -200,10 +203,10 @@ def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     return figure
 
 
-# A metric over runs: a point a run, the band of its noise, its levels, and the budget.
+# A metric over runs: points, the typical range, level changes and the budget.
 
 NEAR, FEWEST = 9, 6
-"""How many runs around a run say what is usual there."""
+"""Neighboring runs that define the typical range of a run; fewest runs for such a range."""
 
 MAD_TO_SD = 1.4826
 
@@ -212,7 +215,7 @@ _BAND_SDS = 3
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """A run's value, in the unit that people read; words name the run."""
+    """A run's value, in the displayed unit; words is the name of the run."""
 
     words: str
     unix_ns: int
@@ -221,21 +224,22 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What is usual around a run: the median, and three robust standard deviations either way."""
+    """The typical range around a run: the median plus and minus three robust standard
+    deviations."""
 
     middle: float
     low: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether the value is nothing unusual."""
+        """Whether the value is within the range."""
         return self.low <= value <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A level of the metric: the index of its first run, its value in the unit of the points, and
-    words on how it differs from the one before."""
+    """A level of the metric: index of its first run, value in the unit of the points, and a text
+    on the change from the previous level."""
 
     first: int
     value: float
@@ -243,8 +247,8 @@ class Level:
 
 
 def usual(values: Sequence[float], at: int) -> Usual | None:
-    """What is usual at that run, from the runs nearest to it, itself left out; None with fewer
-    than FEWEST runs, which tell nothing."""
+    """The typical range at a run, from its neighbors without itself; None with fewer than FEWEST
+    runs."""
     if len(values) < FEWEST:
         return None
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
@@ -260,7 +264,7 @@ def history(
     budget: float | None = None,
     levels: Sequence[Level] = (),
 ) -> go.Figure:
-    """The points by time of upload; those outside of the band of noise stand out."""
+    """Points by time of upload, with outliers highlighted."""
     figure = blank(420, "", title)
     when = [datetime.fromtimestamp(one.unix_ns / 1e9, UTC) for one in points]
     values = [one.value for one in points]
@@ -314,7 +318,7 @@ def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[L
 
 def _edge(when: Sequence[datetime], values: Sequence[float], fill: str | None) -> go.Scatter:
     return go.Scatter(
-        name="usual: the median of the runs around it, and three standard deviations",
+        name="typical range: median of neighboring runs, 3 standard deviations",
         mode="lines",
         x=list(when),
         y=list(values),

@@ -33,14 +33,14 @@ from stepsplit.dashboard.figures.theme import (
     plain,
 )
 
-# Where the step went: stacked bars, one a rank or one a step.
+# Time split: stacked bars by rank or by step.
 
 SPLIT_HEIGHT = 340
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One stacked bar: its label on the axis, what the pointer tells of it, its split."""
+    """One stacked bar: axis label, tooltip heading, split; not full means a paler bar."""
 
     label: str
     heading: str
@@ -49,7 +49,7 @@ class Bar:
 
 
 def by_rank(report: Report) -> go.Figure:
-    """A bar a rank, in ms: each bucket's median over the steps that medians are taken of."""
+    """One bar per rank, in ms: the median of each bucket over full steps."""
     hosts = {rank: host.host for host in report.run.hosts for rank in host.ranks}
     rows = _grouped(full_steps(report.steps), "rank")
     bars = []
@@ -57,11 +57,11 @@ def by_rank(report: Report) -> go.Figure:
         of_host = f" on {plain(hosts[rank])}" if rank in hosts else ""
         heading = f"<b>rank {rank}</b>{of_host}, median of {len(steps)} steps"
         bars.append(Bar(str(rank), heading, _median(steps)))
-    return _stack(bars, "rank", "ms a step, median of full steps")
+    return _stack(bars, "rank", "ms per step, median of full steps")
 
 
 def by_step(report: Report, rank: int | None = None) -> go.Figure:
-    """A bar a step, in ms: of one rank, or the mean over ranks; paler where it is not full."""
+    """One bar per step, in ms: of one rank, or the mean over ranks; paler if not full."""
     rows = _grouped((row for row in report.steps if rank in (None, row.rank)), "step")
     whose = "mean over ranks" if rank is None else f"rank {rank}"
     bars = []
@@ -116,19 +116,19 @@ def _bar_label(bar: Bar, index: int) -> tuple[str, str]:
     return bar.heading, f"{LOOKS[index].bucket} {of}"
 
 
-# What lies between two steps: the predicted and the measured one, or those of two runs.
+# Difference between two steps: predicted and measured, or of two runs.
 
 Part = tuple[str, int, str]
-"""A part of a difference: its name, ns, and words about it."""
+"""A part of a difference: name, ns, tooltip."""
 
 PARTS = 8
-"""The rest of the rows is drawn as one."""
+"""Parts to draw; the smaller ones are drawn as one."""
 
 _LEAST = 0.003
 
 
 def sides(gap: Gap) -> go.Figure:
-    """The predicted and the measured split of the gap's stage, one bar each, in ms."""
+    """The predicted and the measured split of the compared stage, one bar each, in ms."""
     shown = gap.shown
     return splits(
         [NamedSplit("predicted", shown.predicted), NamedSplit("measured", shown.measured)]
@@ -136,19 +136,19 @@ def sides(gap: Gap) -> go.Figure:
 
 
 def waterfall(gap: Gap) -> go.Figure:
-    """From the predicted step, part by part, to the measured one, in ms; the largest part first."""
+    """Waterfall from the predicted to the measured step, in ms; largest part first."""
     ends = gap.shown.predicted.step_ns, gap.shown.measured.step_ns
-    told = "what the model expects", "as recorded"
-    return _steps(("predicted", "measured"), ends, told, _drawn(gap))
+    notes = "predicted by the model", "as recorded"
+    return _steps(("predicted", "measured"), ends, notes, _drawn(gap))
 
 
 def difference_figure(found: RunComparison) -> go.Figure:
-    """From the baseline's mean step, bucket by bucket, to the candidate's, in ms."""
+    """Waterfall from the baseline's to the candidate's mean step by bucket, in ms."""
     ends = found.baseline.mean.step_ns, found.candidate.mean.step_ns
     parts = [
         (row.bucket, row.difference_ns, _from_to(row)) for row in found.buckets if row.difference_ns
     ]
-    return _steps(("baseline", "candidate"), ends, ("its mean step", "its mean step"), parts)
+    return _steps(("baseline", "candidate"), ends, ("mean step", "mean step"), parts)
 
 
 def _from_to(row: BucketChange) -> str:
@@ -156,7 +156,7 @@ def _from_to(row: BucketChange) -> str:
 
 
 def _steps(
-    names: tuple[str, str], ends: tuple[int, int], told: tuple[str, str], parts: Sequence[Part]
+    names: tuple[str, str], ends: tuple[int, int], notes: tuple[str, str], parts: Sequence[Part]
 ) -> go.Figure:
     figure = blank(84 + 26 * (len(parts) + 2), "ms of the step", "")
     figure.add_trace(
@@ -169,7 +169,7 @@ def _steps(
                   milliseconds(ends[1])],
             textposition="outside",
             cliponaxis=False,
-            hovertext=[told[0], *(words for _, _, words in parts), told[1]],
+            hovertext=[notes[0], *(words for _, _, words in parts), notes[1]],
             hovertemplate="<b>%{y}</b> %{text}<br>%{hovertext}<extra></extra>",
             connector={"line": {"color": MUTED, "width": 1, "dash": "dot"}},
             increasing={"marker": {"color": WORSE}},
@@ -184,7 +184,7 @@ def _steps(
 
 
 def _drawn(gap: Gap) -> list[Part]:
-    """Name, ns and words of each part that is drawn: the names are distinct."""
+    """The parts to draw, with distinct names."""
     least = _LEAST * gap.shown.measured.step_ns
     rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
     large = [row for row in rows[:PARTS] if abs(row.ns) >= least]
@@ -201,24 +201,24 @@ def _name(row: GapRow) -> str:
     return words if row.axis is None else f"{words} ({plain(row.axis)})"
 
 
-# What the end of the average step hangs on: its critical path as one bar.
+# The critical path of the average step as one bar.
 
 PATH_HEIGHT = 172
 
 RANKS = 3
 
 _ROOM = 0.06
-"""A part below this share has no room for a text."""
+"""Smallest share of the path with a text inside its bar."""
 
 _PLAIN = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class PathShare:
-    """A bucket, and axis where it has one, on the path of the average step.
+    """A bucket (of one axis, for communication) on the critical path of the average step.
 
-    share is of the path, 0..1. ranks are those with most of it, each with its part of the bucket's
-    time on the path; others is how many more there are.
+    share: fraction of the path, 0..1. ranks: the ranks with most of it, each with its fraction of
+    this part; others: the number of further ranks.
     """
 
     bucket: str
@@ -234,13 +234,13 @@ class PathShare:
 
     @property
     def whose(self) -> str:
-        """The ranks that have most of it, in words."""
+        """The ranks with most of it, as text."""
         named = ", ".join(f"rank {rank} {percent(part)}" for rank, part in self.ranks)
         return f"{named}, {self.others:,} more" if self.others else named
 
 
 def path_shares(report: Report) -> tuple[PathShare, ...]:
-    """The critical path by bucket and axis, in the order of BUCKETS, the largest axis first."""
+    """The critical path by bucket (in the order of BUCKETS) and axis (largest first)."""
     sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
     for part in report.critical_path:
         sums[part.bucket, part.axis][part.rank] += part.ns
@@ -257,10 +257,10 @@ def _share(bucket: str, axis: str | None, ranks: Counter[int], steps: int, total
 
 
 def critical_path(report: Report) -> go.Figure:
-    """One horizontal bar in ms: the parts of the average step's path, by bucket and axis."""
+    """One horizontal bar in ms: the average step's critical path by bucket and axis."""
     figure = blank(
         PATH_HEIGHT,
-        "ms of the path, from the step's first start to its last end over all ranks",
+        "ms of the critical path, from the first start to the last end over all ranks",
         "",
     )
     shares = path_shares(report)
@@ -274,7 +274,7 @@ def critical_path(report: Report) -> go.Figure:
 
 
 def _bar(look: Look, shares: list[PathShare]) -> go.Bar:
-    """The bucket's parts, one after the other; a line between them parts the axes."""
+    """The bucket's parts one after the other, separated by a line between axes."""
     bar = go.Bar(
         name=look.bucket,
         orientation="h",
@@ -302,7 +302,7 @@ def _path_label(one: PathShare) -> str:
     return f"{head}<br>{one.whose}"
 
 
-# The pipeline's grid: which microbatch each stage worked on, above what its schedule would do.
+# The pipeline grid: measured microbatches of each stage, above the schedule's ideal.
 
 BOXES, STAGES = 4_000, 32
 
@@ -315,7 +315,7 @@ _INKS = dict(zip(PHASES, (INK, PAPER, PAPER), strict=True))
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the grid: a stage, and the rank that stands for it."""
+    """One row of the grid: a stage and the rank that represents it."""
 
     stage: int
     rank: int
@@ -326,7 +326,7 @@ class _Row:
 
 
 def one_pipeline(boxes: Boxes, step: int) -> Boxes:
-    """The boxes of the step of one pipeline, by stage: of each stage those of its lowest rank."""
+    """The boxes of one step and one pipeline: for each stage those of its lowest rank."""
     own = boxes.step == step
     keep = np.zeros(len(boxes.step), dtype=np.bool_)
     for stage in np.unique(boxes.stage[own])[:STAGES]:
@@ -336,7 +336,7 @@ def one_pipeline(boxes: Boxes, step: int) -> Boxes:
 
 
 def pipeline(measured: Boxes, ideal: Boxes | None) -> go.Figure:
-    """The boxes of one step of one pipeline, and below them the schedule's, in ms from the first
+    """The microbatch grid of one step, with the ideal grid below it, in ms from the first
     forward."""
     rows = _rows(measured)
     height = _ROW_PX * len(rows)
@@ -408,7 +408,7 @@ def _draw(figure: go.Figure, boxes: Boxes, rows: list[_Row], axis: str, which: s
 
 
 def stage_bubbles(found: Pipeline) -> go.Figure:
-    """The bubble fraction of each stage, and the ideal of its schedule as a line; percent."""
+    """The bubble fraction of each stage in percent, with the schedule's ideal as a line."""
     figure = blank(230, "stage", "bubble fraction, %")
     figure.add_trace(
         go.Bar(
@@ -431,22 +431,22 @@ def stage_bubbles(found: Pipeline) -> go.Figure:
 
 
 def _bubble_label(fraction: float, ns: int) -> str:
-    return f"{percent(fraction)}, {milliseconds(ns)} of holes a step"
+    return f"{percent(fraction)}, {milliseconds(ns)} idle per step"
 
 
-# Memory by stage or rank: what was measured beside what the model says, and the device's limit.
+# Memory by stage or rank: measured, predicted, and the device limit.
 
 CATEGORIES = tuple(MEMORY)
 
 _MIB, _GIB = 2**20, 2**30
 
 _FAR = 20
-"""A limit so many times as high as any bar is no part of the picture."""
+"""The limit is not drawn if it is this many times as high as any bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
-    """A bar: what a rank or stage held, by category in bytes; rest is what nobody named."""
+    """A bar: the memory of a rank or stage by category in bytes; rest_bytes is uncategorized."""
 
     label: str
     parts: tuple[tuple[str, int], ...]
@@ -458,19 +458,19 @@ class MemoryBar:
 
 
 def memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go.Figure:
-    """A stacked bar each, in GiB; the limit as a line."""
+    """One stacked bar per rank or stage, in MiB or GiB; the limit as a line."""
     fullest = max((bar.total_bytes for bar in bars), default=0)
     one = _MIB if fullest < _GIB else _GIB
     unit = "MiB" if one == _MIB else "GiB"
     figure = blank(max(200, 130 + 30 * len(bars)), unit, "")
     labels = [plain(bar.label) for bar in bars]
-    for category in (*CATEGORIES, "not told apart"):
+    for category in (*CATEGORIES, "uncategorized"):
         values = [_of(bar, category) for bar in bars]
         if any(values):
             figure.add_trace(_layer(category, labels, values, bars, one))
     if limit_bytes and limit_bytes < _FAR * fullest:
         figure.add_vline(x=limit_bytes / one, line={"color": WORSE, "width": 2, "dash": "dash"},
-                         annotation_text=f"the device's {memory_size(limit_bytes)}",
+                         annotation_text=f"device memory: {memory_size(limit_bytes)}",
                          annotation_position="top left")  # fmt: skip
     figure.update_layout(barmode="stack", bargap=0.3)
     figure.update_yaxes(autorange="reversed", type="category")
@@ -498,20 +498,20 @@ def _layer(
     )
 
 
-# A job changed on paper: its predicted split beside that of the run as it is.
+# Splits as horizontal bars: measured, predicted, changed.
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSplit:
-    """A split with the words that stand beside its bar."""
+    """A split with the label of its bar."""
 
     name: str
     split: Split
 
 
 def splits(bars: Sequence[NamedSplit]) -> go.Figure:
-    """One horizontal bar a split, in ms."""
-    figure = blank(104 + 40 * len(bars), "ms a step", "")
+    """One horizontal bar per split, in ms."""
+    figure = blank(104 + 40 * len(bars), "ms per step", "")
     for index, look in enumerate(LOOKS):
         parts = [bar.split.buckets_ns[index] for bar in bars]
         if any(parts):

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from stepsplit.analyzer.buckets import BUCKETS
 
-# What all figures share: paper, ink, axes, and the way to put numbers and names on them.
+# Shared by all figures: background, axes, fonts, conversion of numbers and names.
 
 CLEAR = "rgba(0,0,0,0)"
 
@@ -29,7 +29,7 @@ _LEGEND = {
 
 
 def blank(height: int, x_title: str, y_title: str) -> go.Figure:
-    """An empty figure on nothing; the axis titles name their unit."""
+    """An empty figure with a transparent background; axis titles include their unit."""
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     title = {"font": {"size": 12, "color": MUTED}, "standoff": 8}
     figure = go.Figure()
@@ -50,7 +50,7 @@ def blank(height: int, x_title: str, y_title: str) -> go.Figure:
 
 
 def marker(look: Look) -> go.bar.Marker:
-    """The fill of a bucket's bars."""
+    """The fill of a bucket's bars, hatched for waiting."""
     if not look.hatched:
         return go.bar.Marker(color=look.color, line_width=0)
     pattern = {"shape": "/", "size": 5, "solidity": 0.28, "fgcolor": PAPER, "bgcolor": look.color}
@@ -58,24 +58,24 @@ def marker(look: Look) -> go.bar.Marker:
 
 
 def in_ms(ns: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Numbers for an axis in ms: a plot cannot zoom on text."""
+    """Times in ns as numbers in ms, for an axis."""
     return np.asarray(ns, dtype=np.float64) / 1e6
 
 
 def plain(name: object) -> str:
-    """A name from a file, safe in plotly's text: its tags would make links of what was uploaded."""
+    """A name from an uploaded file, escaped because plotly interprets HTML tags such as links."""
     return escape(str(name), quote=False)
 
 
 # The look of the seven buckets, the same in every figure and page.
 #
-# Okabe and Ito's colors, which people with any color vision can tell apart; time in which a rank
-# waits is hatched as well, and time in which nothing happens is pale.
+# Okabe and Ito's colors, distinguishable with any color vision; waiting is also hatched, and idle
+# time is pale.
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one bucket is drawn: its color on white and on black, and whether it is hatched."""
+    """The style of a bucket: color in the light and the dark theme, and whether it is hatched."""
 
     bucket: str
     color: str
@@ -96,16 +96,16 @@ LOOKS = (
 
 assert tuple(look.bucket for look in LOOKS) == BUCKETS
 
-# All three are compute, so they are blues; their lightness tells them apart.
+# All three are compute, hence shades of blue that differ in lightness.
 FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"
 
 INK, MUTED, GRID, PAPER = "#1B2430", "#5B6675", "#E3E7EC", "#FFFFFF"
 
 WORSE, BETTER = "#D55E00", "#009E73"
-"""More time than it was held against, and less."""
+"""Colors of a longer and of a shorter time than the reference."""
 
 AXES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-"""Axes of the mesh, in the order in which they come."""
+"""Colors of mesh axes, by their order."""
 
 MEMORY = {
     "weights": "#0072B2",
@@ -115,4 +115,4 @@ MEMORY = {
     "transient": "#CC79A7",
     "other": "#8D949E",
 }
-"""What memory is for."""
+"""Colors of memory categories."""

@@ -226,9 +226,7 @@ def _why_none(report: Report) -> tuple[str, str]:
 def _cards(found: Pipeline) -> html.Div:
     ideal = found.ideal_bubble_fraction
     shown = [
-        card(
-            "schedule", found.schedule or "unknown", f"{found.microbatches} microbatches per step"
-        ),
+        card("schedule", found.schedule or "unknown", f"{found.microbatches} microbatches/step"),
         card("stages", str(len(found.stages)), "of the model"),
         card("bubble_fraction", percent(found.bubble_fraction), "idle / window, measured"),
         card("ideal", "unknown" if ideal is None else percent(ideal), "for equal stages"),

@@ -250,7 +250,7 @@ def history_page(
     changed = changes([one.value for one in shown])
     levels = _levels(changed, len(shown))
     figure = graph("history", history(shown, title, _number(chosen.text("budget")), levels))
-    note = "◆ outlier: beyond 3 σ of the neighbouring runs"
+    note = "◆ outlier: beyond 3 σ of the neighboring runs"  # noqa: RUF001
     if len(shown) < FEWEST_USUAL:
         note = f"outliers are marked from {FEWEST_USUAL} runs on"
     return [

@@ -116,9 +116,7 @@ def _cards(found: Prediction, job: JobConfig, before: Split) -> html.Div:
     change = signed_percent(step / before.step_ns - 1) if before.step_ns else "?"
     shown = [
         card("predicted step", milliseconds(step), f"{change} compared with the recorded job"),
-        card(
-            "GPUs", f"{job.parallel.world_size:,}", f"microbatches per rank: {job.microbatches:,}"
-        ),
+        card("GPUs", f"{job.parallel.world_size:,}", f"{job.microbatches:,} microbatches/rank"),
         card("bubble_fraction", percent(found.bubble_fraction), "of the schedule"),
         card("peak memory", memory_size(peak), "fits" if found.fits else "does not fit"),
         card("MFU", "unknown" if found.mfu is None else percent(found.mfu), found.confidence),

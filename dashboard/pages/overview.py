@@ -108,9 +108,7 @@ def _first(view: View) -> html.Div:
         [
             *findings(view),
             section("By rank", f"median of each bucket over full steps{led}", ranks),
-            section(
-                "By step", f"mean over ranks; pale steps are excluded from medians{led}", steps
-            ),
+            section("By step", f"mean over ranks; pale steps are not in medians{led}", steps),
         ]
     )
 

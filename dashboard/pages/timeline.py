@@ -344,7 +344,7 @@ class TimelineTrack:
         return Drawn(*columns, whole, rows)
 
     def _together(self, edges: Int64, drawn: Drawn) -> Drawn:
-        """The dominant bucket of each slot among slices that are not drawn exactly; neighbouring
+        """The dominant bucket of each slot among slices that are not drawn exactly; neighboring
         slots with equal bucket and cover become one shape."""
         apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
         busy = self._busy(edges) - apart._busy(edges)

@@ -29,65 +29,65 @@ from stepsplit.dashboard.web.uploads import (
     whole_file,
 )
 
-# The upload API: name a run, put its files or their parts, finish; then ask how it goes.
+# The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
 
 RUNS = "/api/v1/runs"
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """The handlers, with what they work on."""
+    """The request handlers of the API."""
 
     store: Store
     limits: Limits
 
     def create(self) -> tuple[Response, int]:
-        """POST {name, tags}: a new run that waits for files."""
+        """POST {name, tags}: creates a run that accepts files."""
         request.max_content_length = JSON_BYTES
         asked = new_run(request.get_json(silent=True))
         return jsonify(id=self.store.add(asked.name, asked.tags)), 201
 
     def put(self, run_id: str, path: str) -> Response:
-        """PUT: the body becomes one file of the run's input."""
+        """PUT: stores the body as one file of the run."""
         part = whole_file(self._body(), request.content_length, request.headers)
         return self._taken(run_id, path, part, 201)
 
     def patch(self, run_id: str, path: str) -> Response:
-        """PATCH: the body is the next part of a file."""
+        """PATCH: appends the body as the next part of a file."""
         part = next_part(self._body(), request.content_length, request.headers)
         return self._taken(run_id, path, part, 200)
 
     def head(self, run_id: str, path: str) -> Response:
-        """HEAD: how much of the file is held."""
+        """HEAD: the number of bytes stored of a file."""
         self._run(run_id)
         row = self.store.files.one(run_id, str(relative(path)))
         if row is None:
-            raise Refused(404, "there is no such file")
+            raise Refused(404, "file not found")
         return Response(status=204, headers=offset_headers(row) | {"Cache-Control": "no-store"})
 
     def remove(self, run_id: str, path: str) -> Response:
-        """DELETE: the file is no part of the upload after all."""
+        """DELETE: removes a file from the upload."""
         self._run(run_id)
         forget(self.store, run_id, relative(path))
         return Response(status=204)
 
     def finish(self, run_id: str) -> tuple[Response, int]:
-        """POST: all files are there, the analysis may begin."""
+        """POST: ends the upload and queues the analysis."""
         self._run(run_id)
         if not self.store.queue(run_id):
             raise self._why_not(run_id)
         return self._status(run_id), 202
 
     def status(self, run_id: str) -> Response:
-        """GET: where the run stands."""
+        """GET: the state of the run."""
         return self._status(run_id)
 
     def report(self, run_id: str) -> Response:
-        """GET: the report itself."""
+        """GET: report.json of the run."""
         run = self._run(run_id)
         path = (self.store.artifacts.results(run_id) / REPORT_NAME).absolute()
         if run.state != "done" or not path.exists():
-            raise Refused(404, f"the run is {run.state}: there is no report")
+            raise Refused(404, f"no report: the run is {run.state}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
 
     def _body(self) -> BinaryIO:
@@ -104,7 +104,7 @@ class Api:
 
     def _why_not(self, run_id: str) -> Refused:
         if self._run(run_id).state != "uploading":
-            return Refused(409, "this run was finished before")
+            return Refused(409, "this upload is already finished")
         rest = [row for row in self.store.files.of(run_id) if not row.complete]
         return _incomplete(rest[0]) if rest else Refused(400, "the run has no files yet")
 
@@ -125,13 +125,13 @@ class Api:
     def _run(self, run_id: str) -> RunRow:
         run = self.store.run(run_id)
         if run is None:
-            raise Refused(404, "there is no such run")
+            raise Refused(404, "run not found")
         return run
 
 
 def _incomplete(row: FileRow) -> Refused:
-    held = f"{row.received_bytes} bytes of it are held"
-    return Refused(409, f"{row.path} is not complete: {held}; send the rest, or DELETE it")
+    stored = f"{row.received_bytes} bytes received"
+    return Refused(409, f"{row.path} is incomplete: {stored}; send the rest, or DELETE it")
 
 
 def blueprint(api: Api) -> Blueprint:
@@ -150,27 +150,29 @@ def blueprint(api: Api) -> Blueprint:
     return routes
 
 
-# What a new run is asked to be called.
+# Name and tags of a new run.
 
 _KEY_LENGTH, _VALUE_LENGTH, _MOST_TAGS = 64, 200, 32
 
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """A name and tags that can be kept."""
+    """Validated name and tags."""
 
     name: str
     tags: tuple[Tag, ...]
 
 
 def new_run(body: object) -> NewRun:
-    """The run that the JSON asks for. Raises Refused."""
+    """Name and tags from the JSON body. Raises Refused if they are invalid."""
     asked = body if isinstance(body, Mapping) else {}
     name, tags = asked.get("name"), asked.get("tags") or {}
     if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
         raise Refused(400, 'send JSON with a name: {"name": "my run"}')
     if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
-        raise Refused(400, f'tags are at most {_MOST_TAGS} texts by key: {{"branch": "main"}}')
+        raise Refused(
+            400, f'tags must be at most {_MOST_TAGS} strings by key: {{"branch": "main"}}'
+        )
     return NewRun(name.strip(), tuple(_tag(key, value) for key, value in tags.items()))
 
 
@@ -178,14 +180,14 @@ def _tag(key: object, value: object) -> Tag:
     if _is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH):
         return Tag(str(key), str(value))
     lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
-    raise Refused(400, f"a tag's key and value are texts of at most {lengths} characters")
+    raise Refused(400, f"a tag's key and value must be strings of at most {lengths} characters")
 
 
 def _is_text(value: object, least: int, most: int) -> bool:
     return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
 
 
-# Whether the server lives, whether its database does, and its metrics.
+# Health of the server and its database, and metrics.
 
 
 def health(store: Store) -> Blueprint:
@@ -209,10 +211,13 @@ def health(store: Store) -> Blueprint:
     return routes
 
 
-# What a monitoring system scrapes: requests of all processes, runs and jobs of the store.
+# Prometheus metrics: requests of all processes, runs and jobs of the store.
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder in which server processes count together; set before this module is loaded."""
+"""Environment variable with the folder that server processes share for their counters.
+
+Set it before this module is imported.
+"""
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -242,7 +247,7 @@ _RECEIVED = Counter(
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that was answered. route is a template, never an address; None where none fits."""
+    """An answered request. route is the URL rule, None if no rule matched."""
 
     route: str | None
     method: str
@@ -275,14 +280,14 @@ class _OfStore:
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """The store's part, as it is now."""
+        """The current metrics of the store."""
         counts = self._counts
         yield _by_state("stepsplit_runs", "Runs by state.", counts.runs)
         yield _by_state("stepsplit_jobs", "Analyses by state.", counts.jobs)
-        waited = "How long the oldest queued analysis has waited."
+        waited = "Waiting time of the oldest queued analysis."
         yield GaugeMetricFamily("stepsplit_oldest_queued_seconds", waited, counts.oldest_queued_s)
-        held = "Size of all uploads that are held."
-        yield GaugeMetricFamily("stepsplit_upload_bytes", held, counts.upload_bytes)
+        stored = "Total size of stored uploads."
+        yield GaugeMetricFamily("stepsplit_upload_bytes", stored, counts.upload_bytes)
 
 
 def _by_state(name: str, text: str, values: Mapping[str, int]) -> Metric:

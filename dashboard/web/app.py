@@ -1,4 +1,4 @@
-"""The Dash application: one layout, and a callback that turns an address into a page."""
+"""The Dash application: one layout, and a callback that renders the page of a URL."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import still_routes
 from stepsplit.dashboard.web.report_cache import Kept, Loaded, tables_of
 
-# The Dash application: one layout, and a callback that turns an address into a page.
+# The Dash application: one layout, and a callback that renders the page of a URL.
 
 POLL_MS = 1_000
 
@@ -68,16 +68,18 @@ _INDEX = """<!DOCTYPE html>
 
 
 def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
-    """Adds the pages on the store to the server. The hashes of the page's inline scripts, for its
-    content security policy."""
+    """Adds the pages to the server.
+
+    Returns the hashes of the page's inline scripts for the content security policy.
+    """
     loaded = Loaded(store)
     server.register_blueprint(timeline_routes(loaded))
     server.register_blueprint(still_routes(loaded))
     app = Dash(
         __name__,
-        server=server,  # type: ignore[arg-type]  # dash's hint forgets what its manual says
+        server=server,  # type: ignore[arg-type]  # dash's type hint omits Flask
         title="stepsplit",
-        update_title=None,  # type: ignore[arg-type]  # the same as title makes it "undefined"
+        update_title=None,  # type: ignore[arg-type]  # the title itself would show "undefined"
         assets_folder=str(files("stepsplit.dashboard.web") / "assets"),
         assets_ignore=r"theme\.js",
         index_string=_INDEX,
@@ -95,17 +97,16 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
 
 @cache
 def _warm() -> None:
-    """Plotly builds its classes, and pyarrow loads pandas, when they are first used: not while the
-    first viewer waits."""
+    """Triggers the lazy setup of plotly and pyarrow so that the first page view is not slow."""
     import_module("pandas")
     run = Run("", 1, (0,), (), None, "", None, None, None, None, "0")
     step = StepRow(0, 1, "full", 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
-    drawn = [
+    figures = [
         by_rank(Report(run=run, steps=(step,))),
         bandwidth([BandwidthPoint("tp", "send", 1, 1.0, 1)]),
     ]
-    drawn.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
-    for figure in drawn:
+    figures.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
+    for figure in figures:
         to_json_plotly(figure)
 
 
@@ -151,7 +152,7 @@ def _route(app: Dash, contents: Contents) -> None:
 
 
 def _lead_to_timeline(app: Dash) -> None:
-    """A click on a rank's or step's bar."""
+    """Opens the timeline on a click on the bar of a rank or step."""
 
     @app.callback(
         Output("url", "href"),
@@ -169,15 +170,15 @@ def _lead_to_timeline(app: Dash) -> None:
         return page_url(address.run_id, "timeline", **{which: number})
 
 
-# From an address to what the page shows, kept for those who look at the same.
+# Page contents by URL, with a cache for finished runs.
 
 _PAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A page's components, as dash takes them. Pending pages are asked for again, and drawn again
-    where their mark is another."""
+    """A page's components in Dash's format. Pending pages are polled, and redrawn when their mark
+    changes."""
 
     children: Any
     pending: bool = False
@@ -185,14 +186,14 @@ class Content:
 
 
 class Contents:
-    """The pages of a store. Those of finished runs are kept as the browser gets them."""
+    """The pages of a store. Pages of finished runs are cached in serialized form."""
 
     def __init__(self, store: Store, loaded: Loaded) -> None:
         self._store, self._loaded = store, loaded
         self._kept: Kept[dict[str, Any]] = Kept(_PAGES)
 
     def of(self, address: Address | None) -> Content:
-        """What the address shows."""
+        """The content of the page at this address."""
         if address is None:
             return Content(missing_page())
         match address.page:
@@ -215,10 +216,12 @@ class Contents:
         try:
             return Content(self._kept.get(_key(address, run), lambda: self._made(run, address)))
         except DataError as error:
-            return Content(html.Div([html.H1(run.name), nothing("It cannot be read", str(error))]))
+            return Content(
+                html.Div([html.H1(run.name), nothing("This run cannot be read", str(error))])
+            )
 
     def _made(self, run: RunRow, address: Address) -> dict[str, Any]:
-        """The page as plain values: to send it again costs little."""
+        """The page as plain JSON values, cheap to send again."""
         page = run_page(self._loaded.view(run), address)
         made: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
         return made
@@ -227,8 +230,8 @@ class Contents:
         runs = [self._store.run(chosen.text(side) or "") for side in ("baseline", "candidate")]
         done = [run for run in runs if run is not None and run.state == "done"]
         if len(done) < len(runs):
-            told = "Choose two finished runs in the list, by the boxes before their names."
-            return html.Div([html.H1("Compare"), nothing("Which two?", told)])
+            hint = "Select two finished runs in the list with the checkboxes next to their names."
+            return html.Div([html.H1("Compare"), nothing("Select two runs", hint)])
         try:
             baseline, candidate = (self._loaded.view(run) for run in done)
         except DataError as error:
@@ -256,7 +259,7 @@ def _tags(run: RunRow | None) -> set[str]:
     return set() if run is None else {f"{tag.key}={tag.value}" for tag in run.tags}
 
 
-# What the timeline asks for as it is moved: the run's ranks and steps, and windows of it.
+# JSON routes for the timeline: ranks and steps of a run, and time windows of it.
 
 SLOTS, RANKS = 2_000, 256
 
@@ -264,7 +267,7 @@ _RUN = "/api/v1/runs/<run_id>"
 
 
 def timeline_routes(loaded: Loaded) -> Blueprint:
-    """The routes; every run that they name must be finished."""
+    """The routes; all of them require a finished run."""
     routes = Blueprint("timeline", __name__)
     routes.add_url_rule(
         f"{_RUN}/timeline", "index", lambda run_id: _json(index_json(loaded.scene(run_id)))
@@ -284,7 +287,7 @@ def _json(body: dict[str, Any]) -> Response:
 
 
 def _window(scene: TimelineView) -> dict[str, Any]:
-    """from and to in ns, slots a line, ranks and open as lists of numbers."""
+    """The window of the query: from and to in ns, slots per line, ranks and open as lists."""
     from_ns, to_ns = _number("from"), _number("to")
     if to_ns <= from_ns:
         raise ValueError("the window is empty: to must be later than from")
@@ -307,7 +310,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def _perfetto(loaded: Loaded, run_id: str) -> Response:
-    """All ranks as a trace for ui.perfetto.dev, packed."""
+    """A gzip-compressed trace of all ranks for ui.perfetto.dev."""
     view = loaded.finished(run_id)
     body = _packed(perfetto_trace(view.report, tables_of(view)))
     name = f"attachment; filename={run_id}.pftrace.gz"

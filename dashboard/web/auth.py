@@ -1,4 +1,4 @@
-"""How the server is served, and access to it: tokens, passwords, throttling, security headers."""
+"""Server options and access control: tokens, passwords, throttling, security headers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.store import Tokens
 from stepsplit.dashboard.web.uploads import Limits, Refused
 
-# The production server: gunicorn's processes and threads, and the workers beside them.
+# Options of the production server.
 
 Ready = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How to serve: who may come in, how much is taken, how many workers run beside the server."""
+    """Access control, upload limits, number of analysis workers and log format of the server."""
 
     access: Access
     limits: Limits = field(default_factory=Limits)
@@ -32,7 +32,7 @@ class Serving:
     log_format: LogFormat = "text"
 
 
-# Who has tried too many wrong passwords of late.
+# Throttling of failed logins.
 
 MOST_FAILURES, WINDOW_S = 10, 60.0
 
@@ -40,24 +40,24 @@ _MOST_ADDRESSES = 10_000
 
 
 class Throttle:
-    """Failures by address; threads may share it. Each server process counts for itself."""
+    """Failed logins by client address; thread-safe. Each server process counts separately."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
         self._failures: dict[str, list[float]] = {}
 
     def failed(self, address: str) -> None:
-        """Somebody at the address was wrong."""
+        """Records a failed login from the address."""
         with self._lock:
             recent = self._recent(address)
-            # Whoever has ever more addresses pushes out the oldest, not the server's memory.
+            # Bounded: with too many addresses the oldest one is dropped.
             self._failures.pop(address, None)
             self._failures[address] = [*recent, self._now()][-MOST_FAILURES:]
             if len(self._failures) > _MOST_ADDRESSES:
                 del self._failures[next(iter(self._failures))]
 
     def wait_s(self, address: str) -> float:
-        """How long the address must wait before it is listened to again; 0 for not at all."""
+        """Seconds until the address may try again; 0 if it is not throttled."""
         with self._lock:
             recent = self._recent(address)
             if len(recent) < MOST_FAILURES:
@@ -69,7 +69,7 @@ class Throttle:
         return [at for at in self._failures.get(address, ()) if at > since]
 
 
-# What keeps other sites out: only this machine's names, no writes from elsewhere, a strict CSP.
+# Protection against other sites: allowed host names, same-origin writes, a strict CSP.
 
 HEALTH = ("health.healthz", "health.readyz")
 
@@ -77,7 +77,7 @@ _READING = ("GET", "HEAD")
 
 
 def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
-    """Guards every request, and puts the security headers on every answer."""
+    """Checks every request, and adds security headers to every response."""
     policy = content_policy(script_hashes)
 
     @server.before_request
@@ -98,7 +98,7 @@ def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
 
 
 def content_policy(script_hashes: Sequence[str]) -> str:
-    """The Content-Security-Policy: everything from this server, and dash's one inline script."""
+    """The Content-Security-Policy: this server only, plus Dash's inline script by its hash."""
     scripts = " ".join(["'self'", *(f"{digest}" for digest in script_hashes)])
     return (
         f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline'; "
@@ -108,15 +108,15 @@ def content_policy(script_hashes: Sequence[str]) -> str:
 
 
 def _refuse_other_names(asked: Request) -> None:
-    # A site whose name was pointed at 127.0.0.1 still sends its own name as Host.
+    # DNS rebinding: a site whose name resolves to 127.0.0.1 still sends its own name as Host.
     if _host(f"//{asked.host}") not in LOOPBACK:
-        raise Refused(403, "this server answers to localhost only")
+        raise Refused(403, "this server only accepts requests to localhost")
 
 
 def _refuse_other_sites(asked: Request) -> None:
     if asked.method in _READING:
         return
-    # Behind a proxy the page came by https, which the proxy may not tell.
+    # Behind a proxy the page may have been served by https, which the request does not show.
     own = (f"{asked.scheme}://{asked.host}", f"https://{asked.host}")
     origin = asked.headers.get("Origin")
     if origin is not None and origin not in own:
@@ -132,21 +132,21 @@ def _host(url: str) -> str | None:
         return None
 
 
-# The door of a guarded server: a request shows a secret, or it does not come in.
+# Authentication by password, token or trusted proxy.
 
 _ASK = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of every request but those for the server's health."""
+    """Authentication of all requests except health checks."""
 
     access: Access
     tokens: Tokens
     throttle: Throttle = field(default_factory=Throttle)
 
     def check(self, request: Request) -> None:
-        """Raises Refused where the request may not come in."""
+        """Raises Refused if the request is not authorized."""
         if not self.access.guarded or self._comes_from_proxy(request):
             return
         address = self._address(request)
@@ -156,10 +156,10 @@ class Gate:
             raise Refused(429, "too many wrong passwords; wait a minute", headers)
         secret = _secret(request)
         if secret is None:
-            raise Refused(401, "this server wants a password or a token", _ASK)
+            raise Refused(401, "this server requires a password or a token", _ASK)
         if not self._opens(secret):
             self.throttle.failed(address)
-            raise Refused(401, "the password or token is wrong", _ASK)
+            raise Refused(401, "wrong password or token", _ASK)
 
     def _opens(self, secret: str) -> bool:
         password = self.access.password
@@ -173,7 +173,7 @@ class Gate:
         return named and proxy is not None and proxy.is_at(request.remote_addr or "")
 
     def _address(self, request: Request) -> str:
-        """Whom failures count for: behind the proxy, whoever it says that it speaks for."""
+        """The client address for throttling; behind the proxy, from X-Forwarded-For."""
         remote, proxy = request.remote_addr or "", self.access.proxy
         if proxy is None or not proxy.is_at(remote):
             return remote
@@ -181,28 +181,28 @@ class Gate:
 
 
 def _secret(request: Request) -> str | None:
-    """The token of Bearer, or the password of Basic, whoever the user."""
+    """The Bearer token, or the password of Basic authentication (any user name)."""
     given = request.authorization
     if given is None:
         return None
     return given.token if given.type == "bearer" else given.password
 
 
-# Who may come in: this machine, those who know a secret, those whom a proxy has let in, anyone.
+# Access modes: local requests only, with a secret, through a trusted proxy, or open.
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedProxy:
-    """A proxy that has checked its users, and names them in the header; heard from these networks
-    alone."""
+    """A proxy that authenticates users and names them in a header; trusted only if it connects
+    from one of these networks."""
 
     header: str
     networks: tuple[IPv4Network | IPv6Network, ...]
 
     def is_at(self, address: str) -> bool:
-        """Whether the address is the proxy's."""
+        """Whether the address is in the proxy's networks."""
         try:
             found = ip_address(address)
         except ValueError:
@@ -214,8 +214,11 @@ class TrustedProxy:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who is let in. local: only requests to this machine's own names. guarded: only with the
-    password, a token of the store, or the proxy's word."""
+    """The access mode.
+
+    local: only requests to this machine's own names. guarded: only with the password, a token of
+    the store, or through the trusted proxy.
+    """
 
     local: bool = True
     guarded: bool = False
@@ -231,8 +234,8 @@ def access_to(
     has_tokens: bool = False,
     open_to_anyone: bool = False,
 ) -> Access:
-    """Who is let in where the server listens on host. Raises UsageError where others could reach it
-    and nothing says who of them may."""
+    """The access mode of a server that listens on host. Raises UsageError if it is reachable from
+    other machines and no access control is set."""
     local = host in LOOPBACK
     if open_to_anyone:
         return Access(local=False)
@@ -242,16 +245,16 @@ def access_to(
         return Access()
     if has_tokens:
         return Access(local=False, guarded=True)
-    ways = "--password-file, a token (stepsplit token create), --trusted-proxy-header"
-    raise UsageError(f"others can reach {host}: say who may come in by {ways}, or --open-to-anyone")
+    ways = "--password-file, a token (stepsplit token create) or --trusted-proxy-header"
+    raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
 
 
 def trusted_proxy(header: str | None, addresses: Sequence[str]) -> TrustedProxy | None:
-    """The proxy of the options, None without any. Raises UsageError."""
+    """The trusted proxy from the options; None without them. Raises UsageError."""
     if header is None and not addresses:
         return None
     if header is None or not addresses:
-        raise UsageError("--trusted-proxy-header and --trusted-proxy go together")
+        raise UsageError("--trusted-proxy-header and --trusted-proxy must be used together")
     try:
         networks = tuple(ip_network(address, strict=False) for address in addresses)
     except ValueError as error:

@@ -24,7 +24,7 @@ from stepsplit.dashboard.pages.runs import compute_page
 from stepsplit.dashboard.pages.timeline import still_json, timeline_page
 from stepsplit.dashboard.web.report_cache import Loaded
 
-# A run as one page to keep.
+# The route of the HTML export.
 
 
 def still_routes(loaded: Loaded) -> Blueprint:
@@ -45,7 +45,7 @@ def still_routes(loaded: Loaded) -> Blueprint:
     return routes
 
 
-# One self-contained page of a run: what the dashboard shows, in a file that needs no server.
+# The dashboard pages of a run as one HTML file that works offline.
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -63,7 +63,7 @@ JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =
 
 
 def still_page(view: View) -> str:
-    """The page as HTML; it loads nothing. Parts that the run does not have are left out."""
+    """The self-contained HTML file; sections without data are left out."""
     view = View(view.name, view.report, view.tables)
     figures: list[Any] = []
     body = "".join(_html(part, figures) for part in _parts(view))
@@ -104,11 +104,11 @@ def _parts(view: View) -> Iterator[Component]:
 
 
 def _html(part: Any, figures: list[Any]) -> str:
-    """A component as HTML; a figure leaves its place and is added to the figures."""
+    """A component as HTML; a figure becomes a placeholder and is appended to `figures`."""
     if part is None or isinstance(part, bool):
         return ""
     if isinstance(part, list | tuple):
-        return "".join(_html(each, figures) for each in part)
+        return "".join(_html(item, figures) for item in part)
     if not isinstance(part, Component):
         return escape(str(part))
     kind, props = type(part).__name__, _props(part)
@@ -121,8 +121,8 @@ def _html(part: Any, figures: list[Any]) -> str:
 
 
 def _props(part: Component) -> dict[str, Any]:
-    told: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
-    return told
+    props: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
+    return props
 
 
 def _attributes(props: dict[str, Any]) -> str:
@@ -135,8 +135,8 @@ def _attribute(name: str, value: Any) -> str:
     if name == "style":
         rules = (f"{_dashed(key)}:{setting}" for key, setting in value.items())
         return f' style="{escape(";".join(rules))}"' if value else ""
-    told = "" if value is True else f'="{escape(str(value))}"'
-    return f" {_NAMES.get(name, name)}{told}"
+    assigned = "" if value is True else f'="{escape(str(value))}"'
+    return f" {_NAMES.get(name, name)}{assigned}"
 
 
 def _dashed(name: str) -> str:
@@ -150,11 +150,11 @@ def _asset(name: str) -> str:
 def _timeline(view: View) -> bytes:
     if view.tables is None or not len(view.tables.segments.rank):
         return json.dumps(None).encode()
-    kept = still_json(view.report, view.tables)
-    return orjson.dumps(kept, option=orjson.OPT_SERIALIZE_NUMPY)
+    shown = still_json(view.report, view.tables)
+    return orjson.dumps(shown, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _data(name: str, content: bytes) -> str:
-    """JSON in a page: no text in it can end the element."""
+    """A script element with JSON, escaped so that no text in it can close the element."""
     safe = content.decode().replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{safe}</script>'

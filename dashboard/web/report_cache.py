@@ -1,4 +1,4 @@
-"""Reports and tables of finished runs, kept while they are looked at: they never change."""
+"""Cache of reports and tables of finished runs, which never change."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _Value = TypeVar("_Value")
 
 
 class _Slot(Generic[_Value]):
-    """A value that is being made, or is there."""
+    """A value that is being computed or is available."""
 
     def __init__(self) -> None:
         self.lock, self.made = Lock(), list[_Value]()
 
 
 class Kept(Generic[_Value]):
-    """The last few values, each made once however many ask for it at once."""
+    """An LRU cache that computes each value once, also under concurrent requests."""
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, Lock()
         self._slots: OrderedDict[object, _Slot[_Value]] = OrderedDict()
 
     def get(self, key: object, make: Callable[[], _Value]) -> _Value:
-        """The value of the key, made where it is not kept; what make raises is not kept."""
+        """The cached value of the key, computed by `make` if missing; exceptions are not cached."""
         slot = self._slot(key)
         with slot.lock:
             if not slot.made:
@@ -51,7 +51,7 @@ class Kept(Generic[_Value]):
 
 
 class Loaded:
-    """What pages read of a store's finished runs."""
+    """Reports, tables and timelines of a store's finished runs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -59,18 +59,18 @@ class Loaded:
         self._scenes: Kept[TimelineView] = Kept(_RUNS)
 
     def view(self, run: RunRow) -> View:
-        """A finished run with its report and tables. Raises DataError."""
+        """The report and tables of a finished run. Raises DataError."""
         return self._views.get((run.id, run.name), lambda: self._read(run))
 
     def finished(self, run_id: str) -> View:
-        """The finished run of that id. Raises DataError where there is none."""
+        """The finished run of that id. Raises DataError if there is none."""
         run = self._store.run(run_id)
         if run is None or run.state != "done":
-            raise DataError(run_id, "there is no finished run of that id", "take one of the list")
+            raise DataError(run_id, "no finished run has this id", "choose a run from the list")
         return self.view(run)
 
     def scene(self, run_id: str) -> TimelineView:
-        """The timeline of a finished run. Raises DataError where there is none."""
+        """The timeline of a finished run. Raises DataError if it is missing."""
         view = self.finished(run_id)
         return self._scenes.get(run_id, lambda: TimelineView(view.report, tables_of(view)))
 
@@ -79,7 +79,7 @@ class Loaded:
 
 
 def tables_of(view: View) -> Tables:
-    """The tables of a run. Raises DataError where somebody has removed them."""
+    """The tables of a run. Raises DataError if they were deleted."""
     if view.tables is None:
-        raise DataError(view.name, "its tables are gone", "upload the recording again")
+        raise DataError(view.name, "its tables were deleted", "upload the recording again")
     return view.tables

@@ -1,4 +1,4 @@
-"""The serving process: takes the address, starts workers and the server, stops them together."""
+"""The serving process: checks the port, starts workers and the server, stops them together."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def serve(
     ready: Ready | None = None,
     how: Serving | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; ready is told the address (no slash at its end) once
-    pages can be opened.
+    """Runs the dashboard until SIGINT or SIGTERM, then raises SystemExit. Main thread only.
 
-    Main thread only; ends with SystemExit. Raises UsageError for an address that others could reach
-    where nothing says who may come in, or one in use.
+    ready: called with the URL (no trailing slash) once pages can be opened.
+    Raises UsageError if the port is in use, or if the server is reachable from other machines and
+    no access control is set.
     """
     how = how or Serving(access_to(host))
     _claim(host, port)
@@ -42,7 +42,7 @@ def serve(
     store.sweep()
     workers = Workers(store, how.workers, ("--log-format", how.log_format))
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
-        # Server processes count their requests together in this folder.
+        # Server processes share their request counters in this folder.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         server = _Process(store, f"{shown}:{port}", ready, how)
         status = run_until_stopped(server.run, workers)
@@ -50,21 +50,21 @@ def serve(
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on at this moment."""
+    """A port that is free at this moment."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def _claim(host: str, port: int) -> None:
-    # gunicorn would retry for seconds, then print a traceback.
+    # Checked first, because gunicorn would retry for seconds and then print a traceback.
     with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             hint = "choose another --host or --port"
-            raise UsageError(f"{host}:{port} cannot be used ({error.strerror}); {hint}") from None
+            raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); {hint}") from None
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -73,7 +73,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """What the server's own process does."""
+    """The function that runs in the server process."""
 
     store: Store
     bind: str
@@ -81,24 +81,26 @@ class _Process:
     how: Serving
 
     def run(self) -> None:
-        """Serves until it is told to stop."""
+        """Serves until terminated."""
         from stepsplit.dashboard.web.server import GunicornServer
 
-        # Loaded here, where the metrics' folder is known, and where pages are made.
+        # Imported in this process, after the metrics folder is set.
 
         GunicornServer(self.store, self.bind, self.ready, self.how).run()
 
 
 class _Stopped(Exception):
-    """Somebody asked this process to end."""
+    """Raised by SIGINT or SIGTERM."""
 
 
 def run_until_stopped(server: Callable[[], None], workers: Workers) -> int:
-    """Runs the server in a process of its own, and the workers, until a signal or until the server
-    ends. The exit status: 0 after a signal, else the server's."""
+    """Runs the server in its own process, and the workers, until a signal or the server's end.
+
+    Returns the exit status: 0 after a signal, else the server's.
+    """
     from stepsplit.dashboard.web.server import _LOOK_EVERY_S
 
-    # A fork: the server is given as a call, with what it is about.
+    # fork, because the server callable need not be picklable.
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_as_child, args=(server, os.getpid()), name="server")
     process.start()
@@ -134,7 +136,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _as_child(server: Callable[[], None], parent: int) -> None:
-    """Without its parent nobody would ever end the server, and its port would stay taken."""
+    """Runs the server and ends it with its parent; otherwise it would keep the port."""
     from stepsplit.dashboard.web.server import _SIGNAL_AT_PARENTS_DEATH
 
     if sys.platform == "linux":

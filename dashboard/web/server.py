@@ -25,7 +25,7 @@ PROCESSES, THREADS = 2, 8
 
 
 class GunicornServer(BaseApplication):  # type: ignore[misc]
-    """One run of the server."""
+    """The gunicorn application that serves the dashboard."""
 
     def __init__(self, store: Store, bind: str, ready: Ready | None, how: Serving) -> None:
         self._store, self._bind, self._ready, self._how = store, bind, ready, how
@@ -55,13 +55,13 @@ class GunicornServer(BaseApplication):  # type: ignore[misc]
         return create_server(self._store, self._how.access, self._how.limits)
 
     def _tell(self, worker: object) -> None:
-        # A process that replaces a dead one is no news.
+        # Only for the first process, not for replacements of dead ones.
         if self._ready is not None and getattr(worker, "age", 1) == 1:
             self._ready(f"http://{self._bind}")
 
 
 class _JsonLogger(Logger):  # type: ignore[misc]
-    """What gunicorn itself has to say, in lines like all others."""
+    """Gunicorn's own log messages as JSON lines."""
 
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
@@ -69,16 +69,16 @@ class _JsonLogger(Logger):  # type: ignore[misc]
             handler.setFormatter(JsonLines())
 
 
-# The Flask server: the API, health, who may come in, and the pages.
+# The Flask server: the API, health, access control and the pages.
 
 _BODY_BYTES = 4 << 20
-"""What a request may hold that is no file of an upload."""
+"""Largest request body, except for uploaded files."""
 
 
 def create_server(
     store: Store, access: Access | None = None, limits: Limits | None = None
 ) -> Flask:
-    """The dashboard on the store, for this machine alone unless access says otherwise."""
+    """The dashboard on the store; by default only for requests from this machine."""
     server = Flask(__name__, static_folder=None)
     server.url_map.merge_slashes = False
     server.config["MAX_CONTENT_LENGTH"] = _BODY_BYTES
@@ -88,7 +88,7 @@ def create_server(
     server.register_error_handler(Refused, as_json)
     server.register_error_handler(SQLAlchemyError, away)
     server.register_error_handler(HTTPException, _plain)
-    # The pages come last: what is no other route is theirs.
+    # The pages come last, because they catch all remaining routes.
     script_hashes = add_pages(server, store)
     _draw_once(server)
     protect(server, Gate(access or Access(), store.tokens), script_hashes)
@@ -96,20 +96,20 @@ def create_server(
 
 
 def _draw_once(server: Flask) -> None:
-    """Dash gives out only those scripts that it has put into a page, and the process that drew the
-    browser's page may be another."""
+    """Renders the page once in this process: Dash serves only scripts of a page it has rendered,
+    and requests may go to different processes."""
     with server.test_request_context():
         server.view_functions["/"]()
 
 
 def _plain(error: HTTPException) -> Response | HTTPException:
-    """Scripts get errors as they get everything, in JSON."""
+    """Errors of the API as JSON, other errors unchanged."""
     if not request.path.startswith("/api/"):
         return error
     return as_json(Refused(error.code or 500, error.description or error.name))
 
 
-# The processes of a dashboard: the server and its workers live and end with this one.
+# Constants of the parent process that starts the server and its workers.
 
 _LOOK_EVERY_S = 0.2
 
@@ -117,13 +117,13 @@ _PATIENCE_S = 15.0
 
 _SIGNAL_AT_PARENTS_DEATH = 1
 
-# Every request is counted, and logged where somebody wants lines.
+# Counting and logging of requests.
 
 _LOG = logging.getLogger("stepsplit.requests")
 
 
 def watch(server: Flask) -> None:
-    """Watches all requests of the server. To be called first, so that refused ones count too."""
+    """Counts and logs all requests. Call it first, so that refused requests are included."""
 
     @server.before_request
     def begin() -> None:
@@ -142,7 +142,7 @@ def watch(server: Flask) -> None:
 
 
 def _log(done: Answered) -> None:
-    # The path alone: a query or a header might tell what nobody should read in a log.
+    # Only the path: queries and headers may contain secrets.
     fields = {
         "method": done.method,
         "path": request.path,

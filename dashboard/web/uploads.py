@@ -24,14 +24,14 @@ from werkzeug.exceptions import ClientDisconnected
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.store import FileRow, Store
 
-# How much the server takes.
+# Upload limits.
 
 JSON_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes a file, bytes and files a run; and what an upload must leave free on the disk."""
+    """Largest file, largest run (bytes and files), and bytes that must stay free on the disk."""
 
     file_bytes: int = 8 << 30
     run_bytes: int = 64 << 30
@@ -39,15 +39,15 @@ class Limits:
     spare_bytes: int = 1 << 30
 
 
-# One part of an upload, to its place: what is counted is on disk, and what is not is forgotten.
+# Writing one part of an upload: only bytes that are on disk are recorded.
 
 _NAME_BYTES = 240
 
-_CUT_OFF = "the upload was cut off; ask what is held (HEAD), and send the rest"
+_CUT_OFF = "the upload was cut off; get the stored size (HEAD) and send the rest"
 
 
 def relative(path: str) -> PurePosixPath:
-    """The path, when it stays below the folder that it will be put in. Raises Refused."""
+    """The validated relative path. Raises Refused for paths that could leave the folder."""
     parts = path.split("/")
     wrong = any(part in ("", ".", "..") or len(part.encode()) > _NAME_BYTES for part in parts)
     if wrong or "\\" in path or not path.isprintable() or len(parts) > 16:
@@ -58,8 +58,10 @@ def relative(path: str) -> PurePosixPath:
 def receive(
     store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
 ) -> FileRow:
-    """What is held of the file with this part. Raises Refused: then it is what was held before, or
-    more where a part without a digest was cut off."""
+    """Appends the part to the file and returns what is stored of it.
+
+    Raises Refused; the file is then unchanged, or longer if a part without a digest was cut off.
+    """
     folder = store.folder(run_id)
     _check_size(store, run_id, path, part, limits)
     with _locked(folder / INPUT_NAME / path) as file:
@@ -82,9 +84,9 @@ def receive(
 
 
 def forget(store: Store, run_id: str, path: PurePosixPath) -> None:
-    """Removes a file from an upload that is not finished. Raises Refused."""
+    """Removes a file from an unfinished upload. Raises Refused."""
     if store.files.one(run_id, str(path)) is None:
-        raise Refused(404, "there is no such file")
+        raise Refused(404, "file not found")
     target = store.folder(run_id) / INPUT_NAME / path
     with _locked(target):
         _must_wait(store.files.begin(run_id, FileRow(str(path), 0, False)))
@@ -93,7 +95,7 @@ def forget(store: Store, run_id: str, path: PurePosixPath) -> None:
 
 
 def offset_headers(row: FileRow) -> dict[str, str]:
-    """How far the file is, in the words of resumable uploads."""
+    """The headers of resumable uploads: Upload-Offset and Upload-Complete."""
     complete = "?1" if row.complete else "?0"
     return {"Upload-Offset": str(row.received_bytes), "Upload-Complete": complete}
 
@@ -101,25 +103,25 @@ def offset_headers(row: FileRow) -> dict[str, str]:
 def _check_size(
     store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
 ) -> None:
-    """Refuses early what would be refused late."""
+    """Refuses a part that exceeds the limits before receiving it."""
     if part.offset + (part.length or 0) > limits.file_bytes:
-        raise Refused(413, f"the file is larger than this server takes ({limits.file_bytes} bytes)")
+        raise Refused(413, f"the file exceeds the limit of this server ({limits.file_bytes} bytes)")
     new = store.files.one(run_id, str(path)) is None
     if new and store.files.held(run_id).files >= limits.run_files:
-        most = f"a run holds at most {limits.run_files} files"
-        raise Refused(413, f"{most}; send small ones together in a zip or tar archive")
+        most = f"a run may have at most {limits.run_files} files"
+        raise Refused(413, f"{most}; pack small files into a zip or tar archive")
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[BinaryIO]:
-    """The file, for this request alone; made where it is missing."""
+    """Opens the file, creating it if missing, and locks it for this request."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         opened = os.open(target, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise Refused(409, "a file and a folder of the upload have the same name") from None
     except OSError as error:
-        raise Refused(507, f"the server cannot keep the file: {error.strerror}") from None
+        raise Refused(507, f"the server cannot store the file: {error.strerror}") from None
     with os.fdopen(opened, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,20 +129,20 @@ def _locked(target: Path) -> Iterator[BinaryIO]:
             again = {"Retry-After": "1"}
             raise Refused(409, "another request is sending this file", again) from None
         if not os.fstat(opened).st_nlink:
-            raise Refused(409, "another request has just removed this file; send it again")
+            raise Refused(409, "another request has removed this file; send it again")
         yield file
 
 
 def _before(store: Store, run_id: str, path: str, part: UploadPart, file: BinaryIO) -> FileRow:
-    """What is held before the part; the file on disk is cut to that. Raises Refused."""
+    """What is stored before the part; truncates the file on disk to that size. Raises Refused."""
     known = None if part.whole else store.files.one(run_id, path)
     row = known or FileRow(path, 0, False)
-    # More than was counted came with a request that did not end; less, and the disk lost it.
+    # The disk may have more bytes (from an unfinished request) or fewer (after a crash).
     held = min(row.received_bytes, os.fstat(file.fileno()).st_size)
     now = FileRow(path, held, row.complete)
     if row.complete or held != part.offset:
-        told = f"{held} bytes of the file are held, so that is not its next part"
-        raise Refused(409, told, offset_headers(now))
+        reason = f"{held} bytes of the file are stored: this is not the next part"
+        raise Refused(409, reason, offset_headers(now))
     _must_wait(store.files.begin(run_id, now))
     os.ftruncate(file.fileno(), held)
     file.seek(held)
@@ -149,7 +151,7 @@ def _before(store: Store, run_id: str, path: str, part: UploadPart, file: Binary
 
 def _must_wait(waits: bool) -> None:
     if not waits:
-        raise Refused(409, "this run takes no more files; make a new one")
+        raise Refused(409, "this upload is finished; create a new run")
 
 
 def _room(store: Store, run_id: str, before: FileRow, limits: Limits) -> Room:
@@ -166,14 +168,14 @@ def _check_taken(
     taken: ReceivedBody,
     limits: Limits,
 ) -> None:
-    # What cannot be checked is not kept; and several files may have come at once.
+    # A part with a digest must be complete; concurrent uploads may exceed the limit together.
     if taken.cut_off and (part.whole or part.sha256 is not None):
         raise Refused(400, _CUT_OFF, offset_headers(before))
     if taken.false_digest:
-        told = "the body is not what Content-Digest says; send the part again"
-        raise Refused(422, told, offset_headers(before))
+        reason = "the body does not match Content-Digest; send the part again"
+        raise Refused(422, reason, offset_headers(before))
     if store.files.held(run_id).bytes + taken.bytes > limits.run_bytes:
-        raise Refused(413, f"the run is larger than this server takes ({limits.run_bytes} bytes)")
+        raise Refused(413, f"the run exceeds the limit of this server ({limits.run_bytes} bytes)")
 
 
 def _is_whole(part: UploadPart, taken: ReceivedBody) -> bool:
@@ -183,7 +185,7 @@ def _is_whole(part: UploadPart, taken: ReceivedBody) -> bool:
 def _undo(
     store: Store, run_id: str, before: FileRow, part: UploadPart, file: BinaryIO, target: Path
 ) -> None:
-    """A whole file that failed was never there; of other files only the last part is forgotten."""
+    """Removes a file that failed as a whole; truncates other files to their previous size."""
     if part.whole or before.received_bytes == 0:
         target.unlink(missing_ok=True)
         store.files.forget(run_id, before.path)
@@ -192,7 +194,7 @@ def _undo(
         os.ftruncate(file.fileno(), before.received_bytes)
 
 
-# A request's body into a file, block by block, with an eye on size, digest and disk.
+# Writing a request body to a file in blocks, checking size, digest and disk space.
 
 BLOCK_BYTES = 1 << 20
 
@@ -201,22 +203,24 @@ _LOOK_EVERY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What may be taken: so many bytes, while the folder's disk keeps so many free."""
+    """Largest number of bytes to accept, and bytes that must stay free on the folder's disk."""
 
     most_bytes: int
     folder: Path
     spare_bytes: int
 
     def check_disk(self, more_bytes: int = 0) -> None:
-        """Raises Refused where so many bytes more would fill the disk."""
+        """Raises Refused if that many more bytes would not leave enough free disk space."""
         if shutil.disk_usage(self.folder).free - more_bytes < self.spare_bytes:
-            raise Refused(507, "the server's disk is full; ask who runs it to remove old runs")
+            raise Refused(
+                507, "the server's disk is full; ask its administrator to delete old runs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBody:
-    """What a body gave. cut_off: there should have been more; false_digest: it is not what was
-    sent."""
+    """Result of receiving a body. cut_off: it ended early; false_digest: it does not match its
+    digest."""
 
     bytes: int
     cut_off: bool
@@ -224,12 +228,14 @@ class ReceivedBody:
 
 
 def take(part: UploadPart, file: BinaryIO, room: Room) -> ReceivedBody:
-    """Appends the body to the file, on disk for good once this returns. Raises Refused."""
+    """Appends the body to the file and syncs it to disk. Raises Refused."""
     taken, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
     for block in blocks:
         taken += len(block)
         if taken > room.most_bytes:
-            raise Refused(413, f"that is more than this server takes ({room.most_bytes} bytes)")
+            raise Refused(
+                413, f"the upload exceeds the limit of this server ({room.most_bytes} bytes)"
+            )
         if taken % _LOOK_EVERY_BYTES < len(block):
             room.check_disk()
         if part.sha256 is not None:
@@ -243,7 +249,7 @@ def take(part: UploadPart, file: BinaryIO, room: Room) -> ReceivedBody:
 
 
 class _Blocks:
-    """The body's blocks; broken where the sender went away before its end."""
+    """The body in blocks; `broken` is set if the client disconnected."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self.broken = stream, False
@@ -260,10 +266,10 @@ def _write(file: BinaryIO, block: bytes) -> None:
     try:
         file.write(block)
     except OSError as error:
-        raise Refused(507, f"the server cannot keep the file: {error.strerror}") from None
+        raise Refused(507, f"the server cannot store the file: {error.strerror}") from None
 
 
-# What an upload's request says of its body: where it belongs, whether more follows, its digest.
+# Headers of an upload request: offset, completeness, digest.
 
 _OFFSET = re.compile(r"\d{1,15}")
 
@@ -272,8 +278,11 @@ _DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/=]*):")
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """A body and its place. length is what was announced, None for a chunked body; sha256 None
-    where the sender did not say. whole: the body replaces the file."""
+    """A body and its offset in the file.
+
+    length: the announced length, None for a chunked body; ends: it is the last part; sha256: None
+    if not sent; whole: the body replaces the file.
+    """
 
     stream: BinaryIO
     length: int | None
@@ -292,15 +301,15 @@ def next_part(stream: BinaryIO, length: int | None, headers: Headers) -> UploadP
     """The part of a PATCH: Upload-Offset, and Upload-Complete: ?1 with the last. Raises Refused."""
     offset = headers.get("Upload-Offset", "")
     if not _OFFSET.fullmatch(offset):
-        raise Refused(400, "send Upload-Offset: the bytes that are held of the file (HEAD tells)")
+        raise Refused(400, "send Upload-Offset: the stored size of the file (from HEAD)")
     complete = headers.get("Upload-Complete", "?0")
     if complete not in ("?0", "?1"):
-        raise Refused(400, "Upload-Complete is ?1 with the last part of a file, else ?0")
+        raise Refused(400, "Upload-Complete must be ?1 for the last part of a file, else ?0")
     return UploadPart(stream, length, int(offset), complete == "?1", _sha256(headers))
 
 
 def _sha256(headers: Headers) -> bytes | None:
-    """The body's digest by RFC 9530; other algorithms than SHA-256 are left alone."""
+    """The SHA-256 digest of the body (RFC 9530); None if absent or of another algorithm."""
     given = headers.get("Content-Digest")
     found = None if given is None else _DIGEST.search(given)
     if found is None:
@@ -310,17 +319,17 @@ def _sha256(headers: Headers) -> bytes | None:
     except binascii.Error:
         digest = b""
     if len(digest) != 32:
-        raise Refused(400, "Content-Digest is not a SHA-256 by RFC 9530")
+        raise Refused(400, "Content-Digest is not a valid SHA-256 digest (RFC 9530)")
     return digest
 
 
-# A request that is not done as asked, told in one line.
+# Errors of requests.
 
 _LOG = logging.getLogger("stepsplit.requests")
 
 
 class Refused(Exception):
-    """The HTTP status, a line for whoever asked, and headers that help to go on."""
+    """A refused request: HTTP status, message, and extra response headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         self.status, self.headers = status, dict(headers or {})
@@ -328,7 +337,7 @@ class Refused(Exception):
 
 
 def as_json(error: Refused) -> Response:
-    """The answer that tells it."""
+    """The error as JSON response."""
     answer = jsonify(error=str(error))
     answer.status_code = error.status
     answer.headers.update(error.headers)
@@ -336,6 +345,6 @@ def as_json(error: Refused) -> Response:
 
 
 def away(error: SQLAlchemyError) -> Response:
-    """The answer while the database is away."""
-    _LOG.error("the database is away: %s", str(error).splitlines()[0])
-    return as_json(Refused(503, "the database is away; try again soon", {"Retry-After": "5"}))
+    """The response if the database is unavailable."""
+    _LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
+    return as_json(Refused(503, "the database is unavailable; try again", {"Retry-After": "5"}))

@@ -1,4 +1,4 @@
-"""The files of runs: what was uploaded, report.json and tables/; in a folder, or beyond a URL."""
+"""Files of runs (uploads, report.json, tables/) in a local folder or remote storage."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ INPUT_NAME = "input"
 
 
 class Artifacts(Protocol):
-    """Where the files of runs are kept; every run has a folder on this machine too."""
+    """Storage of the files of runs; every run also has a folder on this machine."""
 
     @property
     def url(self) -> str:
-        """What another process opens the same artifacts by."""
+        """The URL with which another process opens the same artifacts."""
 
     def folder(self, run_id: str) -> Path:
-        """The run's folder here: uploads grow in its input/."""
+        """The run's local folder; uploads are written to its input/."""
 
     def keep_upload(self, run_id: str, path: str) -> None:
-        """The file of this path below input/ is whole: keep it for whoever analyzes."""
+        """Stores a completely uploaded file, given by its path below input/."""
 
     def uploads(self, run_id: str) -> Path:
-        """The folder that holds all uploads of the run, fetched where they are not here."""
+        """The local folder with all uploads of the run; downloads them if missing."""
 
     def analyzed(self, run_id: str) -> None:
-        """Nobody here needs the uploads any more."""
+        """Drops the local copy of the uploads after the analysis."""
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
-        """Keeps the results, for good once this returns. Raises UsageError."""
+        """Stores the results durably. Raises UsageError."""
 
     def results(self, run_id: str) -> Path:
-        """The folder that holds report.json and tables/, fetched where they are not here; empty
-        where there are none."""
+        """The local folder with report.json and tables/; downloads them if missing. Empty if there
+        are no results."""
 
     def remove(self, run_id: str) -> None:
         """Removes all files of the run."""
@@ -51,7 +51,7 @@ class Artifacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FolderArtifacts:
-    """A folder a run, in a folder of this machine or of a disk that all machines share."""
+    """One folder per run, on this machine or on a shared file system."""
 
     root: Path
 
@@ -86,8 +86,10 @@ class FolderArtifacts:
 
 
 def open_artifacts(where: str | Path, local: Path) -> Artifacts:
-    """The artifacts in the folder, or beyond any URL that fsspec knows, with a copy in local of
-    what is in use. Raises UsageError."""
+    """Opens artifacts in a folder or at any fsspec URL; `local` caches remote files.
+
+    Raises UsageError.
+    """
     named = str(where)
     if "://" in named and not named.startswith("file://"):
         return open_remote(named, local)
@@ -97,16 +99,16 @@ def open_artifacts(where: str | Path, local: Path) -> Artifacts:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder where it is missing. Raises UsageError."""
+    """Creates the folder if missing. Raises UsageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = f"{folder}: {error.strerror}"
-        raise UsageError(f"{where}; name another --artifacts") from None
+        raise UsageError(f"{where}; choose another --artifacts") from None
 
 
 def save_synced(folder: Path, report: Report, tables: Tables) -> None:
-    """Writes report.json and tables/ into the folder, on disk for good once this returns."""
+    """Writes report.json and tables/ into the folder and syncs them to disk."""
     save(folder, report, tables)
     for path in (folder / TABLES_NAME).rglob("*"):
         sync(path)
@@ -115,7 +117,7 @@ def save_synced(folder: Path, report: Report, tables: Tables) -> None:
 
 
 def sync(path: Path) -> None:
-    """What the file or folder holds survives a loss of power."""
+    """Flushes the file or folder to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -123,12 +125,12 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-# Artifacts beyond a URL, such as s3://bucket/stepsplit, with copies here of what is in use.
+# Remote artifacts, such as s3://bucket/stepsplit, with a local cache.
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteArtifacts:
-    """Files under one URL. Results never change once they are there, so copies stay true."""
+    """Files under one URL. Results never change, so local copies stay valid."""
 
     url: str
     local: Path
@@ -155,7 +157,7 @@ class RemoteArtifacts:
         for path in (folder / TABLES_NAME).rglob("*"):
             if path.is_file():
                 self._put(f"{run_id}/{path.relative_to(folder)}")
-        # The report last: where it is, the rest is.
+        # The report last: if it exists, the results are complete.
         self._put(f"{run_id}/{REPORT_NAME}")
 
     def results(self, run_id: str) -> Path:
@@ -173,7 +175,7 @@ class RemoteArtifacts:
         shutil.rmtree(self.folder(run_id), ignore_errors=True)
 
     def _names(self, below: str) -> list[str]:
-        """The files below, by their paths under the URL."""
+        """Paths under the URL of all files below the given path."""
         prefix = f"{self._root}/"
         with suppress(FileNotFoundError):
             found = self._files.find(f"{prefix}{below}")
@@ -194,10 +196,10 @@ class RemoteArtifacts:
 
 
 def open_remote(url: str, local: Path) -> RemoteArtifacts:
-    """The artifacts at the URL. Raises UsageError where its protocol cannot be spoken here."""
+    """Opens the artifacts at the URL. Raises UsageError if its protocol is not supported."""
     try:
         files, root = fsspec().core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise UsageError(f"{url}: {error}; name another --artifacts") from None
+        raise UsageError(f"{url}: {error}; choose another --artifacts") from None
     make_folder(local)
     return RemoteArtifacts(url, local, files, root.rstrip("/"))

@@ -1,4 +1,4 @@
-"""The database: its schema, its migrations, transactions to read and to write."""
+"""The database: schema, migrations, read and write transactions."""
 
 from __future__ import annotations
 
@@ -33,56 +33,58 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
 
-# Texts from files and strangers, made fit for any database.
+# Cleaning of untrusted text before it is stored.
 
 
 def plain(text: str, most: int) -> str:
-    """The text on one line of at most so many characters, without what PostgreSQL refuses."""
+    """The text on one line of at most `most` characters, without NUL and invalid characters."""
     whole = text.encode("utf-8", "replace").decode().replace("\0", "")
     line = " ".join(whole.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-# A database that is open and of this schema: transactions to read, and transactions to write.
+# An open database with the current schema.
 
 _WAIT_MS = 30_000
 
 
 class Database:
-    """Connections to one database. Threads may share it; after a fork call reopen() first."""
+    """Connections to one database. Thread-safe; call reopen() after a fork."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._writer = engine, engine.execution_options(writes=True)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+        """A read transaction."""
         with self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that may write: committed at the end, or rolled back by an exception."""
+        """A write transaction: committed at the end, rolled back on an exception."""
         with self._writer.begin() as connection:
             yield connection
 
     def reopen(self) -> None:
-        """Forgets connections that belong to the parent process."""
+        """Drops connections that belong to the parent process."""
         self._engine.dispose(close=False)
 
     def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         self._engine.dispose()
 
 
 def open_database(url: str) -> Database:
-    """The database at the SQLAlchemy URL, with this schema. Raises UsageError, without the URL's
-    password."""
+    """Opens the database at the SQLAlchemy URL and migrates its schema.
+
+    Raises UsageError; the message does not contain the URL's password.
+    """
     try:
         return _migrated(Database(_engine(make_url(url))))
     except (ArgumentError, SQLAlchemyError, ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"the store cannot be opened: {reason}; name another --store") from None
+        raise UsageError(f"cannot open the store: {reason}; choose another --store") from None
 
 
 def _migrated(database: Database) -> Database:
@@ -107,7 +109,7 @@ def _engine(url: URL) -> Engine:
 
 
 def _with_psycopg(url: URL) -> URL:
-    """postgresql://... as people write it, by the driver that the extra brings."""
+    """Selects the psycopg driver for postgresql:// URLs."""
     if url.drivername != "postgresql":
         return url
     try:
@@ -124,7 +126,7 @@ def _make_parent(url: URL) -> None:
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    # Transactions begin where we say so; with the write-ahead log, pages can be read meanwhile.
+    # Explicit transactions only; the write-ahead log allows reads during a write.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_WAIT_MS}")
@@ -134,7 +136,8 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
 
 
 def _use_write_ahead_log(cursor: DBAPICursor) -> None:
-    """The file remembers it. Two that open a new file at once are refused without any waiting."""
+    """Sets WAL mode, which the file keeps. Retries, because SQLite does not wait for the lock when
+    two processes open a new file at once."""
     deadline = time.monotonic() + _WAIT_MS / 1000
     while True:
         try:
@@ -147,23 +150,23 @@ def _use_write_ahead_log(cursor: DBAPICursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A reader that turns into a writer is refused when another wrote meanwhile; so writers say it.
+    # Upgrading a read transaction to a write fails after a concurrent write, hence IMMEDIATE.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-# A database of any earlier schema is brought to the newest, by whoever opens it first.
+# Migration to the newest schema, by the process that opens the database first.
 
 _FIRST = "0001"
 
 _LOCK = 0x57E9_5B17
-"""What processes that open one PostgreSQL database agree to wait for."""
+"""Advisory lock that serializes migrations of a PostgreSQL database."""
 
 
 def migrate(connection: Connection) -> None:
-    """Brings the schema up to date within the transaction, which must be one that writes.
+    """Migrates the schema to the newest version within a write transaction.
 
-    Raises UsageError for a database that a newer stepsplit has written.
+    Raises UsageError for a database of a newer stepsplit.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
@@ -173,17 +176,17 @@ def migrate(connection: Connection) -> None:
 
 
 def _version(connection: Connection) -> str | None:
-    """The migration that the database is at, None for one without any of our tables."""
+    """The database's revision; None if it has none of stepsplit's tables."""
     tables = inspect(connection)
     if tables.has_table("alembic_version"):
         found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
         return None if found is None else str(found)
-    # Before there were migrations, the tables were made without a word about their version.
+    # Databases created before migrations existed have no version table.
     return _FIRST if tables.has_table("runs") else None
 
 
 def _upgrade(connection: Connection, found: str | None) -> None:
-    # Alembic takes a while to load, and most stores are up to date.
+    # Imported only here: alembic is slow to load and most stores are up to date.
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -192,14 +195,14 @@ def _upgrade(connection: Connection, found: str | None) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is not None and found not in known:
-        hint = "upgrade stepsplit, or name another --store"
-        raise UsageError(f"the store is of a newer stepsplit (schema {found}); {hint}")
+        hint = "upgrade stepsplit, or choose another --store"
+        raise UsageError(f"the store is from a newer stepsplit (schema {found}); {hint}")
     if found == _FIRST:
         command.stamp(config, _FIRST)
     command.upgrade(config, VERSION)
 
 
-# The tables in SQL, as the newest migration leaves them.
+# The SQL tables of the newest migration.
 
 VERSION = "0003"
 """The newest migration."""
@@ -208,7 +211,7 @@ METADATA = MetaData()
 
 
 def _of_run(**kind: bool) -> Column[str]:
-    """The run that a row belongs to, and goes with."""
+    """The run of a row; deleting the run deletes the row."""
     run = ForeignKey("runs.id", ondelete="CASCADE")
     return Column("run_id", String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
 
@@ -304,4 +307,4 @@ VERDICTS = Table(
 )
 
 DELETED = Table("deleted", METADATA, Column("run_id", String(32), primary_key=True))
-"""Runs whose rows are gone and whose files may not be yet."""
+"""Deleted runs whose files may still exist."""

@@ -1,4 +1,4 @@
-"""Ingest: workers that take uploaded files from the queue and make reports of them."""
+"""Ingest: workers that analyze uploaded recordings from the queue."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.runs import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.store import Store
 
-# A worker: takes analyses from the queue, one after the other, and shows that it lives.
+# A worker: runs queued analyses one after the other and renews its lease meanwhile.
 
 _JOBS_LOG = logging.getLogger("stepsplit.jobs")
 
 _BEATS_A_LEASE = 4
 
 TOOK_TOO_LONG = 75
-"""How the process exits when an analysis is over the time limit."""
+"""Exit status of a worker whose analysis exceeded the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a worker works. parent: the process with which it ends, after its job; None for never."""
+    """Options of a worker. parent: pid of the process whose end stops the worker after its job;
+    None for never."""
 
     name: str
     limit_s: float = 3_600.0
@@ -53,8 +54,8 @@ class Terms:
 
 
 def analysis_of(folder: Path, progress: Progress) -> Analysis:
-    """The analysis of the uploaded folder, held against the model where what ran is known: by a
-    job.toml in it, or by the recording itself. Raises StepsplitError."""
+    """Analyzes the uploaded folder, with a model comparison if the config is known from a job.toml
+    in it or from the recording. Raises StepsplitError."""
     stated = find_job_file(folder)
     if stated is None:
         return examine_as_told([folder], 1, progress)
@@ -63,20 +64,20 @@ def analysis_of(folder: Path, progress: Progress) -> Analysis:
 
 
 def work(store: Store, terms: Terms, analyze: AnalysisOf = analysis_of) -> None:
-    """Does jobs until the parent is gone. A job under way when this is left by an exception, as by
-    a signal, is queued again."""
+    """Runs jobs until the parent process ends. On an exception, such as a signal, the current job
+    is queued again."""
     while terms.parent is None or os.getppid() == terms.parent:
         try:
             if not _one(store, terms, analyze):
                 time.sleep(terms.poll_s)
         except SQLAlchemyError as error:
-            # The job, if there was one, is taken up when its lease has run out.
-            _JOBS_LOG.error("the database is away: %s", str(error).splitlines()[0])
+            # A current job is claimed again after its lease expires.
+            _JOBS_LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
             time.sleep(10 * terms.poll_s)
 
 
 def _one(store: Store, terms: Terms, analyze: AnalysisOf) -> bool:
-    """Whether there was a job."""
+    """Runs the next job; False if the queue is empty."""
     job = store.jobs.claim(terms.name, terms.lease_s)
     if job is None:
         return False
@@ -89,14 +90,15 @@ def _one(store: Store, terms: Terms, analyze: AnalysisOf) -> bool:
     except BaseException:
         store.jobs.put_back(job)
         raise
-    told = {"run": job.run_id, "ended": ended, "attempt": job.attempt, "worker": terms.name}
-    _JOBS_LOG.info("job", extra={"fields": told | {"seconds": round(time.monotonic() - begun, 3)}})
+    fields = {"run": job.run_id, "ended": ended, "attempt": job.attempt, "worker": terms.name}
+    seconds = round(time.monotonic() - begun, 3)
+    _JOBS_LOG.info("job", extra={"fields": fields | {"seconds": seconds}})
     return True
 
 
 @contextmanager
 def _heart(store: Store, job: AnalysisJob, terms: Terms) -> Iterator[None]:
-    """Prolongs the lease meanwhile, and ends this process when the job takes too long."""
+    """Renews the lease in a thread, and ends this process if the job exceeds the time limit."""
     over = threading.Event()
     deadline = time.monotonic() + terms.limit_s
     pause = min(terms.lease_s / _BEATS_A_LEASE, terms.limit_s)
@@ -120,16 +122,16 @@ def _heart(store: Store, job: AnalysisJob, terms: Terms) -> Iterator[None]:
 def _give_up_work(
     store: Store, job: AnalysisJob, limit_s: float, end: Callable[[int], None] = os._exit
 ) -> None:
-    """Nothing in Python stops a thread that computes: the process goes, and what it started."""
-    told = f"the analysis took over {limit_s / 60:g} minutes; upload fewer steps or ranks"
+    """Fails the job and ends this process with its children, as threads cannot be stopped."""
+    message = f"the analysis took over {limit_s / 60:g} minutes; upload fewer steps or ranks"
     with suppress(SQLAlchemyError):
-        store.jobs.failed(job, told)
+        store.jobs.failed(job, message)
     for child in multiprocessing.active_children():
         child.kill()
     end(TOOK_TOO_LONG)
 
 
-# The worker processes of a dashboard: started, watched, started again, ended.
+# The worker processes of a dashboard: start, watch, restart, stop.
 
 _WORKERS_LOG = logging.getLogger("stepsplit.jobs")
 
@@ -140,7 +142,7 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclass(slots=True)
 class _Place:
-    """One worker at a time; after a short life the next one waits twice as long."""
+    """A slot for one worker process; the restart pause doubles after a short-lived worker."""
 
     name: str = ""
     process: subprocess.Popen[bytes] | None = None
@@ -150,14 +152,14 @@ class _Place:
 
 
 class Workers:
-    """So many worker processes on the store. All calls come from one thread."""
+    """A fixed number of worker processes. Not thread-safe."""
 
     def __init__(self, store: Store, number: int, options: tuple[str, ...] = ()) -> None:
         self._store, self._options = store, options
         self._places = [_Place() for _ in range(number)]
 
     def watch(self) -> None:
-        """Starts what is due, and frees the jobs of those that died. Call it often."""
+        """Starts due workers, and frees the jobs of dead ones. Call it often."""
         for place in self._places:
             if place.process is not None and place.process.poll() is not None:
                 self._died(place)
@@ -165,7 +167,7 @@ class Workers:
                 self._start(place)
 
     def stop(self) -> None:
-        """Ends them all; what they were at is queued again."""
+        """Stops all workers; their jobs are queued again."""
         running = [(p, p.process) for p in self._places if p.process is not None]
         for _, process in running:
             process.terminate()
@@ -179,7 +181,7 @@ class Workers:
         place.name, place.begun = f"{os.uname().nodename}-{uuid.uuid4().hex[:8]}", time.monotonic()
         command = [sys.executable, "-m", "stepsplit.dashboard", "worker", "--name", place.name]
         command += ["--parent", str(os.getpid()), *self._options]
-        # By the environment: a URL may hold a password, and everybody may list processes.
+        # By environment: the URL may contain a password, and command lines are public.
         env = {**os.environ, **worker_environment(self._store)}
         place.process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
@@ -196,7 +198,7 @@ class Workers:
         place.due = time.monotonic() + place.pause_s
 
     def _clear(self, place: _Place) -> None:
-        """Ends what the worker leaves behind: itself, the processes that it started, its jobs."""
+        """Kills the worker and its child processes, and frees its jobs."""
         assert place.process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(place.process.pid, signal.SIGKILL)
@@ -207,23 +209,23 @@ class Workers:
 
 
 def worker_environment(store: Store) -> dict[str, str]:
-    """What tells a worker process where the store is."""
+    """The environment variables that locate the store for a worker process."""
     return {"STEPSPLIT_STORE": store.url, "STEPSPLIT_ARTIFACTS": store.artifacts.url}
 
 
-# From uploaded files to a report: one job of the queue, from its claim to its end.
+# One job: from uploaded files to a report.
 
 _LOG = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 1.0
 
 _READING = 0.9
-"""How much of the progress is reading; what is after it cannot be told in parts."""
+"""Share of the progress for reading; the rest cannot be subdivided."""
 
 
 def ingest(store: Store, job: AnalysisJob, analyze: AnalysisOf) -> str:
-    """Does the job, and says how it ended: "done", "failed", or "lost" where the run was removed or
-    another worker has the job. Raises SQLAlchemyError where the database is away."""
+    """Runs the job. Returns "done", "failed", or "lost" if the run was deleted or another worker
+    has taken the job. Raises SQLAlchemyError if the database is unavailable."""
     try:
         analysis = _analyzed(store, job, analyze)
         store.artifacts.save(job.run_id, analysis.report, analysis.tables)
@@ -234,11 +236,11 @@ def ingest(store: Store, job: AnalysisJob, analyze: AnalysisOf) -> str:
         ended = "failed"
     except SQLAlchemyError:
         raise
-    except Exception as error:  # noqa: BLE001 - told to the uploader, and the log has the rest
-        # A defect of ours: the page must not say "running" for ever.
-        _LOG.exception("the analysis of run %s broke", job.run_id)
-        told = f"internal error: {type(error).__name__}; see the worker's log"
-        held = store.jobs.failed(job, told)
+    except Exception as error:  # noqa: BLE001 - shown to the uploader; details are in the log
+        # A bug in stepsplit: without this the page would show "running" forever.
+        _LOG.exception("the analysis of run %s crashed", job.run_id)
+        message = f"internal error: {type(error).__name__}; see the worker's log"
+        held = store.jobs.failed(job, message)
         ended = "failed"
     _tidy(store, job, held)
     return ended if held else "lost"
@@ -257,7 +259,7 @@ def _analyzed(store: Store, job: AnalysisJob, analyze: AnalysisOf) -> Analysis:
 def reporting(
     tell: Callable[[float, str], object], now: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """What a reader calls, (bytes done, bytes in all); passes it on at most once a second."""
+    """A progress callback (bytes done, total bytes) that forwards at most once per second."""
     last = -_TELL_EVERY_S
 
     def progress(done_bytes: int, all_bytes: int) -> None:
@@ -273,7 +275,7 @@ def reporting(
 
 
 def _in_uploaders_words(store: Store, job: AnalysisJob, error: StepsplitError) -> str:
-    # The uploader knows the files by the names that they were sent under.
+    # The uploader knows the files by their upload names, without the server's folder.
     folder = str(store.artifacts.folder(job.run_id) / INPUT_NAME)
     return str(error).replace(f"{folder}/", "").replace(folder, "the upload")
 
@@ -284,16 +286,16 @@ def _tidy(store: Store, job: AnalysisJob, held: bool) -> None:
         store.artifacts.remove(job.run_id)
 
 
-# What the analyzer makes of an upload.
+# The job file of an upload.
 
 JOB_FILES = ("job.toml", "run.toml")
-"""Names of a job's file in an upload; the second is that of older recordings."""
+"""File names of a job config in an upload; the second one is used by older recordings."""
 
 AnalysisOf = Callable[[Path, Progress], Analysis]
 
 
 def find_job_file(folder: Path) -> Path | None:
-    """The job.toml nearest to the top, or else the run.toml; None without either."""
+    """The job.toml (else run.toml) nearest to the top of the folder; None without either."""
     for name in JOB_FILES:
         found = sorted(folder.rglob(name), key=lambda path: (len(path.parts), path))
         if found:
@@ -302,24 +304,24 @@ def find_job_file(folder: Path) -> Path | None:
 
 
 def _check_places(job_file: Path, folder: Path) -> None:
-    """An upload names files of its own, never the server's. Raises DataError."""
+    """Raises DataError if the job file refers to files outside of the upload."""
     root = folder.resolve()
     for name in named_files(read_table(job_file)):
         if not (job_file.parent / name).resolve().is_relative_to(root):
-            problem = f"names {name}, which is not in the upload"
-            raise DataError(job_file, problem, "upload that file too, and name it from here")
+            problem = f"refers to {name}, which is not in the upload"
+            raise DataError(job_file, problem, "upload that file too, and use a relative path")
 
 
-# What a server and its workers log: quiet text for people, or a JSON object a line.
+# Logs of the server and its workers: text, or one JSON object per line.
 
 LogFormat = Literal["text", "json"]
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record; a record's fields are beside what every line has."""
+    """One JSON object per record, with the record's extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line. Nothing that lets somebody in is ever among a record's fields."""
+        """The record as a JSON line. Records must not contain secrets in their fields."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -332,7 +334,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(form: LogFormat) -> None:
-    """From now on this process logs to standard error: as text only what went wrong."""
+    """Sends logs to standard error: JSON lines, or text with warnings and errors only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(message)s"))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""Metrics of stored runs: numbers a run and a rank, headlines, check results."""
+"""Metrics of stored runs: per run and per rank, headlines, check results."""
 
 from __future__ import annotations
 
@@ -20,46 +20,49 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.dashboard.store.database import METRICS, RANKS, RUNS, VERDICTS, Database, plain
 
-# What a gate said of the runs, as the list of runs shows it.
+# Results of the check command, for the list of runs.
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictRow:
-    """The last answer to a run, "pass", "regressed" or "inconclusive", with its headline."""
+    """The last check result of a run: "pass", "regressed" or "inconclusive", and its headline."""
 
     answer: str
     words: str
 
 
 class Verdicts:
-    """The last verdict of each run that was judged."""
+    """The last check result of each run."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def record(self, run_id: str, answer: str, words: str) -> None:
-        """Keeps the answer, in place of an earlier one."""
+        """Stores the result, replacing an earlier one."""
         row = {"run_id": run_id, "answer": answer, "words": plain(words, 500)}
         with self._database.writing() as connection:
             connection.execute(delete(VERDICTS).where(VERDICTS.c.run_id == run_id))
             connection.execute(insert(VERDICTS), {**row, "judged_unix_ns": time.time_ns()})
 
 
-# What is kept of a report in SQL: numbers to compare over runs, and a row a rank.
+# Metrics in SQL: per run to compare over runs, and one row per rank.
 
 METRIC_NAMES = (
     "step_ns", "exposed_comm", "skew", "bubble", "idle", "bubble_fraction", "mfu",
     "peak_memory_bytes",
 )  # fmt: skip
-"""What is kept a run. exposed_comm, skew, bubble and idle are shares of all time, 0..1;
-bubble_fraction is the schedule's; peak_memory_bytes is of the fullest rank."""
+"""Stored metrics of a run.
+
+exposed_comm, skew, bubble and idle are shares of the step time, 0..1; bubble_fraction is that of
+the schedule; peak_memory_bytes is that of the fullest rank.
+"""
 
 _LARGEST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a run: its median full step, and its own median of each bucket, in ns."""
+    """One rank of a run: its median full step, and the median of each bucket, in ns."""
 
     rank: int
     host: str | None
@@ -78,13 +81,13 @@ class MetricPoint:
 
 
 class Numbers:
-    """The numbers of the runs that are done."""
+    """The metrics of finished runs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def history(self, metric: str) -> tuple[MetricPoint, ...]:
-        """The metric of every run that has it, oldest first; one of METRIC_NAMES."""
+        """The metric (one of METRIC_NAMES) of every run that has it, oldest first."""
         query = (
             select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value)
             .join(METRICS, METRICS.c.run_id == RUNS.c.id)
@@ -95,7 +98,7 @@ class Numbers:
             return tuple(MetricPoint(*row) for row in connection.execute(query))
 
     def ranks(self, run_id: str) -> tuple[RankRow, ...]:
-        """The ranks of a run that is done, in their order."""
+        """The ranks of a finished run, in order."""
         query = select(RANKS).where(RANKS.c.run_id == run_id).order_by(RANKS.c.rank)
         with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
@@ -109,7 +112,7 @@ class Numbers:
 
 
 def record_numbers(connection: Connection, run_id: str, report: Report, numbers: Headline) -> None:
-    """Writes the metrics and ranks of the run, in place of those that it had."""
+    """Writes the metrics and ranks of the run, replacing earlier ones."""
     for table in (METRICS, RANKS):
         connection.execute(delete(table).where(table.c.run_id == run_id))
     metrics = [
@@ -162,12 +165,12 @@ def _medians(steps: Sequence[StepRow]) -> dict[str, int]:
     return {"step_ns": step_median_ns(steps), **buckets}
 
 
-# The few numbers of a run that a list of runs shows.
+# Headline numbers of a run, for the list of runs.
 
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """The middle of a run: the median step, each bucket's own median, and its share of all time.
+    """The median step of a run, the median of each bucket, and its share of the total time.
 
     shares are in the order of BUCKETS and add up to one; medians need not add up.
     """
@@ -177,16 +180,17 @@ class Middle:
     shares: tuple[float, ...]
 
     def share(self, *buckets: str) -> float:
-        """The buckets' share of all time, 0..1."""
+        """The summed share of the buckets, 0..1."""
         named = zip(BUCKETS, self.shares, strict=True)
         return sum(share for bucket, share in named if bucket in buckets)
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A run in one line; steps counts those that the middle is of, which is None without any.
+    """Headline numbers of a run; steps is the number of steps in the medians, which are None
+    without steps.
 
-    bubble_fraction (of the schedule) and mfu are ratios, None where the report has none.
+    bubble_fraction (of the schedule) and mfu are ratios, None if the report has none.
     """
 
     world_size: int
@@ -200,7 +204,7 @@ class Headline:
 
 
 def headline(report: Report) -> Headline:
-    """What the list of runs says of the report."""
+    """Headline numbers of the report."""
     return Headline(
         world_size=report.run.world_size,
         mesh=_mesh(report),

@@ -1,4 +1,4 @@
-"""Rows of runs and the queue of their analyses: created, claimed, moved between states, removed."""
+"""Rows of runs, and the queue of their analyses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.database import DELETED, JOBS, RUNS, TAGS, VERDICTS, Database, plain
 from stepsplit.dashboard.store.metrics import Headline, Middle, VerdictRow, headline, record_numbers
 
-# The queue of analyses: which is next, which worker has it until when, how it ended.
+# The queue of analyses: jobs, their workers and leases, and their results.
 
 LEASE_S = 60.0
 
 MOST_ATTEMPTS = 3
 
 _SPENT = (
-    f"the analysis broke off {MOST_ATTEMPTS} times without an answer, perhaps for lack of memory; "
+    f"the analysis crashed {MOST_ATTEMPTS} times without an error message, perhaps out of memory; "
     "upload fewer ranks or steps"
 )
 
@@ -39,14 +39,13 @@ class AnalysisJob:
 
 
 class AnalysisQueue:
-    """The queue. Each change is one transaction; a job is changed by the worker that holds it."""
+    """The queue. Each change is one transaction; only the worker of a job may change it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def claim(self, worker: str, lease_s: float = LEASE_S) -> AnalysisJob | None:
-        """The oldest job that is queued, or whose worker is silent; of several callers one gets
-        it. None where nothing is to be done."""
+        """Claims the oldest job that is queued or whose lease has expired; None without one."""
         now = time.time_ns()
         if not self._any(now):
             return None
@@ -60,16 +59,16 @@ class AnalysisQueue:
         return AnalysisJob(row.id, row.run_id, worker, row.attempts)
 
     def beat(self, job: AnalysisJob, lease_s: float = LEASE_S) -> bool:
-        """Prolongs the lease. False where the job is no longer this worker's."""
+        """Renews the lease. False if the job no longer belongs to this worker."""
         return self._set(job, lease_until_unix_ns=time.time_ns() + int(lease_s * 1e9))
 
     def tell(self, job: AnalysisJob, progress: float, note: str) -> bool:
-        """Records how far the analysis is, 0..1, and what it is at."""
+        """Records the progress (0..1) of the analysis and a note on what it does."""
         share = min(max(progress, 0.0), 1.0)
         return self._set(job, progress=share, progress_note=plain(note, 200))
 
     def done(self, job: AnalysisJob, report: Report) -> bool:
-        """Ends the job with a report that is saved. False where it is no longer this worker's."""
+        """Ends the job with its saved report. False if it no longer belongs to this worker."""
         with self._database.writing() as connection:
             ended = _end(connection, job, state="done", progress=1.0)
             if ended:
@@ -77,7 +76,7 @@ class AnalysisQueue:
         return ended
 
     def failed(self, job: AnalysisJob, message: str) -> bool:
-        """Ends the job with why there is no report. False where it is no longer this worker's."""
+        """Ends the job with an error. False if it no longer belongs to this worker."""
         with self._database.writing() as connection:
             ended = _end(connection, job, state="failed", error=plain(message, 2_000))
             if ended:
@@ -85,7 +84,7 @@ class AnalysisQueue:
         return ended
 
     def put_back(self, job: AnalysisJob) -> bool:
-        """Gives up the job for another worker; the attempt does not count."""
+        """Returns the job to the queue; the attempt does not count."""
         with self._database.writing() as connection:
             back = {"state": "queued", "worker": None, "attempts": job.attempt - 1}
             ended = _end(connection, job, **back)
@@ -94,7 +93,7 @@ class AnalysisQueue:
         return ended
 
     def free(self, worker: str) -> None:
-        """The worker is dead: what it held is queued again, or failed when it was the last try."""
+        """Releases the jobs of a dead worker: queued again, or failed after the last attempt."""
         with self._database.writing() as connection:
             its = and_(JOBS.c.state == "running", JOBS.c.worker == worker)
             _give_up_job(connection, its)
@@ -103,7 +102,7 @@ class AnalysisQueue:
                 move_run(connection, run_id, "running", "queued")
 
     def _any(self, now: int) -> bool:
-        # Idle workers ask often; to look costs less than to lock.
+        # Idle workers poll often; a read is cheaper than a lock.
         with self._database.reading() as connection:
             return (
                 connection.execute(select(JOBS.c.id).where(_free(now)).limit(1)).first() is not None
@@ -122,7 +121,7 @@ def add_job(connection: Connection, run_id: str) -> None:
 
 def _claim(worker: str, now: int, lease_s: float) -> Any:
     oldest = select(JOBS.c.id).where(_free(now)).order_by(JOBS.c.queued_unix_ns, JOBS.c.id).limit(1)
-    # PostgreSQL looks at the row again when another worker had it first; SQLite has one writer.
+    # PostgreSQL checks the row again if another worker had locked it; SQLite has one writer.
     locked = oldest.with_for_update(skip_locked=True).scalar_subquery()
     claimed = {
         "state": "running",
@@ -145,7 +144,7 @@ def _silent(now: int) -> ColumnElement[bool]:
 
 
 def _give_up_job(connection: Connection, which: ColumnElement[bool]) -> None:
-    """Fails those of the jobs that have been tried often enough."""
+    """Fails the jobs that have used up their attempts."""
     spent = update(JOBS).where(which, JOBS.c.attempts >= MOST_ATTEMPTS)
     failed = spent.values(state="failed", error=_SPENT).returning(JOBS.c.run_id)
     for run_id in connection.execute(failed).scalars().all():
@@ -165,13 +164,13 @@ def _end(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
     return connection.execute(_held(job).values(values)).rowcount == 1
 
 
-# The rows of runs: made, read, renamed, moved from state to state, removed.
+# The rows of runs.
 
 NAME_LENGTH, ERROR_LENGTH = 200, 2_000
 
 
 def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State) -> str:
-    """The id of a new run. Of tags with one key the last counts."""
+    """Adds a run and returns its id. The last of several tags with the same key counts."""
     run_id = uuid.uuid4().hex[:12]
     row = {"id": run_id, "name": plain(name, NAME_LENGTH), "state": state}
     connection.execute(insert(RUNS), {**row, "created_unix_ns": time.time_ns()})
@@ -189,26 +188,26 @@ def list_runs(connection: Connection) -> tuple[RunRow, ...]:
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
-    """The run of this id, None where there is none."""
+    """The run of this id; None if there is none."""
     of_run = _whole().where(RUNS.c.id == run_id)
     found = _run_rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
     return found[0] if found else None
 
 
 def move_run(connection: Connection, run_id: str, before: State, after: State) -> bool:
-    """Changes the state; False where the run was in another."""
+    """Changes the state; False if the run was not in the state `before`."""
     changed = update(RUNS).where(RUNS.c.id == run_id, RUNS.c.state == before).values(state=after)
     return connection.execute(changed).rowcount == 1
 
 
 def waits_for_files(connection: Connection, run_id: str) -> bool:
-    """Whether the run takes files; that stays so until the transaction ends."""
+    """Whether the run accepts files; locks its state until the transaction ends."""
     state = select(RUNS.c.state).where(RUNS.c.id == run_id).with_for_update()
     return connection.execute(state).scalar() == "uploading"
 
 
 def run_done(connection: Connection, run_id: str, report: Report) -> None:
-    """Records the numbers of the run's report, which is kept elsewhere."""
+    """Marks the run as done and records the metrics of its report."""
     numbers = headline(report)
     values = {"state": "done", "error": None, **columns(numbers)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
@@ -216,13 +215,13 @@ def run_done(connection: Connection, run_id: str, report: Report) -> None:
 
 
 def run_failed(connection: Connection, run_id: str, message: str) -> None:
-    """Records why the run has no report, in one line."""
+    """Marks the run as failed with a one-line message."""
     values = {"state": "failed", "error": plain(message, ERROR_LENGTH)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
 
 
 def remove_run(connection: Connection, run_id: str) -> bool:
-    """Removes the run with all that is known of it; its files are then to be removed."""
+    """Deletes the run's rows; the caller then deletes its files."""
     gone = connection.execute(delete(RUNS).where(RUNS.c.id == run_id)).rowcount == 1
     if gone:
         connection.execute(insert(DELETED).values(run_id=run_id))
@@ -230,12 +229,12 @@ def remove_run(connection: Connection, run_id: str) -> bool:
 
 
 def removed_runs(connection: Connection) -> Sequence[str]:
-    """Runs whose files may still be there."""
+    """Deleted runs whose files may still exist."""
     return connection.execute(select(DELETED.c.run_id)).scalars().all()
 
 
 def files_are_gone(connection: Connection, run_id: str) -> None:
-    """Forgets a removed run for good."""
+    """Records that the files of a deleted run are deleted."""
     connection.execute(delete(DELETED).where(DELETED.c.run_id == run_id))
 
 
@@ -253,7 +252,7 @@ def _run_rows(connection: Connection, runs: Select[Any], tags: Select[Any]) -> t
     return tuple(run_row(row, sorted(by_run.get(row.id, ()))) for row in rows)
 
 
-# A run as the list of runs shows it, and how it becomes a row and comes back.
+# A run in the list of runs, and its conversion to and from a row.
 
 State = Literal["uploading", "queued", "running", "done", "failed"]
 
@@ -264,7 +263,7 @@ _SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Tag:
-    """What its uploader calls a run by, such as branch = main."""
+    """A label of a run, such as branch = main."""
 
     key: str
     value: str
@@ -272,9 +271,9 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run as the list shows it. error is told when failed; headline is there when done.
+    """A run in the list of runs. error is set if it failed; headline if it is done.
 
-    progress (0..1) and its note, what is being done, are there while it is analyzed, where known.
+    progress (0..1) and progress_note are set during the analysis, if known.
     """
 
     id: str
@@ -290,12 +289,12 @@ class RunRow:
 
     @property
     def pending(self) -> bool:
-        """Whether an analysis of it is still to come or under way."""
+        """Whether its analysis is queued or running."""
         return self.state in ("queued", "running")
 
 
 def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
-    """The run of a row of runs with its job's progress and its verdict."""
+    """The run of a row, with the progress of its job and its check result."""
     state = cast(State, row.state)
     numbers = _headline(row) if state == "done" else None
     verdict = None if row.answer is None else VerdictRow(row.answer, row.words)
@@ -307,7 +306,7 @@ def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
 
 
 def columns(numbers: Headline) -> dict[str, Any]:
-    """The columns that a headline fills."""
+    """The columns of a headline."""
     return {
         "world_size": numbers.world_size,
         "mesh": None if numbers.mesh is None else plain(numbers.mesh, 200),

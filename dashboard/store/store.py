@@ -1,4 +1,4 @@
-"""The store of runs: SQL rows, the files beside them, and the tokens that let scripts in."""
+"""The store of runs: SQL rows, their files, and API tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from stepsplit.dashboard.store.database import (
 from stepsplit.dashboard.store.metrics import Numbers, Verdicts
 from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, waits_for_files
 
-# Runs in SQL, their files beside: what a dashboard is of.
+# Runs in SQL and their files.
 
 LOCAL = Path(".stepsplit") / "local"
 
@@ -43,7 +43,7 @@ _ID = re.compile(r"[0-9a-f]{8,32}")
 
 
 class Store:
-    """The runs of one dashboard. Threads may share it; after a fork call reopen() first."""
+    """The runs of one dashboard. Thread-safe; call reopen() after a fork."""
 
     def __init__(self, url: str, database: Database, artifacts: Artifacts) -> None:
         self.url, self.artifacts, self._database = url, artifacts, database
@@ -53,40 +53,43 @@ class Store:
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:
-        """The store at the SQLAlchemy URL, made or brought up to date, with its files in the folder
-        or beyond the URL; copies of files from beyond are in local. Raises UsageError."""
+        """Opens the store, creating or migrating its database.
+
+        url: SQLAlchemy URL of the database; artifacts: folder or fsspec URL of the files; local:
+        cache for remote files. Raises UsageError.
+        """
         opened = open_artifacts(artifacts, local)
         return cls(url, open_database(url), opened)
 
     def reopen(self) -> None:
-        """Forgets connections that belong to the parent process."""
+        """Drops connections that belong to the parent process."""
         self._database.reopen()
 
     def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         self._database.close()
 
     def ready(self) -> bool:
-        """Whether the database answers."""
+        """Whether the database responds."""
         with suppress(SQLAlchemyError), self._database.reading() as connection:
             connection.exec_driver_sql("SELECT 1")
             return True
         return False
 
     def folder(self, run_id: str) -> Path:
-        """Where the run's files are on this machine. Raises UsageError for what is no id."""
+        """The local folder of the run's files. Raises UsageError for an invalid id."""
         if not _ID.fullmatch(run_id):
-            raise UsageError(f"no run is called {run_id!r}; take an id from the list of runs")
+            raise UsageError(f"invalid run id {run_id!r}; use an id from the list of runs")
         return self.artifacts.folder(run_id)
 
     def add(self, name: str, tags: Iterable[Tag] = ()) -> str:
-        """The id of a new run that waits for its files."""
+        """Adds a run that accepts files, and returns its id."""
         with self._database.writing() as connection:
             return runs.add_run(connection, name, tags, "uploading")
 
     def queue(self, run_id: str) -> bool:
-        """All files are here: its analysis may begin. False where the run did not wait for any, has
-        none, or still waits for the rest of one."""
+        """Queues the analysis after the upload. False if the run is not being uploaded, or has no
+        files or an incomplete one."""
         with self._database.writing() as connection:
             ready = runs.waits_for_files(connection, run_id) and all_complete(connection, run_id)
             if ready:
@@ -97,7 +100,7 @@ class Store:
     def import_report(
         self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()
     ) -> str:
-        """The id of a new run that is analyzed already."""
+        """Adds a run that is already analyzed, and returns its id."""
         run_id = self.add(name, tags)
         try:
             self.artifacts.save(run_id, report, tables)
@@ -114,7 +117,7 @@ class Store:
             return runs.list_runs(connection)
 
     def run(self, run_id: str) -> RunRow | None:
-        """The run of this id, None where there is none."""
+        """The run of this id; None if there is none."""
         with self._database.reading() as connection:
             return runs.find_run(connection, run_id)
 
@@ -124,7 +127,7 @@ class Store:
         return read_report(self.artifacts.results(run_id))
 
     def tables(self, run_id: str) -> Tables | None:
-        """The tables of a finished run; None where someone has removed them to save space."""
+        """The tables of a finished run; None if they were deleted to save space."""
         self.folder(run_id)
         try:
             return read_tables(self.artifacts.results(run_id) / TABLES_NAME)
@@ -132,7 +135,7 @@ class Store:
             return None
 
     def delete(self, run_id: str) -> bool:
-        """Removes the run with all its files. False where there is no such run."""
+        """Deletes the run with its files. False if it does not exist."""
         with self._database.writing() as connection:
             removed = runs.remove_run(connection, run_id)
         if removed:
@@ -140,14 +143,14 @@ class Store:
         return removed
 
     def sweep(self) -> None:
-        """Removes the files of removed runs that an earlier process did not come to."""
+        """Deletes left-over files of deleted runs."""
         with self._database.reading() as connection:
             left = runs.removed_runs(connection)
         for run_id in left:
             self._remove_files(run_id)
 
     def counts(self) -> StoreCounts:
-        """How much of everything there is."""
+        """The counts for monitoring."""
         with self._database.reading() as connection:
             return count(connection)
 
@@ -157,12 +160,12 @@ class Store:
             runs.files_are_gone(connection, run_id)
 
 
-# What is held of each uploaded file: the truth that an upload goes on from.
+# State of each uploaded file, from which an upload resumes.
 
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A file of an upload: so many bytes are on disk for good, and whether that is all of it."""
+    """A file of an upload: bytes on disk, and whether the file is complete."""
 
     path: str
     received_bytes: int
@@ -171,7 +174,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """What a run's upload holds in all."""
+    """Total size of a run's upload."""
 
     files: int
     bytes: int
@@ -184,26 +187,26 @@ class RunFiles:
         self._database = database
 
     def of(self, run_id: str) -> tuple[FileRow, ...]:
-        """The files of the run by path."""
+        """The files of the run, sorted by path."""
         query = _file_rows(run_id).order_by(FILES.c.path)
         with self._database.reading() as connection:
             return tuple(_file(row) for row in connection.execute(query))
 
     def one(self, run_id: str, path: str) -> FileRow | None:
-        """The file, None where nothing is known of it."""
+        """The file; None if it is unknown."""
         with self._database.reading() as connection:
             row = connection.execute(_file_rows(run_id).where(FILES.c.path == path)).one_or_none()
         return None if row is None else _file(row)
 
     def held(self, run_id: str) -> StoredSize:
-        """How much the run's upload holds."""
+        """Total size of the run's upload."""
         counted = select(func.count(), func.coalesce(func.sum(FILES.c.received_bytes), 0))
         with self._database.reading() as connection:
             files, size = connection.execute(counted.where(FILES.c.run_id == run_id)).one()
         return StoredSize(int(files), int(size))
 
     def begin(self, run_id: str, row: FileRow) -> bool:
-        """Records that more of the file is coming. False where the run takes no more files."""
+        """Records that an upload to the file starts. False if the run accepts no more files."""
         with self._database.writing() as connection:
             if not waits_for_files(connection, run_id):
                 return False
@@ -211,19 +214,19 @@ class RunFiles:
         return True
 
     def write(self, run_id: str, row: FileRow) -> None:
-        """Records how much of the file is on disk."""
+        """Records the number of bytes on disk."""
         with self._database.writing() as connection:
             _write(connection, run_id, row)
 
     def forget(self, run_id: str, path: str) -> None:
-        """Nothing of the file is held any more."""
+        """Deletes the file's record."""
         of_file = (FILES.c.run_id == run_id, FILES.c.path == path)
         with self._database.writing() as connection:
             connection.execute(delete(FILES).where(*of_file))
 
 
 def all_complete(connection: Connection, run_id: str) -> bool:
-    """Whether the run has files, and none of them is still to be sent."""
+    """Whether the run has files and all of them are complete."""
     of_run = select(FILES.c.complete).where(FILES.c.run_id == run_id).distinct()
     return list(connection.execute(of_run).scalars()) == [True]
 
@@ -244,13 +247,13 @@ def _file_rows(run_id: str) -> Select[tuple[str, int, bool]]:
     return select(*columns).where(FILES.c.run_id == run_id)
 
 
-# How much of everything a store holds, for those who watch over it.
+# Counts of a store, for monitoring.
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """Runs and jobs by state, how long the oldest queued job has waited (0 without one), and the
-    size of all uploads that are held."""
+    """Runs and jobs by state, waiting time of the oldest queued job (0 without one), and total
+    size of stored uploads."""
 
     runs: Mapping[str, int]
     jobs: Mapping[str, int]
@@ -259,7 +262,7 @@ class StoreCounts:
 
 
 def count(connection: Connection) -> StoreCounts:
-    """What the store holds at this moment."""
+    """Current counts of the store."""
     oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
     queued = connection.execute(oldest).scalar()
     size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
@@ -276,7 +279,7 @@ def _by_state(connection: Connection, table: Table, state: ColumnElement[str]) -
     return {name: int(number) for name, number in connection.execute(query)}
 
 
-# Tokens that let scripts in: shown once, of which only a hash is kept.
+# API tokens for scripts: shown once, stored as a hash.
 
 PREFIX = "sst_"
 
@@ -285,7 +288,7 @@ _USED_EVERY_NS = 60 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What is known of a token; last_used_unix_ns is to a minute, None for never."""
+    """A stored token; last_used_unix_ns has a resolution of a minute, None for never."""
 
     id: str
     name: str
@@ -301,7 +304,7 @@ class Tokens:
         self._database = database
 
     def create(self, name: str) -> str:
-        """A new token, to be shown once: nobody can read it from the store."""
+        """Creates a token and returns it, to be shown once: only its hash is stored."""
         secret = PREFIX + secrets.token_urlsafe(32)
         row = {"id": uuid.uuid4().hex[:8], "name": plain(name, 200), "sha256": _hash(secret)}
         with self._database.writing() as connection:
@@ -310,25 +313,25 @@ class Tokens:
         return secret
 
     def all(self) -> tuple[Token, ...]:
-        """The tokens, oldest first, revoked ones too."""
+        """All tokens including revoked ones, oldest first."""
         columns = [TOKENS.c[name] for name in Token.__dataclass_fields__]
         with self._database.reading() as connection:
             rows = connection.execute(select(*columns).order_by(TOKENS.c.created_unix_ns))
             return tuple(Token(*row) for row in rows)
 
     def any(self) -> bool:
-        """Whether there is one that lets somebody in."""
+        """Whether there is a token that is not revoked."""
         counted = select(func.count()).select_from(TOKENS).where(TOKENS.c.revoked.is_(False))
         with self._database.reading() as connection:
             return bool(connection.execute(counted).scalar())
 
     def revoke(self, token_id: str) -> bool:
-        """From now on it lets nobody in. False where there is none of this id."""
+        """Revokes the token. False if there is none of this id."""
         with self._database.writing() as connection:
             return _set(connection, TOKENS.c.id == token_id, revoked=True)
 
     def accepts(self, secret: str) -> bool:
-        """Whether this is a token that was not revoked; notes that it was used."""
+        """Whether the secret is a valid token; records its use."""
         if not secret.startswith(PREFIX):
             return False
         of_secret = TOKENS.c.sha256 == _hash(secret)
@@ -352,5 +355,5 @@ def _set(connection: Connection, which: ColumnElement[bool], **values: Any) -> b
 
 
 def _hash(secret: str) -> str:
-    # A token is as long as its hash: there is nothing to guess, so nothing to slow down.
+    # A plain hash is enough: the token is random and as long as its hash.
     return hashlib.sha256(secret.encode()).hexdigest()

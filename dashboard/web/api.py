@@ -170,9 +170,7 @@ def new_run(body: object) -> NewRun:
     if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
         raise Refused(400, 'send JSON with a name: {"name": "my run"}')
     if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
-        raise Refused(
-            400, f'tags must be at most {_MOST_TAGS} strings by key: {{"branch": "main"}}'
-        )
+        raise Refused(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
     return NewRun(name.strip(), tuple(_tag(key, value) for key, value in tags.items()))
 
 

@@ -1,4 +1,4 @@
-"""Alembic runs the migrations in the transaction of whoever opens a store."""
+"""Runs the migrations in the transaction of the process that opens the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs, as they were before there were migrations."""
+"""The table of runs, as before migrations were introduced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
 
 
 def upgrade() -> None:
-    """Makes the table of runs."""
+    """Creates the table of runs."""
     op.create_table(
         "runs",
         sa.Column("id", sa.String(32), primary_key=True),

@@ -1,4 +1,4 @@
-"""The job queue, uploads that go on, tags, numbers a rank and a run, tokens."""
+"""Job queue, resumable uploads, tags, metrics per run and rank, tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TORN = "the server stopped during the upload; upload it again"
 
 
 def upgrade() -> None:
-    """Adds the tables, and puts what was under way into the queue."""
+    """Adds the tables, and queues unfinished analyses."""
     op.add_column("runs", sa.Column("bubble_fraction", sa.Float))
     op.add_column("runs", sa.Column("mfu", sa.Float))
     _of_runs()
@@ -83,7 +83,7 @@ def _run_id(**kind: bool) -> sa.Column[str]:
 
 
 def _queue_what_was_left() -> None:
-    """Analyses begin again; of uploads nobody wrote down how far they had come."""
+    """Queues unfinished analyses again; fails unfinished uploads, whose progress is unknown."""
     op.execute("UPDATE runs SET state = 'queued' WHERE state = 'running'")
     op.execute(
         "INSERT INTO jobs (run_id, state, queued_unix_ns, attempts) "

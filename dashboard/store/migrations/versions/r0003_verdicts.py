@@ -1,4 +1,4 @@
-"""What a gate said of the runs."""
+"""Check results of runs."""
 
 from __future__ import annotations
 

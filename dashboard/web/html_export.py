@@ -29,7 +29,7 @@ from stepsplit.dashboard.web.report_cache import Loaded
 
 def still_routes(loaded: Loaded) -> Blueprint:
     """GET report.html of a finished run."""
-    routes = Blueprint("still", __name__)
+    routes = Blueprint("html_export", __name__)
 
     @routes.get("/api/v1/runs/<run_id>/report.html")
     def still(run_id: str) -> Response:

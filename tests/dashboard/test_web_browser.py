@@ -229,7 +229,7 @@ def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
     page.wait_for_selector("#timeline-view[data-drawn]")
 
     _click(page, _LONGEST_WAIT)
-    told = page.locator(".tl-told").inner_text()
+    told = page.locator(".tl-status").inner_text()
     owner = re.search(r"waits for rank (\d)", told)
     assert owner is not None
     page.get_by_text(f"go to rank {owner.group(1)}").click()
@@ -239,7 +239,7 @@ def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
     page.get_by_text("zoom to it").click()
     _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
     _until(page, lambda: _span_of(page.url) == pytest.approx(wide, rel=1e-3))
-    name = page.locator(".tl-told b").inner_text()
+    name = page.locator(".tl-status b").inner_text()
     page.reload()
     page.wait_for_selector("#timeline-view[data-drawn]")
     _until(page, lambda: page.evaluate(_SPAN) == pytest.approx(wide, rel=1e-3))
@@ -270,7 +270,7 @@ def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) ->
 
     with context.expect_page() as opened:
         page.get_by_text("open in Perfetto").click()
-    page.get_by_text("The trace is in Perfetto").wait_for()
+    page.get_by_text("The trace was sent to Perfetto").wait_for()
 
     _until(page, lambda: opened.value.title() == "stepsplit: 31 139")  # gzip's first bytes
 
@@ -304,9 +304,9 @@ def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # 
     page.keyboard.press("+")
     assert page.evaluate(_SPAN) == pytest.approx(whole / 2)
     page.keyboard.press(".")
-    assert "rank 0" in page.locator(".tl-told").inner_text()
+    assert "rank 0" in page.locator(".tl-status").inner_text()
     page.keyboard.press("ArrowDown")
-    assert page.locator(".tl-told").inner_text().startswith("rank 1")
+    assert page.locator(".tl-status").inner_text().startswith("rank 1")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -345,7 +345,7 @@ def test_the_page_to_keep_draws_itself_without_a_server(browser, tmp_path: Path)
 
     assert page.locator(".figure .main-svg").count() >= page.locator(".figure").count() > 5
     _click(page, _LONGEST_WAIT)
-    assert "waits for rank" in page.locator(".tl-told").inner_text()
+    assert "waits for rank" in page.locator(".tl-status").inner_text()
     assert (watch.errors, watch.hosts) == ([], {None})
 
 
@@ -370,7 +370,7 @@ def _click(page, which: str) -> None:  # type: ignore[no-untyped-def]
     x, y = page.evaluate(which)
     box = page.locator("#timeline-view canvas").bounding_box()
     page.mouse.click(box["x"] + x, box["y"] + y)
-    page.wait_for_selector(".tl-told b")
+    page.wait_for_selector(".tl-status b")
 
 
 def test_a_recording_by_hand_ends_as_its_golden_report(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

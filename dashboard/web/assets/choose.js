@@ -1,9 +1,9 @@
-/* What is chosen on a page is in its address: menus and fields with data-choice, and the two runs
-   to compare. */
+/* Selections on a page are URL parameters: menus and fields with data-choice, and the two runs to
+   compare. */
 (function () {
   "use strict";
 
-  /* The application follows the address when it is told that it changed. */
+  /* Dash follows the URL only after a popstate event. */
   function go(search) {
     history.pushState(null, "", location.pathname + search);
     window.dispatchEvent(new PopStateEvent("popstate"));
@@ -23,7 +23,7 @@
     if (field) choose(field, event.target.value.trim());
   });
 
-  /* The list is searched as one types. */
+  /* Search while typing. */
   let later;
   document.addEventListener("input", (event) => {
     const field = chosen(event);

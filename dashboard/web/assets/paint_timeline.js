@@ -1,5 +1,5 @@
-/* How the timeline is drawn on its canvas: bands, lanes, the axis, and the way from a wait to whom it
-   is for. timeline.js puts these methods on its own. */
+/* Painting of the timeline: bands, lanes, the axis, and the link from a wait to the rank it waits
+   for. timeline.js adds these methods to its class. */
 (function () {
   "use strict";
 
@@ -14,7 +14,7 @@
   }
 
   function shortName(name) {
-    /* Kernels are called by templates: what precedes their arguments says most. */
+    /* Kernel names have long template arguments: keep the part before them. */
     const plain = name.replace(/^void /, "").split(/[<(]/)[0];
     return plain.split("::").pop() || name;
   }

@@ -1,4 +1,4 @@
-/* Light or dark: as the system says, until the button says otherwise. Runs before the page shows. */
+/* Light or dark theme: the system's, until the button is used. Runs before the page is shown. */
 (function () {
   "use strict";
 
@@ -6,7 +6,7 @@
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
-  try { chosen = localStorage.getItem(KEY); } catch (error) { /* a page from a file may keep nothing */ }
+  try { chosen = localStorage.getItem(KEY); } catch (error) { /* no storage for file:// pages */ }
 
   function show() {
     root.dataset.theme = chosen || (system.matches ? "dark" : "light");
@@ -18,7 +18,7 @@
   document.addEventListener("click", (event) => {
     if (!event.target.closest || !event.target.closest("#theme")) return;
     chosen = root.dataset.theme === "dark" ? "light" : "dark";
-    try { localStorage.setItem(KEY, chosen); } catch (error) { /* it holds for this page */ }
+    try { localStorage.setItem(KEY, chosen); } catch (error) { /* applies to this page only */ }
     show();
   });
 })();

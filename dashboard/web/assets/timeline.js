@@ -1,5 +1,5 @@
 /* The timeline: ranks and lanes on a canvas, drawn from windows that the server computes.
-   An element #timeline-view with data-run asks the server; one without reads #timeline-data. */
+   An element #timeline-view with data-run requests them; one without reads #timeline-data. */
 (function () {
   "use strict";
 
@@ -7,10 +7,10 @@
   const NO_ROWS = { rows: [], names: [], from: 0, to: 0, ranks: [], open: [] };
 
   const node = (tag, className, text) => {
-    const made = document.createElement(tag);
-    if (className) made.className = className;
-    if (text !== undefined) made.textContent = text;
-    return made;
+    const element = document.createElement(tag);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
   };
 
   class Timeline {
@@ -51,28 +51,28 @@
       this.body.append(this.canvas, this.space);
       this.tip = node("div", "tl-tip");
       this.tip.hidden = true;
-      this.told = node("div", "tl-told");
-      this.told.setAttribute("role", "status");
-      this.told.textContent = "Drag to move, Ctrl and the wheel to zoom, double click to go closer; click a rank to see its lanes.";
-      this.root.append(bar, this.body, this.told, this.tip);
+      this.status = node("div", "tl-status");
+      this.status.setAttribute("role", "status");
+      this.status.textContent = "Drag to pan, Ctrl + wheel to zoom, double-click to zoom in; click a rank to show its lanes.";
+      this.root.append(bar, this.body, this.status, this.tip);
       this.listen();
     }
 
     button(parent, text, label, act) {
-      const made = node("button", "", text);
-      made.type = "button";
-      made.title = label;
-      made.setAttribute("aria-label", label);
-      made.addEventListener("click", act);
-      parent.append(made);
-      return made;
+      const element = node("button", "", text);
+      element.type = "button";
+      element.title = label;
+      element.setAttribute("aria-label", label);
+      element.addEventListener("click", act);
+      parent.append(element);
+      return element;
     }
 
     async load() {
       try {
         this.index = await this.read("");
       } catch (error) {
-        this.told.textContent = "The timeline cannot be read: " + error.message;
+        this.status.textContent = "Cannot load the timeline: " + error.message;
         return;
       }
       this.looks();
@@ -88,7 +88,7 @@
       this.start();
     }
 
-    /* Where to begin: what the address says, else the middle full step. */
+    /* The initial window: from the URL, else the middle full step. */
     start() {
       const asked = new URLSearchParams(this.run ? location.search : "");
       const number = (name) => (/^-?\d{1,18}$/.test(asked.get(name) || "") ? Number(asked.get(name)) : null);
@@ -173,7 +173,7 @@
         const exact = got.rows.every((row) => row.name.every((name) => name >= 0));
         this.data = { ...got, from, to, ranks, open, exact };
       } catch (error) {
-        this.told.textContent = "The timeline cannot be read: " + error.message;
+        this.status.textContent = "Cannot load the timeline: " + error.message;
         return;
       }
       this.byRank = new Map();
@@ -186,8 +186,8 @@
 
     async read(path) {
       if (!this.run) {
-        const kept = JSON.parse(document.getElementById("timeline-data").textContent);
-        return path ? kept.window : kept.index;
+        const data = JSON.parse(document.getElementById("timeline-data").textContent);
+        return path ? data.window : data.index;
       }
       const answer = await fetch("/api/v1/runs/" + this.run + "/timeline" + path);
       const body = await answer.json().catch(() => ({}));
@@ -208,7 +208,7 @@
       }, 250);
     }
 
-    /* Layout: a band a rank, and its lanes where it is open. */
+    /* Layout: one band per rank, and its lanes if it is open. */
     places() {
       let y = AXIS;
       return this.index.ranks.map((one) => {
@@ -235,7 +235,7 @@
       if (!found || found.gutter) return found || null;
       const at = this.ns(x), row = found.row, near = (2 * (this.to - this.from)) / this.width();
       let best = -1, off = near;
-      /* What is drawn last lies on top. */
+      /* Shapes drawn last are on top. */
       for (let i = row.start.length - 1; i >= 0; i--) {
         const away = Math.max(row.start[i] - at, at - row.start[i] - row.dur[i], 0);
         if (away < off || (away === 0 && best < 0)) { best = i; off = away; }
@@ -254,7 +254,7 @@
     }
 
     words(one) {
-      if (!one.exact) return [one.bucket, "mostly, for " + time(one.dur) + "; zoom in for what ran"];
+      if (!one.exact) return [one.bucket, "mostly, for " + time(one.dur) + "; zoom in for details"];
       const waits = one.owner >= 0 ? "waits for rank " + one.owner : "";
       const step = this.index.steps.find((each) => each.from <= one.start && one.start < each.to);
       const when = step ? time(one.start - step.from) + " into step " + step.step : "at " + time(one.start);
@@ -263,12 +263,12 @@
 
     choose(one) {
       this.chosen = one;
-      this.told.replaceChildren();
+      this.status.replaceChildren();
       if (one) {
         const [head, rest] = this.words(one);
-        this.told.append(node("b", "", head), node("span", "", "  " + rest + "  "));
-        if (one.exact) this.button(this.told, "zoom to it", "zoom to this slice", () => this.show(one.start - one.dur * 0.3, one.start + one.dur * 1.3));
-        if (one.owner >= 0) this.button(this.told, "go to rank " + one.owner, "show what rank " + one.owner + " did then", () => this.follow(one));
+        this.status.append(node("b", "", head), node("span", "", "  " + rest + "  "));
+        if (one.exact) this.button(this.status, "zoom to it", "zoom to this slice", () => this.show(one.start - one.dur * 0.3, one.start + one.dur * 1.3));
+        if (one.owner >= 0) this.button(this.status, "go to rank " + one.owner, "show rank " + one.owner + " at that time", () => this.follow(one));
       }
       this.draw();
     }
@@ -302,7 +302,7 @@
       this.draw();
     }
 
-    neighbour(by) {
+    neighbor(by) {
       const rank = this.index.ranks[this.focus].rank;
       const rows = (this.byRank && this.byRank.get(rank)) || [];
       const had = this.chosen && this.chosen.rank === rank ? this.chosen : null;
@@ -319,7 +319,7 @@
       const acts = {
         ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), a: () => this.pan(-0.2), d: () => this.pan(0.2),
         "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), w: () => this.zoom(0.5), "-": () => this.zoom(2), s: () => this.zoom(2),
-        0: () => this.whole(), ".": () => this.neighbour(1), ",": () => this.neighbour(-1),
+        0: () => this.whole(), ".": () => this.neighbor(1), ",": () => this.neighbor(-1),
         ArrowDown: () => this.move(1), ArrowUp: () => this.move(-1), Enter: () => this.toggle(this.index.ranks[this.focus].rank),
         Escape: () => this.choose(null),
       };
@@ -331,7 +331,7 @@
     move(by) {
       this.focus = clamp(this.focus + by, 0, this.index.ranks.length - 1);
       const one = this.index.ranks[this.focus];
-      this.told.textContent = "rank " + one.rank + (this.open.has(one.rank) ? ", open" : "") + ": Enter shows its lanes, full stop its first slice";
+      this.status.textContent = "rank " + one.rank + (this.open.has(one.rank) ? ", open" : "") + ": Enter shows its lanes, full stop its first slice";
       this.reveal(one.rank);
       this.draw();
     }
@@ -341,26 +341,26 @@
         const box = this.canvas.getBoundingClientRect();
         return [event.clientX - box.left, event.clientY - box.top];
       };
-      let held = null, moved = false;
+      let drag = null, moved = false;
       this.canvas.addEventListener("pointerdown", (event) => {
         if (!this.extent) return;
-        held = { at: place(event), from: this.from, to: this.to, zoom: place(event)[1] < AXIS };
+        drag = { at: place(event), from: this.from, to: this.to, zoom: place(event)[1] < AXIS };
         moved = false;
         this.canvas.setPointerCapture(event.pointerId);
       });
       this.canvas.addEventListener("pointermove", (event) => {
         if (!this.extent) return;
         const [x, y] = place(event);
-        if (!held) return this.point(x, y, event);
-        if (Math.abs(x - held.at[0]) > 3) moved = true;
+        if (!drag) return this.point(x, y, event);
+        if (Math.abs(x - drag.at[0]) > 3) moved = true;
         if (!moved) return;
         this.tip.hidden = true;
-        const by = ((x - held.at[0]) / this.width()) * (held.to - held.from);
-        this.show(held.from - by, held.to - by);
+        const by = ((x - drag.at[0]) / this.width()) * (drag.to - drag.from);
+        this.show(drag.from - by, drag.to - by);
       });
       this.canvas.addEventListener("pointerup", (event) => {
-        if (!held) return;
-        held = null;
+        if (!drag) return;
+        drag = null;
         if (moved) return;
         const found = this.hit(...place(event));
         if (found && found.gutter) {
@@ -394,12 +394,12 @@
       this.tip.style.top = event.clientY - box.top + 16 + "px";
     }
 
-    /* Perfetto's page takes a trace by message once it has answered a PING. The window must open
-       with the click; the data stays in this browser. */
+    /* Perfetto's page accepts a trace by postMessage after answering a PING. The window must be
+       opened in the click handler; the data stays in this browser. */
     perfetto() {
       const site = this.root.dataset.perfetto, page = window.open(site);
-      if (!page) return (this.told.textContent = "The browser kept the new window from opening.");
-      this.told.textContent = "Reading the trace for Perfetto ...";
+      if (!page) return (this.status.textContent = "The browser blocked the new window.");
+      this.status.textContent = "Reading the trace for Perfetto ...";
       const trace = fetch("/api/v1/runs/" + this.run + "/perfetto").then((answer) => answer.arrayBuffer());
       const asking = setInterval(() => page.postMessage("PING", site), 100);
       const answer = async (event) => {
@@ -407,7 +407,7 @@
         clearInterval(asking);
         window.removeEventListener("message", answer);
         page.postMessage({ perfetto: { buffer: await trace, title: document.title } }, site);
-        this.told.textContent = "The trace is in Perfetto.";
+        this.status.textContent = "The trace was sent to Perfetto.";
       };
       window.addEventListener("message", answer);
       setTimeout(() => clearInterval(asking), 60000);
@@ -416,7 +416,7 @@
 
   Object.assign(Timeline.prototype, methods);
 
-  /* Pages are drawn anew by the application: wait for the element, each time. */
+  /* Dash recreates pages: wait for the element each time. */
   const begin = () => {
     const root = document.getElementById("timeline-view");
     if (root && !root.dataset.ready) {

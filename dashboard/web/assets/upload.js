@@ -1,4 +1,4 @@
-/* Uploads a dropped recording: name a run, send each file in parts, finish, open its page. */
+/* Uploads a dropped recording: create a run, send each file in parts, finish, open its page. */
 (function () {
   "use strict";
 
@@ -8,7 +8,7 @@
   const byId = (id) => document.getElementById(id);
   let busy = false;
 
-  /* Chooser inputs live outside of the page's own tree, which is drawn anew. */
+  /* File inputs are outside of the page's tree, which Dash recreates. */
   function chooser(id, folder) {
     const input = document.createElement("input");
     input.type = "file";
@@ -32,7 +32,7 @@
   function readAll(reader) {
     return new Promise((resolve, reject) => {
       const found = [];
-      /* A reader gives at most 100 entries a call; an empty answer is the end. */
+      /* A reader returns at most 100 entries per call; an empty list is the end. */
       const next = () =>
         reader.readEntries((entries) => {
           if (!entries.length) return resolve(found);
@@ -54,7 +54,7 @@
   }
 
   async function dropped(transfer) {
-    /* Taken before the first await: the list is emptied after the event. */
+    /* Read before the first await: the list is emptied after the event. */
     const items = Array.from(transfer.items).filter((item) => item.kind === "file");
     const taken = items.map((item) => {
       const entry = item.webkitGetAsEntry();
@@ -65,7 +65,7 @@
     return (await Promise.all(taken)).flat();
   }
 
-  function tell(text, failed) {
+  function showStatus(text, failed) {
     const status = byId("upload-status");
     if (!status) return;
     status.textContent = text;
@@ -84,60 +84,60 @@
 
   const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-  /* What may be over in a moment: a broken connection, a busy server. */
-  class Passing extends Error {}
-  const PASSING = [408, 429, 500, 502, 503, 504];
+  /* Temporary errors worth a retry: a lost connection, a busy server. */
+  class TemporaryError extends Error {}
+  const RETRY_STATUS = [408, 429, 500, 502, 503, 504];
 
-  async function patiently(ask) {
+  async function withRetries(ask) {
     for (let failures = 0; ; failures++) {
       try {
         return await ask();
       } catch (error) {
-        if (!(error instanceof Passing) || failures === PAUSES_MS.length) throw error;
+        if (!(error instanceof TemporaryError) || failures === PAUSES_MS.length) throw error;
         await pause(PAUSES_MS[failures]);
       }
     }
   }
 
-  async function asked(url, options) {
+  async function request(url, options) {
     let response;
     try {
       response = await fetch(url, options);
     } catch (error) {
-      throw new Passing("the connection broke; reload the page to begin anew");
+      throw new TemporaryError("connection lost; reload the page to start again");
     }
     const answer = await response.json().catch(() => ({}));
-    const told = answer.error || "the server answered " + response.status;
-    if (PASSING.includes(response.status)) throw new Passing(told);
-    return { response, answer, told };
+    const message = answer.error || "the server answered " + response.status;
+    if (RETRY_STATUS.includes(response.status)) throw new TemporaryError(message);
+    return { response, answer, message };
   }
 
   async function post(url, body) {
-    const { response, answer, told } = await patiently(() =>
-      asked(url, {
+    const { response, answer, message } = await withRetries(() =>
+      request(url, {
         method: "POST",
         headers: { "Content-Type": "application/json" },
         body: JSON.stringify(body),
       })
     );
-    if (!response.ok) throw new Error(told);
+    if (!response.ok) throw new Error(message);
     return answer;
   }
 
-  const heldBy = (response) => ({
+  const readOffset = (response) => ({
     bytes: Number(response.headers.get("Upload-Offset") || 0),
     complete: response.headers.get("Upload-Complete") === "?1",
   });
 
-  /* What the server holds of a file, for good. */
-  async function heldOf(url) {
-    const { response, told } = await patiently(() => asked(url, { method: "HEAD" }));
+  /* What the server has stored of a file. */
+  async function fetchOffset(url) {
+    const { response, message } = await withRetries(() => request(url, { method: "HEAD" }));
     if (response.status === 404) return { bytes: 0, complete: false };
-    if (!response.ok) throw new Error(told);
-    return heldBy(response);
+    if (!response.ok) throw new Error(message);
+    return readOffset(response);
   }
 
-  /* Only pages from this machine or by https may compute digests. */
+  /* Digests are available only on localhost and by https. */
   async function digestOf(part) {
     if (!window.crypto || !window.crypto.subtle) return {};
     const digest = await window.crypto.subtle.digest("SHA-256", await part.arrayBuffer());
@@ -148,7 +148,7 @@
   async function append(url, file, offset) {
     const part = file.slice(offset, offset + PART_BYTES);
     const ends = offset + part.size >= file.size;
-    const { response, told } = await asked(url, {
+    const { response, message } = await request(url, {
       method: "PATCH",
       headers: {
         "Upload-Offset": String(offset),
@@ -158,25 +158,25 @@
       body: part,
     });
     const knows = response.headers.has("Upload-Offset");
-    if (response.ok || (response.status === 409 && knows)) return heldBy(response);
-    /* Damaged or cut off on its way, or an earlier try still has the file. */
-    if (knows || response.headers.has("Retry-After")) throw new Passing(told);
-    throw new Error(told);
+    if (response.ok || (response.status === 409 && knows)) return readOffset(response);
+    /* Damaged or cut off in transit, or an earlier request still has the file locked. */
+    if (knows || response.headers.has("Retry-After")) throw new TemporaryError(message);
+    throw new Error(message);
   }
 
   async function sendFile(url, file, onProgress) {
-    let held = { bytes: 0, complete: false };
+    let stored = { bytes: 0, complete: false };
     let failures = 0;
-    while (!held.complete) {
+    while (!stored.complete) {
       try {
-        held = await append(url, file, held.bytes);
+        stored = await append(url, file, stored.bytes);
         failures = 0;
       } catch (error) {
-        if (!(error instanceof Passing) || failures === PAUSES_MS.length) throw error;
+        if (!(error instanceof TemporaryError) || failures === PAUSES_MS.length) throw error;
         await pause(PAUSES_MS[failures++]);
-        held = await heldOf(url);
+        stored = await fetchOffset(url);
       }
-      onProgress(held.bytes);
+      onProgress(stored.bytes);
     }
   }
 
@@ -194,7 +194,7 @@
       const url = API + "/" + run.id + "/files/" + item.path.split("/").map(encodeURIComponent).join("/");
       await sendFile(url, item.file, (loaded) => {
         progress(before + loaded, total);
-        tell(
+        showStatus(
           "file " + (index + 1) + " of " + files.length + ": " + item.path + ", " +
             megabytes(before + loaded) + " of " + megabytes(total) + " MB"
         );
@@ -208,17 +208,17 @@
   }
 
   async function send(files) {
-    /* Files such as .DS_Store are no part of a recording. */
+    /* Skip files such as .DS_Store. */
     const wanted = files.filter((item) => !item.path.split("/").some((part) => part.startsWith(".")));
-    if (busy) return tell("one upload at a time, please", true);
-    if (!wanted.length) return tell("nothing to upload: the folder is empty", true);
+    if (busy) return showStatus("another upload is running", true);
+    if (!wanted.length) return showStatus("no files to upload: the folder is empty", true);
     busy = true;
-    tell("starting");
+    showStatus("starting");
     try {
       await sendAll(wanted);
     } catch (error) {
       progress(0, 0);
-      tell(error.message, true);
+      showStatus(error.message, true);
     } finally {
       busy = false;
     }
@@ -231,7 +231,7 @@
     if (button) byId(button.id === "choose-files" ? "upload-files" : "upload-folder").click();
   });
   document.addEventListener("dragover", (event) => {
-    /* Anywhere on the page: a file that misses the zone must not replace the page. */
+    /* On the whole page: a file dropped outside of the zone must not replace the page. */
     event.preventDefault();
     const zone = byId("drop-zone");
     if (zone) zone.classList.toggle("over", Boolean(zoneOf(event)));
@@ -244,7 +244,7 @@
     try {
       send(await dropped(event.dataTransfer));
     } catch (error) {
-      tell("the files cannot be read: " + error.message, true);
+      showStatus("cannot read the files: " + error.message, true);
     }
   });
 })();

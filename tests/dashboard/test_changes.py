@@ -1,4 +1,4 @@
-"""Lasting changes of a metric: found where they are, and seldom where there are none."""
+"""Lasting changes of a metric are detected, and rarely falsely reported."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
 
 @for_each("odd", [50.0, 150.0, 1000.0])
 @for_each("at", [0, 4, 8])
-def test_one_run_that_stands_out_is_no_change(odd: float, at: int) -> None:
+def test_a_single_outlier_is_not_a_change(odd: float, at: int) -> None:
     runs = (*QUIET, *QUIET)
 
     assert changes((*runs[:at], odd, *runs[at:])) == ()
 
 
-def test_two_runs_are_no_level_and_three_are() -> None:
+def test_a_level_needs_three_runs() -> None:
     assert changes((*QUIET, 130.0, 131.0)) == ()
     assert changes((*QUIET, 130.0, 131.0, 129.0)) == (LevelChange(8, 100.125, 130.0),)
 
 
-def test_what_never_varies_changes_at_once_but_by_one_percent_at_least() -> None:
+def test_a_constant_metric_changes_by_at_least_one_percent() -> None:
     assert changes([8.0] * 6 + [10.0] * 6) == (LevelChange(6, 8.0, 10.0),)
     assert changes([8.0] * 6 + [8.07] * 6) == ()
     assert changes([0.0] * 6 + [2.0] * 6) == (LevelChange(6, 0.0, 2.0),)

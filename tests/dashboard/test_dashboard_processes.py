@@ -1,4 +1,4 @@
-"""Real processes are killed, told to stop, or take too long: nothing is lost, nothing stays."""
+"""Processes are killed, stopped, or take too long: no data is lost, no process stays."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_bars_of_a_rank_add_up_to_its_steps() -> None:
     assert tuple(trace.name for trace in figure.data) == BUCKETS
 
 
-def test_steps_that_enter_no_median_are_pale_and_named() -> None:
+def test_steps_outside_of_the_median_are_pale_and_labeled() -> None:
     trace = by_step(analysis().report).data[0]
 
     assert list(trace.x) == ["3 partial", "4", "5", "6", "7"]
@@ -81,7 +81,7 @@ def test_the_pipeline_has_a_row_a_stage_and_a_box_a_microbatch() -> None:
     assert list(forward.text) == list(backward.text) == ["0", "1", "2", "3"] * 2
 
 
-def test_below_the_measured_grid_stands_the_ideal_one_on_the_same_clock() -> None:
+def test_the_ideal_grid_is_below_the_measured_one_on_the_same_clock() -> None:
     measured = one_pipeline(analysis().tables.boxes, 4)
     ideal = ideal_grid(measured, "1f1b", 4)
 
@@ -125,7 +125,7 @@ def test_the_difference_of_two_runs_adds_up_too() -> None:
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
 
 
-def test_a_row_waits_for_a_column() -> None:
+def test_the_waits_matrix_has_waiting_ranks_as_rows() -> None:
     columns = ([2, 2, 0], [5, 6, 5], [3, 3, 4], [3, 3, 2])
     rank, step, bucket, owner = (np.array(column) for column in columns)
     text = np.array(["tp", "tp", "pp"])
@@ -138,15 +138,15 @@ def test_a_row_waits_for_a_column() -> None:
     assert np.isnan(heat.z[3][2])
 
 
-def test_a_limit_far_above_all_bars_is_no_part_of_the_picture() -> None:
+def test_a_limit_far_above_all_bars_is_not_drawn() -> None:
     bars = [MemoryBar("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
 
     assert memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
     assert not memory(bars, 300 * 2**30).layout.shapes
-    assert [trace.name for trace in memory(bars).data] == ["weights", "not told apart"]
+    assert [trace.name for trace in memory(bars).data] == ["weights", "uncategorized"]
 
 
-def test_what_is_usual_is_told_by_the_runs_around() -> None:
+def test_the_typical_range_comes_from_neighboring_runs() -> None:
     values = [10.0, 10.2, 9.9, 10.1, 10.0, 15.0, 10.1]
 
     near = usual(values, 5)
@@ -156,7 +156,7 @@ def test_what_is_usual_is_told_by_the_runs_around() -> None:
     assert usual(values[:5], 2) is None
 
 
-def test_the_models_busbw_rises_to_what_the_link_gives() -> None:
+def test_the_models_busbw_approaches_the_link_peak() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
 
     found = modelled_busbw(report, "tp", "all_reduce", 1_000, 10**9)

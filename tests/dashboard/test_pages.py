@@ -1,4 +1,4 @@
-"""The pages: what they show of a run, of two, of many, and of what is not there."""
+"""Pages of one run, two runs and many runs, and their empty states."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRo
     [("/", "runs"), (f"/run/{RUN}", "overview"), (f"/run/{RUN}/timeline", "timeline"),
      ("/compare", "compare"), ("/history", "history"), (f"/run/{RUN}/", "overview")],
 )  # fmt: skip
-def test_every_page_has_its_address(path: str, page: str) -> None:
+def test_every_page_has_a_url(path: str, page: str) -> None:
     address = address_of(path, "?step=4&tp=x&tp=8")
     assert address is not None
     assert (address.page, address.chosen.whole("step"), address.chosen.whole("tp")) == (page, 4, 8)
 
 
 @for_each("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
-def test_other_addresses_are_none(path: str | None) -> None:
+def test_unknown_urls_are_none(path: str | None) -> None:
     assert address_of(path, "") is None or path is None
 
 
-def test_an_address_leaves_out_what_is_not_chosen() -> None:
+def test_a_url_omits_default_options() -> None:
     assert page_url(RUN, "timeline", step=None, rank=3) == f"/run/{RUN}/timeline?rank=3"
     assert search_of({"q": "", "sort": None}) == ""
     assert address_of("/", "?step=-1&rank=1e9") == Address(
@@ -92,26 +92,26 @@ def test_an_address_leaves_out_what_is_not_chosen() -> None:
     assert AddressQuery({"step": "-1", "rank": "1e9"}).whole("rank") is None
 
 
-def test_findings_lead_to_where_they_show() -> None:
+def test_findings_link_to_the_timeline() -> None:
     page = overview(view())
-    links = [link.href for link in found(page, dcc.Link) if link.children == "see it"]
+    links = [link.href for link in found(page, dcc.Link) if link.children == "open in timeline"]
     assert links == [f"/run/{RUN}/timeline?rank=3&step=4"]
     assert "15.0 ms (10.4 %)" in text(page)
 
 
-def test_without_a_model_the_overview_says_what_it_would_have_to_be_told() -> None:
-    told = WarningRow(NO_MODEL, "the recording does not tell [training] seq_len")
-    report = msgspec.structs.replace(analysis().report, warnings=(told,))
+def test_without_a_model_the_overview_shows_what_is_missing() -> None:
+    warning = WarningRow(NO_MODEL, "cannot infer [training] seq_len from the recording")
+    report = msgspec.structs.replace(analysis().report, warnings=(warning,))
     page = overview(view(report))
-    assert "does not tell [training] seq_len" in text(page)
+    assert "cannot infer [training] seq_len" in text(page)
     assert "job.toml" in text(page)
     assert "waterfall" not in graphs(page)
 
 
-def test_with_a_model_the_overview_shows_the_waterfall_and_its_doubts() -> None:
+def test_with_a_model_the_overview_shows_the_waterfall_and_its_caveats() -> None:
     page = overview(view(analyze(SAMPLES / "tp2_pp2", job="auto")))
     assert {"sides", "waterfall"} <= set(graphs(page))
-    assert "doubt: cpu" in text(page)
+    assert "caveat: cpu" in text(page)
 
 
 def test_a_pages_tabs_name_the_page() -> None:
@@ -123,7 +123,7 @@ def test_a_pages_tabs_name_the_page() -> None:
 
 def test_a_job_without_a_pipeline_says_so() -> None:
     report = msgspec.structs.replace(analysis().report, pipeline=None)
-    assert "one pipeline stage" in text(pipeline_page(view(report), AddressQuery()))
+    assert "One pipeline stage" in text(pipeline_page(view(report), AddressQuery()))
 
 
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
@@ -131,7 +131,7 @@ def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
         assert shown in text(pipeline_page(view(), AddressQuery({"step": asked})))
 
 
-def test_of_each_kind_of_call_the_slowest_groups_wait_stands_by_its_transfer() -> None:
+def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
     page = collectives_page(view())
     (figure,) = [one.figure for one in found(page, dcc.Graph) if one.id == "wait-transfer"]
     assert list(figure.data[0].y) == [
@@ -140,18 +140,18 @@ def test_of_each_kind_of_call_the_slowest_groups_wait_stands_by_its_transfer() -
     assert [list(trace.x) for trace in figure.data] == [[0.415, 0.6, 0.021], [0.56, 0, 0]]
 
 
-def test_memory_is_told_by_rank_and_by_what_the_allocator_holds() -> None:
+def test_memory_is_shown_by_rank_and_by_allocator_reserve() -> None:
     row = MemoryRow(0, 6 << 30, 8 << 30, 2 << 30, None, None, 3 << 30, None, None)
     page = memory_page(view(msgspec.structs.replace(analysis().report, memory=(row,))))
     (figure,) = [one.figure for one in found(page, dcc.Graph)]
     assert {trace.name: list(trace.x) for trace in figure.data} == {
-        "weights": [2], "activations": [3], "not told apart": [1],
+        "weights": [2], "activations": [3], "uncategorized": [1],
     }  # fmt: skip
     assert "2.0 GiB" in text(page)
     assert "No memory was recorded" in text(memory_page(view()))
 
 
-def test_a_changed_job_moves_beside_the_measured_one() -> None:
+def test_a_changed_job_is_compared_with_the_measured_one() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
     page = model_page(
         view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
@@ -162,10 +162,10 @@ def test_a_changed_job_moves_beside_the_measured_one() -> None:
     assert bars.data[0].x[1] != bars.data[0].x[2]
 
 
-def test_a_job_that_cannot_be_says_why() -> None:
+def test_an_invalid_job_shows_its_error() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
     page = model_page(view(report), AddressQuery({"tp": "64"}))
-    assert "There can be no such job" in text(page)
+    assert "Invalid job" in text(page)
     assert graphs(page) == []
 
 
@@ -192,13 +192,13 @@ def test_two_runs_are_compared_bucket_by_bucket() -> None:
     one, other = (View(n, analyze(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
     page = compare_page(one, other)
     assert graphs(page) == ["splits", "difference"]
-    for words in ("microbatches", "beyond the noise", "+210.5 %", "recv float32", "gemm"):
+    for words in ("microbatches", "beyond step-to-step noise", "+210.5 %", "recv float32", "gemm"):
         assert words in text(page)
     empty = View("empty", msgspec.structs.replace(one.report, steps=()), None, RUN)
     assert "cannot be compared" in text(compare_page(empty, other))
 
 
-def test_runs_are_found_by_all_words_and_sorted_with_the_unknown_last() -> None:
+def test_runs_match_all_words_and_sort_unknown_values_last() -> None:
     rows = [
         listed("alpha", 1, tags=(Tag("branch", "main"),)),
         listed("beta", 2, "failed", error="no trace in it"),
@@ -215,7 +215,7 @@ def pills(part: Any) -> list[Any]:
     return [one for one in found(part, html.Span) if "pill" in getattr(one, "className", "")]
 
 
-def test_the_list_tells_what_a_gate_said_and_is_sorted_and_searched_by_it() -> None:
+def test_the_list_shows_sorts_and_searches_check_results() -> None:
     rows = [
         listed("alpha", 1, verdict=VerdictRow("pass", "nothing got worse")),
         listed("beta", 2),
@@ -239,7 +239,7 @@ def test_the_list_tells_what_a_gate_said_and_is_sorted_and_searched_by_it() -> N
     assert [run.name for run in matching(rows, "regressed")] == ["delta"]
 
 
-def test_the_list_shows_how_far_a_run_is_and_why_one_failed() -> None:
+def test_the_list_shows_progress_and_errors() -> None:
     rows = [
         listed("going", 3, "running", progress=0.4, progress_note="2 of 5 files"),
         listed("failed", 2, "failed", error="rank0.json: no trace in it"),
@@ -248,30 +248,30 @@ def test_the_list_shows_how_far_a_run_is_and_why_one_failed() -> None:
     assert [bar.value for bar in found(page, html.Progress)] == ["40"]
     assert "2 of 5 files" in text(page)
     assert "no trace in it" in text(page)
-    assert "No run has all of these words" in text(runs_page(rows, AddressQuery({"q": "zzz"})))
+    assert "No run matches this search" in text(runs_page(rows, AddressQuery({"q": "zzz"})))
     assert "stepsplit demo" in text(runs_page([], AddressQuery()))
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("uploading", "on the way"), ("queued", "before it"), ("failed", "disk full")],
+    [("uploading", "not finished"), ("queued", "Queued for"), ("failed", "disk full")],
 )
-def test_a_run_without_a_report_says_what_it_waits_for(state: State, words: str) -> None:
+def test_a_run_without_a_report_shows_its_state(state: State, words: str) -> None:
     assert words in text(waiting_page(listed("x", 1, state, error="disk full")))
 
 
-def test_history_tells_the_unusual_from_the_budget_and_needs_runs_for_both() -> None:
+def test_history_marks_outliers_and_budget_violations() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 150, 101]
     points = [MetricPoint(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
     page = history_page(points, ["branch=main"], AddressQuery({"budget": "101.5"}))
-    assert [text(one) for one in pills(page)] == ["unusual, over budget", "over budget"]
+    assert [text(one) for one in pills(page)] == ["outlier, over budget", "over budget"]
     assert "Too few runs" in text(history_page(points[:1], [], AddressQuery()))
     few = history_page(points[:4], [], AddressQuery({"metric": "nonsense", "budget": "x"}))
     assert not pills(few)
     assert "No lasting change in 8 runs." in text(page)
 
 
-def test_history_tells_and_draws_where_the_level_changed() -> None:
+def test_history_lists_and_draws_level_changes() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
     points = [MetricPoint(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
 
@@ -283,7 +283,7 @@ def test_history_tells_and_draws_where_the_level_changed() -> None:
         "run 6", "100.3 ms", "120.5 ms", "+20.1 %",
     ]  # fmt: skip
     assert [link.href for link in found(table, dcc.Link)] == [page_url(f"{6:012x}")]
-    assert "never for a gate" in text(section)
+    assert "not used by check" in text(section)
     (figure,) = [one.figure for one in found(page, dcc.Graph)]
     (level,) = [trace for trace in figure.data if trace.name == "level"]
     assert list(level.y) == pytest.approx([100.33, 120.5, 120.5], abs=0.01)

@@ -1,4 +1,4 @@
-"""One page to keep: all of the report, nothing from elsewhere, no name that becomes markup."""
+"""The exported HTML page: complete report, no external resources, escaped names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_holds_the_reports_numbers_figures_and_timeline() -> None:
     assert [row["rank"] for row in timeline["window"]["rows"]][:1] == [0]
 
 
-def test_it_loads_nothing_and_leads_nowhere() -> None:
+def test_it_loads_no_resources_and_has_no_links() -> None:
     text = outside_of_scripts(page_of(analysis().report))
     assert "default-src 'none'" in text
     assert not re.search(r"""(?:src|href)\s*=\s*["']""", text)
@@ -80,7 +80,7 @@ def test_without_tables_there_is_no_timeline() -> None:
     report = analysis().report
     page = still_page(View("gone", report, None))
     assert data(page, "timeline-data") is None
-    assert "upload it once more" in outside_of_scripts(page)
+    assert "upload the recording again" in outside_of_scripts(page)
 
 
 def test_analyze_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Files of runs in a folder and beyond a URL: whole, for good, and fetched where they are not."""
+"""Files of runs in a folder and in remote storage: complete, durable, fetched if missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _open(place: str, tmp_path: Path, machine: str) -> Store:
     return Store.open(f"sqlite:///{tmp_path}/runs.db", place, tmp_path / machine)
 
 
-def test_another_machine_reads_and_removes_what_one_imported(place: str, tmp_path: Path) -> None:
+def test_another_machine_reads_and_removes_an_imported_run(place: str, tmp_path: Path) -> None:
     made = analysis()
     here, there = _open(place, tmp_path, "here"), _open(place, tmp_path, "there")
 
@@ -78,7 +78,7 @@ def test_results_are_read_from_the_copy_once_it_is_here(tmp_path: Path) -> None:
     assert there.tables(run_id) is not None
 
 
-def test_tables_that_someone_removed_are_none(tmp_path: Path) -> None:
+def test_deleted_tables_are_none(tmp_path: Path) -> None:
     made = analysis()
     store = _open(str(tmp_path / "artifacts"), tmp_path, "here")
     run_id = store.import_report("demo", made.report, made.tables)
@@ -89,6 +89,6 @@ def test_tables_that_someone_removed_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["nosuch://bucket/x", "/proc/nowhere"])
-def test_a_place_that_cannot_be_is_one_line(place: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="name another --artifacts"):
+def test_an_unusable_location_is_a_one_line_error(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="choose another --artifacts"):
         _open(place, tmp_path, "here")

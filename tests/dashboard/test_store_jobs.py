@@ -17,7 +17,7 @@ from stepsplit.dashboard.store.ingest import ingest, reporting
 from stepsplit.dashboard.store.store import Store
 
 SPENT = (
-    "the analysis broke off 3 times without an answer, perhaps for lack of memory; "
+    "the analysis crashed 3 times without an error message, perhaps out of memory; "
     "upload fewer ranks or steps"
 )
 
@@ -54,7 +54,7 @@ def test_of_many_workers_one_gets_a_job(store: Store) -> None:
     assert sorted(got) == sorted(runs)
 
 
-def test_a_silent_workers_job_is_taken_and_its_answer_refused(store: Store) -> None:
+def test_an_expired_job_is_claimed_again_and_its_late_result_refused(store: Store) -> None:
     run_id = queued(store)
     silent = claimed(store, "silent", lease_s=-1)
 
@@ -90,7 +90,7 @@ def test_a_dead_workers_jobs_are_free_at_once(store: Store) -> None:
     assert state(store, run_id) == ("failed", SPENT)
 
 
-def test_a_job_that_is_put_back_has_lost_no_attempt(store: Store) -> None:
+def test_returning_a_job_does_not_count_as_an_attempt(store: Store) -> None:
     run_id = queued(store)
 
     assert store.jobs.put_back(claimed(store))
@@ -111,15 +111,15 @@ def test_progress_is_shown_while_it_runs(store: Store) -> None:
     assert found(store, run_id).progress is None
 
 
-def test_progress_is_passed_on_once_a_second() -> None:
-    told: list[tuple[float, str]] = []
+def test_progress_is_reported_at_most_once_per_second() -> None:
+    notes: list[tuple[float, str]] = []
     clock = iter([0.0, 0.5, 1.0, 1.1])
-    progress = reporting(lambda share, note: told.append((share, note)), lambda: next(clock))
+    progress = reporting(lambda share, note: notes.append((share, note)), lambda: next(clock))
 
     for done in (10, 20, 30, 100):
         progress(done, 100)
 
-    assert told == [
+    assert notes == [
         (pytest.approx(0.09), "reading"),
         (pytest.approx(0.27), "reading"),
         (0.9, "splitting steps"),
@@ -141,7 +141,7 @@ def test_ingest_analyzes_what_was_uploaded(store: Store) -> None:
     assert store.report(run_id) == analysis().report
 
 
-def test_bad_data_fails_the_run_in_the_uploaders_words(store: Store) -> None:
+def test_bad_data_fails_the_run_with_the_uploaded_file_name(store: Store) -> None:
     def analyze(folder: Path, progress: Progress) -> Analysis:
         raise DataError(folder / "rank0.json", "the file is torn\0", "copy it again", rank=0)
 
@@ -155,17 +155,15 @@ def test_bad_data_fails_the_run_in_the_uploaders_words(store: Store) -> None:
     assert store.jobs.claim("w") is None
 
 
-def test_a_defect_fails_the_run_and_is_logged(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_fails_the_run_and_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     def analyze(folder: Path, progress: Progress) -> Analysis:
         raise ZeroDivisionError
 
     run_id = queued(store)
 
     assert ingest(store, claimed(store), analyze) == "failed"
-    told = "internal error: ZeroDivisionError; see the worker's log"
-    assert state(store, run_id) == ("failed", told)
+    message = "internal error: ZeroDivisionError; see the worker's log"
+    assert state(store, run_id) == ("failed", message)
     assert "ZeroDivisionError" in caplog.text
 
 

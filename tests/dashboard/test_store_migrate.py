@@ -1,4 +1,4 @@
-"""A store of any age opens as one of today, whoever opens it first."""
+"""A store of any version is migrated by the process that opens it first."""
 
 from __future__ import annotations
 

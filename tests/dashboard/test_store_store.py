@@ -116,7 +116,7 @@ def test_runs_are_listed_newest_first(store: Store) -> None:
     assert store.run("0" * 12) is None
 
 
-def test_texts_of_strangers_fit_every_database(store: Store) -> None:
+def test_untrusted_text_fits_every_database(store: Store) -> None:
     run_id = store.add("a\0b\n" + "x" * 300, [Tag("k" * 99, "\udcff")])
 
     run = found(store, run_id)
@@ -138,7 +138,7 @@ def test_a_removed_run_leaves_nothing(store: Store, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == [kept]
 
 
-def test_the_last_verdict_of_a_run_is_listed_and_found_until_the_run_goes(store: Store) -> None:
+def test_the_last_check_result_is_kept_until_the_run_is_deleted(store: Store) -> None:
     other, judged = store.add("other"), store.add("judged")
     store.verdicts.record(judged, "inconclusive", "too few runs")
 
@@ -152,7 +152,7 @@ def test_the_last_verdict_of_a_run_is_listed_and_found_until_the_run_goes(store:
         assert connection.execute(select(VERDICTS)).all() == []
 
 
-def test_what_a_crash_left_of_a_removed_run_is_swept(store: Store) -> None:
+def test_leftover_files_of_deleted_runs_are_swept(store: Store) -> None:
     gone, kept = uploaded(store), uploaded(store)
     with store._database.writing() as connection:
         runs.remove_run(connection, gone)
@@ -179,7 +179,7 @@ def test_a_run_waits_until_its_files_are_complete(store: Store) -> None:
     assert not store.files.begin(run_id, FileRow("late", 0, False))
 
 
-def test_tokens_let_in_until_they_are_revoked(store: Store) -> None:
+def test_tokens_are_valid_until_revoked(store: Store) -> None:
     assert not store.tokens.any()
     secret = store.tokens.create("ci")
     (token,) = store.tokens.all()
@@ -189,11 +189,11 @@ def test_tokens_let_in_until_they_are_revoked(store: Store) -> None:
     assert secret.startswith("sst_") and store.tokens.any()
     assert store.tokens.all()[0].last_used_unix_ns is not None
 
-    assert store.tokens.revoke(token.id) and not store.tokens.revoke("nobody")
+    assert store.tokens.revoke(token.id) and not store.tokens.revoke("unknown")
     assert not store.tokens.accepts(secret) and not store.tokens.any()
 
 
-def test_everything_is_counted(store: Store) -> None:
+def test_the_store_counts_runs_jobs_and_bytes(store: Store) -> None:
     store.add("uploading")
     queued(store, rank0=b"12345")
 
@@ -204,7 +204,7 @@ def test_everything_is_counted(store: Store) -> None:
     assert store.ready()
 
 
-def test_an_id_never_leads_out_of_the_folder(store: Store) -> None:
+def test_an_id_cannot_escape_the_folder(store: Store) -> None:
     with pytest.raises(UsageError):
         store.folder("../../etc")
 
@@ -218,7 +218,7 @@ def test_an_id_never_leads_out_of_the_folder(store: Store) -> None:
         "postgresql://me:secret@127.0.0.1:1/x",
     ],
 )
-def test_a_store_that_cannot_be_opened_is_one_line(url: str, tmp_path: Path) -> None:
+def test_an_unusable_store_is_a_one_line_error(url: str, tmp_path: Path) -> None:
     with pytest.raises(StepsplitError) as caught:
         Store.open(url, tmp_path / "artifacts")
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The timeline: any window of a run, exactly where there is room, honestly where there is not."""
+"""The timeline: exact shapes while there is room, merged shapes otherwise."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_a_window_with_room_shows_its_slices_as_they_are() -> None:
     assert shapes(made.drawn(25, 90, 10)) == [(20, 10, SKEW, 255, 1), (30, 10, COLLECTIVE, 255, 2)]
 
 
-def test_without_room_a_slot_shows_what_fills_most_of_it_and_how_full_it_is() -> None:
+def test_a_slot_shows_its_dominant_bucket_and_cover() -> None:
     made = track((0, 60, COMPUTE), (60, 40, SKEW), (100, 10, SKEW), (150, 30, COMPUTE))
     assert shapes(made.drawn(0, 200, 2)) == [
         (0, 100, COMPUTE, 255, -1), (100, 100, COMPUTE, 127, -1),
     ]  # fmt: skip
 
 
-def test_a_long_wait_is_itself_among_many_short_kernels() -> None:
+def test_a_long_wait_is_drawn_exactly_among_many_short_kernels() -> None:
     short = [(n * 10, 9, COMPUTE) for n in range(20)]
     made = track(*short, (200, 150, SKEW), *((350 + n * 10, 9, COMPUTE) for n in range(5)))
     assert shapes(made.drawn(0, 400, 4)) == [
@@ -66,9 +66,7 @@ def test_nothing_is_drawn_where_nothing_ran() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50), st.integers(0, 6)), max_size=60),
        st.integers(1, 40))  # fmt: skip
-def test_neither_slices_nor_what_stands_for_many_overlap(
-    raw: list[tuple[int, int, int]], slots: int
-) -> None:
+def test_shapes_do_not_overlap(raw: list[tuple[int, int, int]], slots: int) -> None:
     now, made = 0, []
     for gap, dur, bucket in raw:
         made.append((now + gap, dur, bucket))
@@ -81,7 +79,7 @@ def test_neither_slices_nor_what_stands_for_many_overlap(
     assert {bucket for _, _, bucket in made} >= set(drawn.bucket.tolist())
 
 
-def test_a_waiting_segment_of_the_band_knows_for_whom() -> None:
+def test_a_waiting_segment_has_its_owner() -> None:
     segments = analysis().tables.segments
     at = int(np.flatnonzero((segments.rank == 2) & (segments.bucket == SKEW))[0])
     one = (np.array([2], np.int32), np.array([4], np.int32), np.array([SKEW], np.uint8),
@@ -105,7 +103,7 @@ def test_the_lane_with_the_most_compute_comes_first() -> None:
     ]  # fmt: skip
 
 
-def test_the_index_names_steps_ranks_and_how_buckets_look() -> None:
+def test_the_index_lists_steps_ranks_and_bucket_colors() -> None:
     made = analysis()
     index = index_json(TimelineView(made.report, made.tables))
     assert [one["kind"] for one in index["steps"]] == ["partial", "full", "full", "full", "full"]
@@ -113,7 +111,7 @@ def test_the_index_names_steps_ranks_and_how_buckets_look() -> None:
     assert [one["name"] for one in index["buckets"]] == list(BUCKETS)
 
 
-def test_a_window_of_a_step_holds_every_rank_to_the_nanosecond() -> None:
+def test_a_window_of_a_step_covers_every_rank_to_the_nanosecond() -> None:
     made = analysis()
     scene = TimelineView(made.report, made.tables)
     step = scene.steps[2]
@@ -126,7 +124,7 @@ def test_a_window_of_a_step_holds_every_rank_to_the_nanosecond() -> None:
     assert [row["rank"] for row in orjson.loads(body)["rows"]] == [0, 1, 2, 3]
 
 
-def test_a_page_to_keep_holds_one_full_step_however_long_it_is() -> None:
+def test_an_exported_page_contains_one_full_step() -> None:
     made = analysis()
     kept = still_json(made.report, made.tables)
     assert [one["step"] for one in kept["index"]["steps"]] == [6]

@@ -174,7 +174,7 @@ def test_a_refusal_is_one_line(
     with _Serving(server) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
 
-    message = "the server refused: the file is larger than this server takes (1500 bytes)"
+    message = "the server refused: the file exceeds the limit of this server (1500 bytes)"
     assert capsys.readouterr().err == f"stepsplit: {message}\n"
 
 

@@ -1,4 +1,4 @@
-"""Who comes in: this machine without a word, others with a secret or by a proxy's word."""
+"""Access control: local requests without login, others with a secret or through a proxy."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_this_machine_needs_no_login() -> None:
     assert access_to("localhost", has_tokens=True) == Access(local=True, guarded=False)
 
 
-def test_others_must_be_told_apart(store: Store) -> None:
-    told = "others can reach 0.0.0.0: say who may come in"
-    with pytest.raises(UsageError, match=told):
+def test_a_public_address_needs_access_control(store: Store) -> None:
+    message = "0.0.0.0 is reachable by others: restrict it"
+    with pytest.raises(UsageError, match=message):
         access_to("0.0.0.0")
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         serve(store, "0.0.0.0", free_port())
 
     guarded = Access(local=False, guarded=True)
@@ -61,7 +61,7 @@ def test_others_must_be_told_apart(store: Store) -> None:
     assert access_to("0.0.0.0", open_to_anyone=True) == Access(local=False, guarded=False)
 
 
-def test_a_password_lets_in_and_nothing_else_does(store: Store) -> None:
+def test_only_the_password_is_accepted(store: Store) -> None:
     client = _client(store, access_to("0.0.0.0", password=PASSWORD))
 
     asked = client.get("/", headers=HOST)
@@ -81,7 +81,7 @@ def test_a_password_lets_in_and_nothing_else_does(store: Store) -> None:
     "authorization",
     ["Basic", "Basic !!!", "Basic eA==", "Bearer", "Bearer  ", "Digest x", "sst_x", "Bearer \xff"],
 )
-def test_what_is_no_secret_is_asked_again(authorization: str, store: Store) -> None:
+def test_invalid_credentials_are_challenged_again(authorization: str, store: Store) -> None:
     client = _client(store, access_to("0.0.0.0", password=PASSWORD))
 
     answer = client.get("/", headers=HOST | {"Authorization": authorization})
@@ -89,7 +89,7 @@ def test_what_is_no_secret_is_asked_again(authorization: str, store: Store) -> N
     assert answer.status_code == 401
 
 
-def test_a_token_lets_in_until_it_is_revoked(store: Store) -> None:
+def test_a_token_is_accepted_until_revoked(store: Store) -> None:
     client = _client(store, access_to("0.0.0.0", has_tokens=True))
     secret = store.tokens.create("ci")
     bearer, basic = {"Authorization": f"Bearer {secret}"}, _basic(secret)
@@ -101,7 +101,7 @@ def test_a_token_lets_in_until_it_is_revoked(store: Store) -> None:
     assert client.get("/", headers=HOST | bearer).status_code == 401
 
 
-def test_a_proxys_word_counts_from_the_proxy_alone(store: Store) -> None:
+def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
     proxy = trusted_proxy("X-Forwarded-User", ["10.0.0.0/24", "::1"])
     client = _client(store, access_to("127.0.0.1", proxy=proxy))
     named = HOST | {"X-Forwarded-User": "ada"}
@@ -127,7 +127,7 @@ def test_a_proxy_is_a_header_and_addresses(header: str | None, addresses: list[s
         trusted_proxy(header, addresses)
 
 
-def test_guessing_ends_with_a_wait(store: Store) -> None:
+def test_guessing_is_throttled(store: Store) -> None:
     client = _client(store, access_to("0.0.0.0", password=PASSWORD))
     for _ in range(MOST_FAILURES):
         assert client.get("/", headers=HOST | _basic("guess")).status_code == 401
@@ -142,7 +142,7 @@ def test_guessing_ends_with_a_wait(store: Store) -> None:
     assert client.get("/healthz", headers=HOST).status_code == 200
 
 
-def test_guesses_behind_a_proxy_count_for_whom_it_speaks_for(store: Store) -> None:
+def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:
     proxy = trusted_proxy("X-User", ["127.0.0.1"])
     client = _client(store, access_to("127.0.0.1", password=PASSWORD, proxy=proxy))
     guesser = HOST | {"X-Forwarded-For": "1.2.3.4, 6.6.6.6"}

@@ -1,4 +1,4 @@
-"""Uploads land whole below their run, strangers are refused, and a run gets to its report."""
+"""Uploads are stored under their run, other sites are refused, and a run gets its report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
     assert store.tables(run_id) is not None
 
 
-def test_a_status_tells_all_that_is_known(client: FlaskClient, store: Store) -> None:
+def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
     answer = client.post(RUNS, json={"name": " exp1 ", "tags": {"branch": "main", "gpus": "8"}})
     assert answer.json is not None
     run_id = answer.json["id"]
@@ -182,19 +182,19 @@ def test_a_run_has_only_so_many_files(client: FlaskClient) -> None:
 
     answer = client.put(f"{RUNS}/{run_id}/files/d", data=b"x")
 
-    told = "a run holds at most 3 files; send small ones together in a zip or tar archive"
-    assert (answer.status_code, answer.json) == (413, {"error": told})
+    message = "a run may have at most 3 files; pack small files into a zip or tar archive"
+    assert (answer.status_code, answer.json) == (413, {"error": message})
     assert client.put(f"{RUNS}/{run_id}/files/c", data=b"y").status_code == 201
 
 
-def test_a_full_disk_is_told_before_it_is_full(store: Store, tmp_path: Path) -> None:
+def test_an_upload_is_refused_before_the_disk_is_full(store: Store, tmp_path: Path) -> None:
     client = create_server(store, limits=Limits(spare_bytes=1 << 60)).test_client()
     run_id = _create(client)
 
     answer = client.put(f"{RUNS}/{run_id}/files/a", data=b"x")
 
-    told = "the server's disk is full; ask who runs it to remove old runs"
-    assert (answer.status_code, answer.json) == (507, {"error": told})
+    message = "the server's disk is full; ask its administrator to delete old runs"
+    assert (answer.status_code, answer.json) == (507, {"error": message})
     assert _files(tmp_path) == []
 
 
@@ -211,14 +211,14 @@ def test_a_body_cut_off_leaves_nothing(client: FlaskClient, tmp_path: Path) -> N
     assert _files(tmp_path) == []
 
 
-def test_a_file_and_a_folder_of_one_name_are_told(client: FlaskClient) -> None:
+def test_a_file_and_a_folder_of_one_name_are_refused(client: FlaskClient) -> None:
     run_id = _create(client)
 
     assert client.put(f"{RUNS}/{run_id}/files/a", data=b"x").status_code == 201
     assert client.put(f"{RUNS}/{run_id}/files/a/b", data=b"x").status_code == 409
 
 
-def test_a_finished_run_takes_nothing_more(client: FlaskClient) -> None:
+def test_a_finished_run_accepts_no_files(client: FlaskClient) -> None:
     run_id = _create(client)
     assert client.post(f"{RUNS}/{run_id}/finish").status_code == 400
 
@@ -229,10 +229,10 @@ def test_a_finished_run_takes_nothing_more(client: FlaskClient) -> None:
     assert client.post(f"{RUNS}/{run_id}/finish").status_code == 409
 
 
-def test_what_is_not_there_is_told_in_json(client: FlaskClient) -> None:
+def test_missing_resources_are_json_errors(client: FlaskClient) -> None:
     answer = client.get(f"{RUNS}/{'0' * 12}")
 
-    assert (answer.status_code, answer.json) == (404, {"error": "there is no such run"})
+    assert (answer.status_code, answer.json) == (404, {"error": "run not found"})
     assert client.put(f"{RUNS}/..%2f..%2fx/files/a", data=b"x").status_code in (404, 405)
 
 
@@ -253,7 +253,7 @@ def test_what_is_not_there_is_told_in_json(client: FlaskClient) -> None:
         {"name": "x", "tags": {str(n): "v" for n in range(33)}},
     ],
 )
-def test_a_run_needs_a_name_and_plain_tags(body: object, client: FlaskClient) -> None:
+def test_a_run_needs_a_valid_name_and_tags(body: object, client: FlaskClient) -> None:
     assert client.post(RUNS, json=body).status_code == 400
 
 
@@ -267,7 +267,7 @@ def test_every_answer_has_a_strict_policy(client: FlaskClient) -> None:
     assert "'unsafe-inline'" not in content_policy([]).split("script-src")[1].split(";")[0]
 
 
-def test_a_process_that_drew_no_page_gives_out_its_scripts(store: Store) -> None:
+def test_every_process_serves_the_scripts_of_a_page(store: Store) -> None:
     """Requests for one page go to several processes."""
     page = create_server(store).test_client().get("/").get_data(as_text=True)
     scripts = [part.partition('"')[0] for part in page.split('<script src="')[1:]]

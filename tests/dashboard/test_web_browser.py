@@ -1,4 +1,4 @@
-"""The pages in a real browser: figures are drawn, nothing comes from elsewhere, uploads arrive."""
+"""The pages in a real browser: figures are drawn, no external requests, uploads arrive."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:
     }
 
 
-def test_a_bar_leads_to_its_timeline_and_a_menu_into_the_address(
+def test_a_bar_opens_its_timeline_and_a_menu_changes_the_url(
     shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     run_id = _import(shared.folder)
@@ -218,7 +218,7 @@ def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -
     _until(page, lambda: page.locator(".run-link").all_inner_texts() == ["gamma"])
 
 
-def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
+def test_the_timeline_zooms_to_a_kernel_and_follows_a_wait(
     shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     run = examine([SAMPLES / "tp2_pp2"])
@@ -229,8 +229,8 @@ def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
     page.wait_for_selector("#timeline-view[data-drawn]")
 
     _click(page, _LONGEST_WAIT)
-    told = page.locator(".tl-status").inner_text()
-    owner = re.search(r"waits for rank (\d)", told)
+    message = page.locator(".tl-status").inner_text()
+    owner = re.search(r"waits for rank (\d)", message)
     assert owner is not None
     page.get_by_text(f"go to rank {owner.group(1)}").click()
 
@@ -252,13 +252,13 @@ def test_the_timeline_goes_down_to_one_kernel_and_from_a_wait_to_its_rank(
 _PERFETTO = """<script>
   window.addEventListener("message", (event) => {
     if (event.data === "PING") return event.source.postMessage("PONG", event.origin);
-    const told = event.data.perfetto;
-    document.title = told.title + ": " + new Uint8Array(told.buffer).slice(0, 2).join(" ");
+    const received = event.data.perfetto;
+    document.title = received.title + ": " + new Uint8Array(received.buffer).slice(0, 2).join(" ");
   });
 </script>"""
 
 
-def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
+def test_the_trace_is_sent_to_perfetto_in_the_browser(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
     """Perfetto's own protocol with a page that stands in for its own."""
     run_id = _import(shared.folder)
     context = browser.new_context()
@@ -275,7 +275,7 @@ def test_perfetto_is_handed_the_trace_in_the_browser(shared: Shared, browser) ->
     _until(page, lambda: opened.value.title() == "stepsplit: 31 139")  # gzip's first bytes
 
 
-def test_a_changed_model_is_beside_the_run_and_in_the_address(
+def test_a_changed_model_is_shown_and_in_the_url(
     shared: Shared, browser  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     run = examine([SAMPLES / "tp2_pp2"], job="auto")
@@ -333,7 +333,7 @@ def _serious(response) -> list[str]:  # type: ignore[no-untyped-def]
     return [one["id"] for one in response["violations"] if one["impact"] in ("serious", "critical")]
 
 
-def test_the_page_to_keep_draws_itself_without_a_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_exported_page_works_without_a_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run = examine([SAMPLES / "tp2_pp2"])
     file = tmp_path / "kept.html"
     file.write_text(still_page(View("kept", run.report, run.tables)))

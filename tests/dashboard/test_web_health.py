@@ -1,4 +1,4 @@
-"""Whether the server and its database live, and what a monitoring system sees."""
+"""Health checks of the server and its database, metrics and request logs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_metrics_count_runs_jobs_and_requests(store: Store) -> None:
     assert created.json["id"] not in "".join(after)
 
 
-def test_a_database_that_is_away_is_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_database_is_reported(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     client = create_server(store).test_client()
 
     def away() -> None:
@@ -58,7 +58,7 @@ def test_a_database_that_is_away_is_told(store: Store, monkeypatch: pytest.Monke
     answers = [client.get(path) for path in ("/healthz", "/readyz", "/api/v1/runs/x")]
 
     assert [answer.status_code for answer in answers] == [200, 503, 503]
-    assert answers[2].json == {"error": "the database is away; try again soon"}
+    assert answers[2].json == {"error": "the database is unavailable; try again"}
     assert answers[2].headers["Retry-After"] == "5"
 
 
@@ -70,10 +70,10 @@ def test_a_request_is_one_line_of_json(store: Store, caplog: pytest.LogCaptureFi
     (record,) = caplog.records
     line = JsonLines().format(record)
 
-    told = json.loads(line)
+    record = json.loads(line)
     assert "\n" not in line and "secret" not in line
-    assert told.pop("ms") >= 0 and told.pop("time").endswith("+00:00")
-    assert told == {
+    assert record.pop("ms") >= 0 and record.pop("time").endswith("+00:00")
+    assert record == {
         "level": "info",
         "event": "request",
         "method": "GET",

@@ -1,4 +1,4 @@
-"""Uploads that mean harm: refused with a line, failed with a line, or harmless."""
+"""Malicious uploads are refused, fail with one line, or are harmless."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_archive_stays_in_its_folder(client: FlaskClient, store: Store, tmp_p
 
 
 @pytest.mark.parametrize("name", ["bomb.json.gz", "bomb.zip"])
-def test_a_bomb_fails_with_a_line(
+def test_an_archive_bomb_fails_with_a_one_line_error(
     name: str, client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "FREE_BYTES", 16 << 20)
@@ -89,7 +89,7 @@ def test_a_bomb_fails_with_a_line(
     [b"", b"MZ\x90\0" * 1000, b"<html><script>alert(1)</script></html>", b'{"traceEvents": 3}',
      b"[" * 100_000, b'{"traceEvents": [' + b"1," * 100, b"\xff\xfe" * 100],
 )  # fmt: skip
-def test_what_is_no_trace_fails_with_a_line(
+def test_an_invalid_trace_fails_with_a_one_line_error(
     content: bytes, client: FlaskClient, store: Store
 ) -> None:
     ended, error = _ingested(client, store, {"rank0_trace.json": content})
@@ -104,12 +104,12 @@ def test_names_with_script_in_them_are_text(client: FlaskClient, store: Store) -
     assert answer.json is not None
     run_id = answer.json["id"]
     put = client.put(f"{RUNS}/{run_id}/files/{SCRIPT}", data=b"x")
-    told = client.get(f"{RUNS}/{run_id}")
+    answer = client.get(f"{RUNS}/{run_id}")
 
     assert put.status_code == 201
-    assert told.content_type == put.content_type == "application/json"
-    assert told.json is not None and told.json["tags"] == {SCRIPT: SCRIPT}
-    assert told.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.content_type == put.content_type == "application/json"
+    assert answer.json is not None and answer.json["tags"] == {SCRIPT: SCRIPT}
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
     client.post(f"{RUNS}/{run_id}/finish")
     assert ingest(store, claimed(store), analysis_of) == "failed"
 
@@ -126,7 +126,7 @@ def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
     assert store.files.held(run_id).files == 60
 
 
-def test_a_run_toml_that_lies_fails_with_a_line(client: FlaskClient, store: Store) -> None:
+def test_a_wrong_run_toml_fails_with_a_one_line_error(client: FlaskClient, store: Store) -> None:
     whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
     for lie in (b"\0", b"[model]\npreset = '/etc/passwd'", b"[hardware]\nfile = '/etc/passwd'"):
         ended, error = _ingested(client, store, whole | {"job.toml": lie})
@@ -146,11 +146,11 @@ def test_a_run_toml_reads_no_file_of_the_server(
     ended = _ingested(client, store, whole | {"job.toml": f"[hardware]\n{place}".encode()})
 
     named = place.split("'")[1]
-    told = f"job.toml: names {named}, which is not in the upload; "
-    assert ended == ("failed", told + "upload that file too, and name it from here")
+    message = f"job.toml: refers to {named}, which is not in the upload; "
+    assert ended == ("failed", message + "upload that file too, and use a relative path")
 
 
-def test_a_trace_with_huge_numbers_is_told_or_harmless(client: FlaskClient, store: Store) -> None:
+def test_a_trace_with_huge_numbers_fails_or_is_harmless(client: FlaskClient, store: Store) -> None:
     trace = json.loads(gzip.decompress((SAMPLE / "rank0_trace.json.gz").read_bytes()))
     trace["distributedInfo"] = {"rank": 10**30, "world_size": 10**30}
 

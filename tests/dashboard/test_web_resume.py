@@ -1,4 +1,4 @@
-"""An upload goes on where it broke off, and only what is safe is counted."""
+"""An interrupted upload resumes, and only bytes on disk are counted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_parts_make_a_file(client: FlaskClient, store: Store, file: str) -> None
     assert _on_disk(store, file).read_bytes() == b"hello world"
 
 
-def test_a_part_that_does_not_follow_is_told_what_does(client: FlaskClient, file: str) -> None:
+def test_a_part_at_the_wrong_offset_gets_the_expected_offset(
+    client: FlaskClient, file: str
+) -> None:
     _patch(client, file, 0, b"hello")
 
     answers = [_patch(client, file, offset, b"x") for offset in (0, 4, 6)]
@@ -64,7 +66,7 @@ def test_a_complete_file_takes_no_part(client: FlaskClient, file: str) -> None:
     assert _held(_patch(client, file, 5, b"x")) == (409, "5", "?1")
 
 
-def test_a_part_with_a_false_digest_is_forgotten(
+def test_a_part_with_a_wrong_digest_is_dropped(
     client: FlaskClient, store: Store, file: str
 ) -> None:
     _patch(client, file, 0, b"hello ", digest=b"hello ")
@@ -77,7 +79,7 @@ def test_a_part_with_a_false_digest_is_forgotten(
     assert _held(_patch(client, file, 6, b"world", digest=b"world", ends=True))[0] == 200
 
 
-def test_a_whole_file_with_a_false_digest_was_never_there(
+def test_a_whole_file_with_a_wrong_digest_is_removed(
     client: FlaskClient, store: Store, file: str
 ) -> None:
     false = client.put(file, data=b"wurld", headers={"Content-Digest": _digest(b"world")})
@@ -87,14 +89,14 @@ def test_a_whole_file_with_a_false_digest_was_never_there(
     assert _held(client.head(file)) == (204, "5", "?1")
 
 
-def test_a_part_cut_off_is_kept_as_far_as_it_came(
+def test_received_bytes_of_a_cut_off_part_are_kept(
     client: FlaskClient, store: Store, file: str
 ) -> None:
     _patch(client, file, 0, b"hello ")
 
     plain = _patch(client, file, 6, b"wo", announced=5)
     assert _held(plain) == (400, "8", "?0")
-    # With a digest nobody can tell whether the half of it is right.
+    # Half of a part with a digest cannot be verified.
     checked = _patch(client, file, 8, b"r", announced=3, digest=b"rld")
 
     assert checked.status_code == 400
@@ -102,7 +104,7 @@ def test_a_part_cut_off_is_kept_as_far_as_it_came(
     assert _on_disk(store, file).read_bytes() == b"hello wo"
 
 
-def test_what_was_not_counted_is_cut_off(client: FlaskClient, store: Store, file: str) -> None:
+def test_unrecorded_bytes_are_truncated(client: FlaskClient, store: Store, file: str) -> None:
     """A server that was killed has written more than it has recorded."""
     _patch(client, file, 0, b"hello ")
     with _on_disk(store, file).open("ab") as opened:
@@ -113,7 +115,9 @@ def test_what_was_not_counted_is_cut_off(client: FlaskClient, store: Store, file
     assert _on_disk(store, file).read_bytes() == b"hello world"
 
 
-def test_what_the_disk_lost_is_sent_again(client: FlaskClient, store: Store, file: str) -> None:
+def test_bytes_lost_by_the_disk_are_sent_again(
+    client: FlaskClient, store: Store, file: str
+) -> None:
     _patch(client, file, 0, b"hello ")
     _on_disk(store, file).write_bytes(b"hel")
 
@@ -121,7 +125,9 @@ def test_what_the_disk_lost_is_sent_again(client: FlaskClient, store: Store, fil
     assert _held(_patch(client, file, 3, b"lo world", ends=True)) == (200, "11", "?1")
 
 
-def test_of_two_that_send_one_file_one_waits(client: FlaskClient, store: Store, file: str) -> None:
+def test_concurrent_uploads_of_a_file_are_serialized(
+    client: FlaskClient, store: Store, file: str
+) -> None:
     _patch(client, file, 0, b"hello ")
 
     with _on_disk(store, file).open("rb") as other:
@@ -132,19 +138,19 @@ def test_of_two_that_send_one_file_one_waits(client: FlaskClient, store: Store, 
     assert _patch(client, file, 6, b"world").status_code == 200
 
 
-def test_an_upload_is_not_finished_while_a_file_is_not(client: FlaskClient, file: str) -> None:
+def test_an_upload_with_an_incomplete_file_cannot_finish(client: FlaskClient, file: str) -> None:
     finish = file.partition("/files/")[0] + "/finish"
     _patch(client, file, 0, b"hello")
 
     early = client.post(finish)
-    told = "exp1/rank0 is not complete: 5 bytes of it are held; send the rest, or DELETE it"
-    assert (early.status_code, early.json) == (409, {"error": told})
+    message = "exp1/rank0 is incomplete: 5 bytes received; send the rest, or DELETE it"
+    assert (early.status_code, early.json) == (409, {"error": message})
     _patch(client, file, 5, b"", ends=True)
 
     assert client.post(finish).status_code == 202
 
 
-def test_a_file_can_be_left_out_after_all(client: FlaskClient, store: Store, file: str) -> None:
+def test_an_incomplete_file_can_be_deleted(client: FlaskClient, store: Store, file: str) -> None:
     _patch(client, file, 0, b"hello")
 
     assert client.delete(file).status_code == 204
@@ -153,7 +159,7 @@ def test_a_file_can_be_left_out_after_all(client: FlaskClient, store: Store, fil
     assert not _on_disk(store, file).exists()
 
 
-def test_parts_beyond_the_limit_leave_what_was_held(client: FlaskClient, file: str) -> None:
+def test_parts_beyond_the_limit_leave_the_stored_bytes(client: FlaskClient, file: str) -> None:
     _patch(client, file, 0, b"x" * 600)
 
     assert _patch(client, file, 600, b"x" * 401).status_code == 413
@@ -172,7 +178,7 @@ def test_parts_beyond_the_limit_leave_what_was_held(client: FlaskClient, file: s
         {"Upload-Offset": "0", "Content-Digest": "sha-256=:=A:"},
     ],
 )
-def test_headers_that_say_nothing_are_refused(
+def test_invalid_headers_are_refused(
     headers: dict[str, str], client: FlaskClient, file: str
 ) -> None:
     assert client.patch(file, data=b"x", headers=headers).status_code == 400

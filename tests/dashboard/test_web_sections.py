@@ -1,4 +1,4 @@
-"""The sections of a run's page say what the report says, and are absent where it says nothing."""
+"""The sections of a run's page show the report's rows, and are absent without any."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def body(table: html.Table) -> list[list[str]]:
     return [[text(cell) for cell in found(row, html.Td)] for row in rows]
 
 
-def test_idle_is_told_by_cause_as_the_mean_of_a_step() -> None:
+def test_idle_is_shown_by_cause_as_the_mean_per_step() -> None:
     report = with_rows(
         idle=(
             IdleRow(0, "synchronize", "aten::item", 24 * MS, 4),
@@ -86,7 +86,7 @@ def test_idle_is_told_by_cause_as_the_mean_of_a_step() -> None:
     ]
 
 
-def test_idle_by_op_and_by_rank_is_there_on_demand() -> None:
+def test_idle_by_op_and_by_rank_is_collapsed() -> None:
     report = with_rows(
         idle=(
             IdleRow(0, "python", "", 16 * MS, 9),
@@ -100,7 +100,7 @@ def test_idle_by_op_and_by_rank_is_there_on_demand() -> None:
     assert [body(one) for one in found(by_op, html.Table)] == [
         [
             ["data loading", "next", "4", "2.50 ms"],
-            ["python", "nothing named", "9", "1.00 ms"],
+            ["python", "unknown", "9", "1.00 ms"],
             ["python", "smaller ones", "3", "0.50 ms"],
         ]
     ]
@@ -109,7 +109,7 @@ def test_idle_by_op_and_by_rank_is_there_on_demand() -> None:
     ]
 
 
-def test_a_rank_without_a_full_step_counts_all_of_its_own() -> None:
+def test_a_rank_without_a_full_step_counts_all_its_steps() -> None:
     partial = tuple(
         msgspec.structs.replace(row, kind="partial") if row.rank == 1 else row
         for row in analysis().report.steps
@@ -121,13 +121,13 @@ def test_a_rank_without_a_full_step_counts_all_of_its_own() -> None:
     assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
 
 
-def test_a_cause_without_an_op_names_none() -> None:
+def test_a_cause_without_an_op_shows_no_op() -> None:
     (by_cause, *_) = found(idle(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),))), html.Table)
 
     assert body(by_cause)[0][1:3] == ["", ""]
 
 
-def test_stragglers_come_before_those_who_are_later_by_chance() -> None:
+def test_stragglers_come_before_ranks_late_by_chance() -> None:
     report = with_rows(
         lateness=(
             Lateness(0, "tp", False, 2, 40, 21, 3 * MS, 63 * MS, 0.4, False),
@@ -145,7 +145,7 @@ def test_stragglers_come_before_those_who_are_later_by_chance() -> None:
         ["rank 0", "tp", "", "40", "52.5 %", "50.0 %", "3.00 ms", "63.0 ms"],
     ]
     assert body(messages) == [["rank 0", "pp", "", "10", "50.0 %", "50.0 %", "9.00 ms", "45.0 ms"]]
-    assert text(section).count("a straggler comes last more often than chance has it") == 1
+    assert text(section).count("a straggler arrives last more often than expected by chance") == 1
 
 
 def test_without_a_straggler_the_section_says_so() -> None:
@@ -153,10 +153,10 @@ def test_without_a_straggler_the_section_says_so() -> None:
 
     (section,) = stragglers(with_rows(lateness=(late,)))
 
-    assert "no rank comes last so often and so late that it is more than chance" in text(section)
+    assert "no straggler: no rank is significantly later than its peers" in text(section)
 
 
-def test_overlap_is_summed_over_the_ranks_and_told_for_a_step() -> None:
+def test_overlap_is_summed_over_ranks_and_shown_per_step() -> None:
     report = with_rows(
         overlap=(
             Overlap(0, "tp", "all_reduce", 32 * MS, 8 * MS, 24 * MS),
@@ -190,7 +190,7 @@ def test_families_share_the_compute_of_all_ranks() -> None:
     ]
 
 
-def test_slow_kernels_and_contention_are_told_the_costliest_first() -> None:
+def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
     report = with_rows(
         slow_kernels=(
             SlowKernel(2, "ampere_gemm", "gemm", 1.08, MS, 96),
@@ -222,10 +222,10 @@ def test_the_path_names_the_ranks_that_have_most_of_it() -> None:
         ["p2p on pp", "rank 2 100.0 %", "2.0 %", "2.89 ms"],
         ["bubble on pp", "rank 0 100.0 %", "1.0 %", "1.44 ms"],
     ]
-    assert "rank 3 ends last in 4 of 4 steps" in text(section)
+    assert "rank 3 finishes last in 4 of 4 steps" in text(section)
 
 
-def test_a_slow_step_is_a_sentence_that_leads_to_it() -> None:
+def test_a_slow_step_is_a_sentence_with_a_link() -> None:
     report = with_rows(
         slow_steps=(
             SlowStep(7, 160 * MS, 15 * MS, 1, "compute", 9 * MS),
@@ -237,14 +237,14 @@ def test_a_slow_step_is_a_sentence_that_leads_to_it() -> None:
     (section,) = path(seen(report))
 
     assert [text(item) for item in found(section, html.Li)] == [
-        "step 5 took 170 ms, 25.0 ms longer: rank 3 idle +24.0 ms",
-        "step 7 took 160 ms, 15.0 ms longer: rank 1 compute +9.00 ms",
+        "step 5 took 170 ms (+25.0 ms over the median), mainly rank 3 idle +24.0 ms",
+        "step 7 took 160 ms (+15.0 ms over the median), mainly rank 1 compute +9.00 ms",
     ]
     assert [link.href for link in found(section, dcc.Link)] == [
         "/run/abcdef012345/timeline?step=5&rank=3",
         "/run/abcdef012345/timeline?step=7&rank=1",
     ]
-    assert "than 145 ms, the median of 12 on their slowest rank" in text(section)
+    assert "median step on its slowest rank: 145 ms (12 steps)" in text(section)
 
 
 def test_the_path_of_one_rank_alone_is_not_shown() -> None:
@@ -254,7 +254,7 @@ def test_the_path_of_one_rank_alone_is_not_shown() -> None:
     assert path(seen(msgspec.structs.replace(report, run=alone))) == []
 
 
-def test_estimated_waits_are_told_by_axis() -> None:
+def test_estimated_waits_are_shown_by_axis() -> None:
     report = with_rows(
         coverage=(
             Coverage("tp", 2, 2, 0, 40, 0),
@@ -280,7 +280,7 @@ def test_missing_ranks_are_listed() -> None:
     assert text(section).endswith("5 of 8 ranks were not recorded: 1, 4 to 7.")
 
 
-def test_a_whole_and_measured_recording_needs_no_reserve() -> None:
+def test_a_complete_recording_has_no_coverage_section() -> None:
     assert holds(analysis().report) == []
 
 
@@ -290,13 +290,13 @@ def test_a_section_without_rows_is_absent(section: Any) -> None:
 
 
 @pytest.mark.parametrize("section", [idle, stragglers, compute, overlap])
-def test_a_recording_without_steps_has_no_means(section: Any) -> None:
+def test_a_recording_without_steps_has_no_averages(section: Any) -> None:
     report = msgspec.structs.replace(analysis().report, steps=(), lateness=(), slow_kernels=())
 
     assert section(report) == []
 
 
-def test_a_long_name_is_whole_under_the_pointer() -> None:
+def test_a_long_name_is_in_full_in_the_tooltip() -> None:
     name = "void at::native::vectorized_elementwise_kernel<4, " + "x" * 200 + ">"
     report = with_rows(slow_kernels=(SlowKernel(0, name, "elementwise", 1.1, MS, 20),))
 

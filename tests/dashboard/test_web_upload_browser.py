@@ -1,4 +1,4 @@
-"""The page's own uploader: parts of a file, while connections break and answers are lost."""
+"""The page's uploader: parts of a file, broken connections and lost responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collective times from measurements: nccl-tests sweeps and NCCL's own tuning tables."""
+"""Collective times from measurements: nccl-tests sweeps and NCCL's tuning tables."""
 
 from __future__ import annotations
 
@@ -20,34 +20,58 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.readers.nccl.records import Communicator, CostTable, NcclLog
 
 
-# What a cluster's own measurements say of a collective, before any closed form.
+# Time of a collective by the cluster's own measurements, else by the closed form.
 
 INTERPOLATED = (0.8, 1.25)
-"""Measured / interpolated, 10th and 90th percentile with one point left out, over the sweeps of
-1x8 A100, 1x8 B200 and Alps GH200 on 1 to 64 nodes (0.80 to 1.14; as wide upward)."""
+"""Measured / interpolated time, 10th and 90th percentile of leave-one-out over the sweeps of
+1x8 A100, 1x8 B200 and Alps GH200 on 1 to 64 nodes (0.80 to 1.14; made symmetric)."""
 
 BORROWED = (0.6, 1.7)
-"""The same for a sweep of other ranks: Alps GH200, 16 nodes from 64 and 64 from 16."""
+"""The same for a sweep of another number of ranks: Alps GH200, 16 nodes from 64 and 64 from 16."""
 
 TUNED = (0.6, 2.0)
-"""NCCL's own expectation: as wide as BORROWED, and more where its protocols disappoint."""
+"""The same for NCCL's own estimate: BORROWED, wider because its protocols can be slower."""
 
 FARTHEST = 4
-"""A sweep of up to so many times more or fewer ranks is borrowed."""
+"""A sweep is used for groups of up to this many times more or fewer ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured sweeps and NCCL's tables of one cluster; none of either is the closed form."""
+    """Measured communication times of one cluster.
+
+    Args:
+        sweeps: nccl-tests sweeps, one per op and group size. Default: none.
+        tables: NCCL's tuning tables, one per group size. Default: none.
+
+    Without sweeps and tables, times come from the closed form.
+
+    Example:
+        rates = read_rates("job.toml", read_job("job.toml").hardware)
+        prediction = predict(read_job("job.toml"), rates)
+    """
 
     sweeps: tuple[TransferSweep, ...] = ()
     tables: tuple[TunerTable, ...] = ()
 
     def time_of(self, op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
-        """One call in ns, by the first of these that is there. Raises UsageError.
+        """Estimates the time of one call.
 
-        A sweep of the same op, ranks and ranks a node; the sweep of the op that is nearest in
-        ranks, scaled by the closed forms of both; NCCL's table of these ranks; the closed form.
+        The first available source is used: a sweep of the same op, ranks and ranks per node; the
+        sweep of the op with the closest number of ranks, scaled by the closed forms of both;
+        NCCL's table of these ranks; the closed form.
+
+        Args:
+            op: The op, such as "all_reduce" or "send".
+            message_bytes: Message size as nccl-tests counts it, in bytes.
+            span: The group's ranks and ranks per node.
+            hardware: The hardware, for the closed form.
+
+        Returns:
+            The time in ns with its error band and its formulas.
+
+        Raises:
+            UsageError: The op is not modelled, or the size or the group is invalid.
         """
         closed = time_of(op, message_bytes, span, hardware)
         if closed.ns == 0:
@@ -63,18 +87,18 @@ class Rates:
         return self._chosen(closed, closed.formulas[0], closed) if self._sources else closed
 
     def _chosen(self, band: Band, formula: Formula, closed: Band) -> Band:
-        """The band by this formula, chosen from those of the closed form and of measured times."""
+        """Puts the chosen formula first, before those of the closed form and of measured times."""
         among = (*closed.formulas, *self._sources)
         others = tuple(each for each in among if each is not formula)
         return replace(band, formulas=(formula, *others))
 
     @property
     def _sources(self) -> tuple[Formula, ...]:
-        """By which measured times there are, whether or not one is near enough to a call."""
+        """The formulas of the available measurements, whether or not one applies to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
 
     def _nearest(self, op: str, span: Span) -> TransferSweep | None:
-        """The sweep of the op on the same side of the node's edge with the nearest ranks."""
+        """Finds the op's sweep with the closest number of ranks, also within or across nodes."""
         near = [
             (_distance(sweep, span), i)
             for i, sweep in enumerate(self.sweeps)
@@ -91,7 +115,7 @@ class Rates:
 
 
 def _distance(sweep: TransferSweep, span: Span) -> tuple[float, float]:
-    """How many times the ranks differ, and those of a node, as logarithms."""
+    """Log ratio of the numbers of ranks, and of the ranks per node."""
     per_node = abs(math.log(sweep.ranks_per_node / span.ranks_per_node))
     return abs(math.log(sweep.ranks / span.ranks)), per_node
 
@@ -115,7 +139,7 @@ def _of_sweep(
 def _within(
     sweep: TransferSweep, op: str, message_bytes: float, there: Span, hardware: HardwareConfig
 ) -> float:
-    """The sweep's time; beyond the sizes of recorded runs the closed form, scaled to the edge."""
+    """The sweep's time; beyond the sizes of recorded runs, the closed form scaled to the last."""
     edge = min(max(message_bytes, sweep.sizes_bytes[0]), sweep.sizes_bytes[-1])
     if sweep.swept or edge == message_bytes:
         return sweep.time_of(message_bytes)
@@ -127,7 +151,7 @@ def _band(ns: float, spread: tuple[float, float]) -> Band:
     return Band(ns, ns * spread[0], ns * spread[1])
 
 
-# Times between the points of a measured sweep.
+# Interpolation in a measured sweep.
 
 SWEEP = Formula(
     "comm.sweep",
@@ -141,11 +165,10 @@ SWEEP_OPS = {"send_recv": "send"}
 
 @dataclass(frozen=True, slots=True)
 class TransferSweep:
-    """One op on one set of ranks: its time in ns at each size, sizes rising.
+    """Times of one op on one group: ns at each size, sizes ascending.
 
-    swept: sizes were swept from the least to the largest; else they are those of recorded runs,
-    beyond which the closed form goes on from the nearest. Raises UsageError where sizes and times
-    are no sweep.
+    swept: whether the sizes are those of a sweep; else they are those of recorded runs, and beyond
+    them the closed form is scaled to the nearest one. Raises UsageError for invalid sizes or times.
     """
 
     op: str
@@ -159,17 +182,17 @@ class TransferSweep:
         sizes, times = self.sizes_bytes, self.times_ns
         if len(sizes) != len(times) or not sizes:
             raise UsageError(
-                f"a sweep of {self.op} has {len(sizes)} sizes and {len(times)} times;"
-                " give each size its time"
+                f"a sweep of {self.op} has {len(sizes)} sizes but {len(times)} times;"
+                " give one time for each size"
             )
         rising = all(one < following for one, following in pairwise(sizes))
         if not rising or sizes[0] <= 0 or min(times) <= 0:
             raise UsageError(
-                f"a sweep of {self.op} needs rising sizes and times above 0; leave other rows out"
+                f"a sweep of {self.op} needs ascending sizes and times > 0; remove other rows"
             )
 
     def time_of(self, message_bytes: float) -> float:
-        """The time of a message of that size in ns (SWEEP)."""
+        """Interpolates the time of a message size, in ns (SWEEP)."""
         sizes, times = self.sizes_bytes, self.times_ns
         after = bisect_right(sizes, message_bytes)
         if after == 0:
@@ -184,10 +207,10 @@ class TransferSweep:
 def sweeps_of(
     read: Sequence[nccl_tests.Sweep], ranks_per_node: int | None = None
 ) -> tuple[TransferSweep, ...]:
-    """The tables of nccl-tests as sweeps; without ranks_per_node all ranks share a node.
+    """Converts nccl-tests tables to sweeps; without ranks_per_node all ranks share a node.
 
-    A table without op, or of fewer than two known ranks, is left out; so are rows with wrong
-    results. Out of place counts where both are there, and of one size its first row.
+    Skips tables without an op or with fewer than two ranks, and rows with wrong results. Prefers
+    out-of-place times, and uses the first row of each size.
     """
     found = []
     for table in read:
@@ -210,7 +233,7 @@ def _points(table: nccl_tests.Sweep) -> dict[int, float]:
     return points
 
 
-# Times by NCCL's own table of costs, as its log prints it.
+# Times from NCCL's cost table, as printed in its log.
 
 TUNER = Formula(
     "comm.tuner",
@@ -222,7 +245,7 @@ TUNER = Formula(
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One cell: an op by one algorithm and protocol."""
+    """One cell of the table: an op with one algorithm and protocol."""
 
     op: str
     latency_ns: float
@@ -231,14 +254,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class TunerTable:
-    """What NCCL expects of one communicator; it decides by this and has measured none of it."""
+    """NCCL's estimates for one communicator, by which it selects algorithms; not measured."""
 
     ranks: int
     ranks_per_node: int
     costs: tuple[Cost, ...]
 
     def time_of(self, op: str, message_bytes: float) -> float | None:
-        """The time of a call in ns (TUNER); None where the table does not name the op."""
+        """Estimates the time of a call in ns (TUNER); None if the table does not have the op."""
         each = (
             c.latency_ns + message_bytes / c.bytes_per_s * 1e9 for c in self.costs if c.op == op
         )
@@ -246,7 +269,7 @@ class TunerTable:
 
 
 def tuner_table(table: CostTable, span: Span) -> TunerTable:
-    """The table of a communicator that spans these ranks."""
+    """Builds the table of a communicator from NCCL's cost table."""
     costs = tuple(
         Cost(
             cell.op,
@@ -260,7 +283,7 @@ def tuner_table(table: CostTable, span: Span) -> TunerTable:
 
 
 def tuner_tables(log: NcclLog) -> tuple[TunerTable, ...]:
-    """The log's cost tables whose communicator and nodes are known, the first of each span."""
+    """Builds the log's tables with known communicator and nodes, the first of each placement."""
     found: dict[Span, TunerTable] = {}
     for table in log.costs:
         span = _span(log.communicators[table.comm]) if table.comm >= 0 else None
@@ -275,7 +298,7 @@ def _span(comm: Communicator) -> Span | None:
 
 
 def _nodes(comm: Communicator) -> int:
-    """As NCCL says it or, where it does not, the hosts of all members; -1 unknown."""
+    """Nodes as logged by NCCL, else the number of distinct hosts of all members; -1 if unknown."""
     if comm.nodes > 0 or len(comm.members) < comm.nranks:
         return comm.nodes
     return len({member.host for member in comm.members})

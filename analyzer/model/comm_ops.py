@@ -1,4 +1,4 @@
-"""Messages of the model: the bytes and wire bytes of each kind of collective call."""
+"""Communication ops of the model: message bytes and wire bytes of each kind of call."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from stepsplit.analyzer.model.config import JobConfig, StageConfig, chunk_count,
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters, of_experts, share, vocabulary_share
 
-# What tensor parallelism sends, with and without sequence parallelism.
+# Tensor parallelism, with and without sequence parallelism.
 
 TENSOR = Formula(
     "comm.tensor",
     "m (4 L + 2) all_reduces of T h bytes, m (6 L + 2) with full recomputation;"
-    " a layer's share of a microbatch: 8 b s h (t-1)/t elements sent",
+    " per layer and microbatch 8 b s h (t-1)/t elements are sent",
     "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, section 3.2",
 )
 
 SEQUENCE = Formula(
     "comm.sequence",
     "each all_reduce becomes a reduce_scatter of T h and an all_gather of T h/t; Megatron-LM"
-    " gathers the input of column-parallel products again in the backward pass",
+    " gathers the input of column-parallel layers again in the backward pass",
     "Korthikanti et al., arXiv:2205.05198, section 4.2.2",
 )
 
@@ -31,13 +31,13 @@ LOSS = Formula(
 )
 
 LOSS_BYTES = 4
-"""The loss sums in fp32."""
+"""The loss is reduced in fp32."""
 
 
 def tensor_messages(
     job: JobConfig, stage: StageConfig, held: StageParameters
 ) -> tuple[CommOp, ...]:
-    """The calls over tp of one rank of a stage in a step; none where tp is 1."""
+    """Lists the tp calls of one rank of a stage in a step; empty if tp is 1."""
     if job.parallel.tp == 1:
         return ()
     if not job.parallel.sequence_parallel:
@@ -46,7 +46,7 @@ def tensor_messages(
 
 
 def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """Every pair of products sums its result forward and the gradient of its input backward."""
+    """Without sequence parallelism: each layer pair all_reduces its output and input gradient."""
     pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.parallel.tp
     counts = {
         "forward": pairs + (stage.embedding and job.parallel.split_vocab),
@@ -60,7 +60,8 @@ def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 
 def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """Every pair gathers its input and scatters the sum of its result, backward the reverse."""
+    """With sequence parallelism: each layer pair gathers its input and reduce-scatters its output,
+    and the reverse in the backward pass."""
     pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
     first, last = int(stage.embedding), int(stage.head)
     regathered = pairs + last if job.training.framework == "megatron" else 0
@@ -88,10 +89,10 @@ def _gathers_and_scatters(
 
 
 def _pairs(job: JobConfig, stage: StageConfig) -> int:
-    """Pairs of a column- and a row-parallel product: attention and MLP of each layer.
+    """Counts pairs of a column- and a row-parallel linear layer: attention and MLP of each layer.
 
-    Under sequence parallelism routed tokens go to their experts directly (expert messages), so
-    that of a mixture only a shared expert is such a pair.
+    With sequence parallelism routed tokens are sent to their experts directly (expert_messages),
+    so only the shared expert of a mixture is such a pair.
     """
     experts = job.model.experts
     whole = experts is not None and (experts.shared_ffn > 0 or not job.parallel.sequence_parallel)
@@ -110,7 +111,7 @@ def _loss(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 
 def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> CommOp:
-    """Each rank saw its part of the sequence only: gradients of what tp leaves whole are summed."""
+    """With sequence parallelism, gradients of weights replicated over tp are all_reduced."""
     size = (held.replicated + _positions_in_parts(job, stage)) * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
@@ -119,15 +120,15 @@ def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> Co
 
 
 def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
-    """Learned positions, where each rank adds those of its part of the sequence only.
+    """Counts learned positions whose gradients are partial: a rank adds only those of its tokens.
 
-    Megatron-LM adds them all before it splits the sequence, so that no gradient is a part.
+    Megatron-LM adds positions before it splits the sequence, so its gradients are complete.
     """
     whole = not stage.embedding or job.training.framework == "megatron"
     return 0 if whole else job.model.positions * job.model.hidden
 
 
-# What context parallelism sends around each layer's attention.
+# Context parallelism: communication around the attention of each layer.
 
 CONTEXT_RING = Formula(
     "comm.context_ring",
@@ -138,7 +139,7 @@ CONTEXT_RING = Formula(
 
 GATHER = Formula(
     "comm.context_all_gather",
-    "all_gather of keys and values forward and again backward, for only the own are kept, and"
+    "all_gather of keys and values forward and again backward (only a rank's own are saved), and"
     " reduce_scatter of their gradients",
     "Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.3.2; NVIDIA/TransformerEngine,"
     " context_parallel.py; PyTorch 2.13, _context_parallel/_attention.py, _AllGatherRotater",
@@ -152,9 +153,9 @@ ULYSSES = Formula(
 
 
 def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """The calls over cp of one rank of a stage in a step; none where cp is 1.
+    """Lists the cp calls of one rank of a stage in a step; empty if cp is 1.
 
-    What recomputes attention repeats its forward communication.
+    Recomputing attention repeats its forward communication.
     """
     if job.parallel.cp == 1:
         return ()
@@ -190,7 +191,7 @@ def _gather(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
 
 
 def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
-    """Each rank gets whole sequences of some heads: at least one key-value head, copied if need."""
+    """Each rank gets the whole sequence of some heads, with at least one key-value head."""
     model, cp, tp = job.model, job.parallel.cp, job.parallel.tp
     token = job.tokens * job.training.activation_bytes * model.head_size
     wide = token * share(model.heads, tp)
@@ -202,7 +203,7 @@ def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
 
 
 def _pair_bytes(job: JobConfig) -> int:
-    """Keys and values of a rank's tokens in one layer; latent attention hands them on widened."""
+    """Bytes of the keys and values of a rank's tokens in one layer; MLA sends them decompressed."""
     latent, tp = job.model.latent, job.parallel.tp
     if latent is None:
         width = 2 * share(job.model.kv_heads, tp) * job.model.head_size
@@ -211,18 +212,18 @@ def _pair_bytes(job: JobConfig) -> int:
     return job.tokens * width * job.training.activation_bytes
 
 
-# What expert parallelism sends: tokens to their experts and back.
+# Expert parallelism: tokens to their experts and back.
 
 EXPERT_ROUTING = Formula(
     "comm.experts",
     "4 all_to_alls a layer and microbatch (dispatch and combine, forward and backward) of"
-    " (T/t) top_k h numbers; 6 with full recomputation; routing taken as balanced",
+    " (T/t) top_k h numbers; 6 with full recomputation; assumes balanced routing",
     "Lepikhin et al., GShard, arXiv:2006.16668; DeepSeek-V3, arXiv:2412.19437, section 3.2.2",
 )
 
 
 def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """The calls around the experts of one rank of a stage in a step."""
+    """Lists the calls for the experts of one rank of a stage in a step."""
     if stage.expert_layers == 0:
         return ()
     phases = ["forward", "backward"]
@@ -235,7 +236,7 @@ def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 
 def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommOp, ...]:
-    """Experts cut by expert_tp gather the tokens of their group and scatter the sums."""
+    """Experts sharded by expert_tp gather their group's tokens and reduce-scatter the outputs."""
     layout, size, found = job.parallel, _routed_bytes(job), []
     if layout.ep > 1:
         place = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING,))
@@ -248,12 +249,12 @@ def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommO
 
 
 def _routed_bytes(job: JobConfig) -> int:
-    """A rank's tokens of one microbatch, each once for every expert that it goes to."""
+    """Bytes of a rank's tokens of one microbatch, counted once per expert."""
     tokens = share(job.tokens, job.parallel.tp) * of_experts(job.model).top_k
     return tokens * job.model.hidden * job.training.activation_bytes
 
 
-# What pipeline ranks hand to each other.
+# Pipeline parallelism: messages between stages.
 
 PIPELINE = Formula(
     "comm.pipeline",
@@ -264,21 +265,21 @@ PIPELINE = Formula(
 
 COPIES = Formula(
     "comm.dualpipe",
-    "1 all_reduce of the gradients of both chunks with the mirrored rank, which holds them too",
+    "1 all_reduce of the gradients of both chunks with the mirrored rank, which has copies of both",
     "DeepSeek-V3, arXiv:2412.19437, section 3.2.1: two copies of the parameters",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
-    """Chunks of a rank that another rank feeds, and those that feed another rank."""
+    """Chunks of a rank that receive from another rank (fed), and that send to one (feeding)."""
 
     fed: int
     feeding: int
 
 
 def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """Sends and receives of one rank of a stage in a step."""
+    """Lists the sends and receives of one rank of a stage in a step."""
     if job.parallel.pp == 1:
         return ()
     found = neighbors(job, stage.index)
@@ -295,7 +296,7 @@ def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 
 def neighbors(job: JobConfig, rank: int) -> Neighbors:
-    """How many of a rank's chunks have a neighbor on another rank."""
+    """Counts the chunks of a rank whose neighboring chunk is on another rank."""
     held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
     # The two chunks of a dualpipe rank belong to different copies of the model.
     own = () if job.parallel.schedule == "dualpipe" else held
@@ -304,7 +305,7 @@ def neighbors(job: JobConfig, rank: int) -> Neighbors:
 
 
 def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
-    """Gradients that dualpipe's two copies of the model add up."""
+    """Lists the gradient reduction between dualpipe's two copies of the model."""
     if job.parallel.schedule != "dualpipe" or job.parallel.pp == 1:
         return ()
     size = held.total * job.training.gradient_bytes
@@ -314,7 +315,7 @@ def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> 
     return (all_reduce(place, 1, size, 2),)
 
 
-# What tied embeddings on two pipeline ranks send.
+# Tied embeddings on two pipeline ranks.
 
 TIED = Formula(
     "comm.tied",
@@ -324,7 +325,7 @@ TIED = Formula(
 
 
 def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """The sum of the two gradients of one matrix; none where both uses lie on one rank."""
+    """Lists the all_reduce of the tied weight's gradients; empty if both uses are on one rank."""
     if not job.model.tied or stage.embedding == stage.head:
         return ()
     size = vocabulary_share(job) * job.training.gradient_bytes
@@ -333,11 +334,11 @@ def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]
     return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync", (TIED,)), 1, size, 2),)
 
 
-# What clipping gradients sends: their norm over all parameters.
+# Gradient clipping: the norm over all parameters.
 
 NORM = Formula(
     "comm.norm",
-    "1 all_reduce of 4 bytes over each axis whose ranks hold different gradients",
+    "1 all_reduce of 4 bytes over each axis whose ranks have different gradients",
     "NVIDIA/Megatron-LM, core/optimizer/clip_grads.py; pytorch/torchtitan, clip_grad_norm_",
 )
 
@@ -345,7 +346,10 @@ NORM_BYTES = 4
 
 
 def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
-    """Frameworks that sum over several axes in one call (Megatron-LM) send no more."""
+    """Lists the all_reduces of the gradient norm, one per axis.
+
+    Frameworks with one call over several axes (Megatron-LM) send as much.
+    """
     layout = job.parallel
     sizes = {"tp": layout.tp, "pp": layout.pp}
     if layout.zero == 3:
@@ -361,13 +365,27 @@ def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CommOp:
-    """One kind of communication of one rank of a stage: count calls in a step.
+    """Equal communication calls of one rank of a pipeline stage in one step.
 
-    message_bytes follow nccl-tests (the gathered buffer of all_gather and reduce_scatter),
-    input_bytes are what the call is given (a trace's In msg nelems), wire_bytes what the rank
-    sends; each of one call. phase is where it happens: forward, backward, recompute, grad_sync,
-    optimizer or other. formulas say why it is sent, the last one as the job does it; they are empty
-    in a prediction that was read from a file.
+    Args:
+        strategy: Parallelism that needs the calls: "tp", "sp", "cp", "ep", "pp", "fsdp", ...
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or
+            "recv".
+        axis: Axis of the group.
+        stage: Index of the pipeline stage.
+        phase: "forward", "backward", "recompute", "grad_sync", "optimizer" or "other".
+        count: Number of calls in the step.
+        message_bytes: Bytes of one call as nccl-tests counts them: the gathered buffer of an
+            all_gather or reduce_scatter.
+        input_bytes: Bytes of the input of one call (a trace's In msg nelems).
+        wire_bytes: Bytes that the rank sends in one call.
+        formulas: Why the calls are needed, the job's variant last. Default: none, as in a
+            prediction that was read from a file.
+
+    Example:
+        >>> op = CommOp("ddp", "all_reduce", "dp", 0, "grad_sync", 4, 1024, 1024, 1536)
+        >>> op.count * op.wire_bytes
+        6144
     """
 
     strategy: str
@@ -382,7 +400,11 @@ class CommOp:
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def on(self, stage: int) -> CommOp:
-        """The message on another stage. Middle stages differ in nothing else, and are many."""
+        """Returns the op on another stage.
+
+        Args:
+            stage: Index of the pipeline stage.
+        """
         if self.stage == stage:
             return self
         return CommOp(
@@ -394,17 +416,17 @@ class CommOp:
 WIRE = Formula(
     "comm.wire",
     "all_reduce 2 S (n-1)/n; all_gather, reduce_scatter, all_to_all S (n-1)/n; send, broadcast S"
-    " (S message bytes: the gathered buffer; ring algorithms, and no rank sends less)",
+    " (S message bytes: the gathered buffer; ring algorithms, a lower bound for each rank)",
     "NVIDIA/nccl-tests PERFORMANCE.md; Patarasuk and Yuan, J. Parallel Distrib. Comput. 2009",
 )
 
 FULL_RECOMPUTE = ("full", "every", "sqrt")
-"""Settings that run the whole forward pass of every layer again, its communication included."""
+"""Settings that repeat the whole forward pass of every layer, including communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommSite:
-    """Where in a step a call happens, who asks for it and by which formulas; see CommOp."""
+    """Strategy, axis, stage, phase and formulas of a call; see CommOp."""
 
     strategy: str
     axis: str
@@ -414,41 +436,41 @@ class CommSite:
 
 
 def all_reduce(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
-    """count sums of a buffer that every rank has whole."""
+    """Makes count all_reduces of a buffer of input_bytes."""
     sent = 2 * input_bytes * (ranks - 1) // ranks
     return _message(place, "all_reduce", count, input_bytes, input_bytes, sent)
 
 
 def all_gather(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
-    """count times every rank gives input_bytes and gets those of all."""
+    """Makes count all_gathers: each rank gives input_bytes and gets those of all."""
     gathered, sent = input_bytes * ranks, input_bytes * (ranks - 1)
     return _message(place, "all_gather", count, gathered, input_bytes, sent)
 
 
 def reduce_scatter(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
-    """count times every rank gives a whole buffer and gets its share of the sum."""
+    """Makes count reduce_scatters: each rank gives input_bytes and gets its share of the sum."""
     sent = input_bytes * (ranks - 1) // ranks
     return _message(place, "reduce_scatter", count, input_bytes, input_bytes, sent)
 
 
 def all_to_all(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
-    """count times every rank spreads input_bytes evenly over all."""
+    """Makes count all_to_alls: each rank distributes input_bytes evenly over all."""
     sent = input_bytes * (ranks - 1) // ranks
     return _message(place, "all_to_all", count, input_bytes, input_bytes, sent)
 
 
 def broadcast(place: CommSite, count: int, input_bytes: int) -> CommOp:
-    """count times one rank gives a buffer that all others get; a ring hands it on once a rank."""
+    """Makes count broadcasts; in a ring each rank forwards the buffer once."""
     return _message(place, "broadcast", count, input_bytes, input_bytes, input_bytes)
 
 
 def send(place: CommSite, count: int, input_bytes: int) -> CommOp:
-    """count messages to a neighbor."""
+    """Makes count sends to a neighbor."""
     return _message(place, "send", count, input_bytes, input_bytes, input_bytes)
 
 
 def receive(place: CommSite, count: int, input_bytes: int) -> CommOp:
-    """count messages from a neighbor: the other end of its sends, so this rank sends nothing."""
+    """Makes count receives from a neighbor; their wire_bytes are 0."""
     return _message(place, "recv", count, input_bytes, input_bytes, 0)
 
 
@@ -462,11 +484,11 @@ def _message(
 
 
 def rounds(job: JobConfig) -> int:
-    """Microbatches that pass each chunk of a rank: half of them where dualpipe's copies share."""
+    """Counts the microbatches of each chunk of a rank: half of them with dualpipe's two copies."""
     halves = job.parallel.schedule == "dualpipe" and job.parallel.pp > 1
     return job.microbatches // 2 if halves else job.microbatches
 
 
 def hidden_bytes(job: JobConfig) -> int:
-    """What one layer hands to the next for a microbatch, whole over tensor parallelism (T h)."""
+    """Counts the bytes between two layers for a microbatch, not divided by tp (T h)."""
     return job.tokens * job.model.hidden * job.training.activation_bytes

@@ -1,4 +1,4 @@
-"""Time of one collective or message by a closed form, with its error band."""
+"""Time of one collective or message by a closed form, with an error band."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.ops import busbw_factor
 
-# How long one collective or message takes, and how sure that is.
+# Time of one collective or message, and its error band.
 
 CHOICE = Formula(
     "comm.choice",
-    "all_reduce: least of ring, tree and NVLS; over more than two nodes the tree until NCCL"
-    " expects the ring to win; other collectives: the ring",
+    "all_reduce: fastest of ring, tree and NVLS; over more than two nodes the tree up to the size"
+    " where NCCL switches to the ring; other collectives: the ring",
     "NVIDIA/nccl src/graph/tuning.cc",
 )
 
@@ -28,9 +28,9 @@ TIMED_OPS = (
 
 
 def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
-    """One call by the closed form, in ns; message_bytes as nccl-tests count them (CHOICE).
+    """Estimates one call by the closed form, in ns; message_bytes as in nccl-tests (CHOICE).
 
-    A rank alone, or no bytes, costs nothing. A larger message never costs less. Raises UsageError.
+    0 for a single rank or an empty message. A larger message never takes less. Raises UsageError.
     """
     _check(op, message_bytes, span)
     if span.ranks == 1 or message_bytes == 0:
@@ -48,18 +48,18 @@ def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig)
 
 def _check(op: str, message_bytes: float, span: Span) -> None:
     if op not in TIMED_OPS:
-        raise UsageError(f"no time is modelled for {op!r}; write one of {', '.join(TIMED_OPS)}")
+        raise UsageError(f"op {op!r} has no time model; use one of {', '.join(TIMED_OPS)}")
     if message_bytes < 0:
-        raise UsageError(f"a message of {message_bytes} bytes cannot be; write 0 or more")
+        raise UsageError(f"message_bytes ({message_bytes}) must be >= 0")
     if not 1 <= span.ranks_per_node <= span.ranks:
         raise UsageError(
-            f"{span.ranks_per_node} of {span.ranks} ranks on a node cannot be;"
-            f" write 1 to {max(1, span.ranks)}"
+            f"ranks_per_node ({span.ranks_per_node}) must be between 1 and"
+            f" ranks ({max(1, span.ranks)})"
         )
 
 
 _ClosedForm = tuple[float, tuple[Formula, ...]]
-"""A time in ns, and the formulas of a Band."""
+"""A time in ns and the formulas of its Band."""
 
 
 def _time_by_closed_form(
@@ -75,7 +75,7 @@ def _time_by_closed_form(
 
 
 def _time_all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _ClosedForm:
-    """A message just past the tree takes at least what the last one by tree took."""
+    """Above the tree's size limit the time is at least that of the tree at the limit."""
     ring = ring_ns("all_reduce", message_bytes, span, hardware)
     tree = tree_ns(message_bytes, span, hardware)
     if span.nodes <= 2:
@@ -90,7 +90,7 @@ def _time_all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig)
 
 
 def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
-    """The algorithm that takes least; NVLS is none of them where its time is infinite."""
+    """Picks the fastest algorithm; NVLS is left out if its time is infinite."""
     times = [(ring, RING_ALGORITHM), (tree, TREE)]
     if nvls < math.inf:
         times.append((nvls, NVLS))
@@ -102,11 +102,11 @@ def _time_ns(timed: tuple[float, Formula]) -> float:
     return timed[0]
 
 
-# What messages between pairs of ranks take: send and all_to_all.
+# Messages between pairs of ranks: send and all_to_all.
 
 SEND = Formula(
     "comm.send",
-    "t = base + a + S / (B e), of the link between the two ranks",
+    "t = base + a + S / (B e), with the link between the two ranks",
     "Hockney, Parallel Computing 1994 (alpha-beta); base as in NVIDIA/nccl src/graph/tuning.cc",
 )
 
@@ -118,7 +118,7 @@ ALL_TO_ALL = Formula(
 
 
 def send_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
-    """One message in ns; between nodes where the span has several: its slowest pair (SEND)."""
+    """Computes the time of a message in ns (SEND); between nodes if the group has several."""
     if span.nodes > 1:
         rate, latency_ns = nics_bytes_per_s(Span(2, 1), hardware), hardware.inter.latency_ns
     else:
@@ -129,7 +129,7 @@ def send_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float
 
 
 def all_to_all_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
-    """Equal parts from each rank to each other, in ns, nodes and NICs at once (ALL_TO_ALL)."""
+    """Computes an all_to_all in ns, intra-node and NIC traffic in parallel (ALL_TO_ALL)."""
     here, others = span.ranks_per_node - 1, span.ranks - span.ranks_per_node
     part = message_bytes / span.ranks * 1e9
     inside_ns = part * here / intra_bytes_per_s(span, hardware) if here else 0.0
@@ -141,14 +141,14 @@ def all_to_all_ns(message_bytes: float, span: Span, hardware: HardwareConfig) ->
     return SIMPLE_BASE_NS.value + latency_ns + max(inside_ns, across_ns)
 
 
-# What each of NCCL's algorithms takes for a collective: latency and bytes over bandwidth.
+# NCCL's algorithms for a collective: latency plus bytes over bandwidth.
 
 RING_ALGORITHM = Formula(
     "comm.ring",
     "t = base + steps a + S f / (B e); steps 2(n-1) all_reduce, n-1 otherwise;"
     " f = 2(n-1)/n all_reduce, (n-1)/n all_gather and reduce_scatter, 1 broadcast and reduce;"
-    " over k nodes 2(k-1) or k-1 of the steps are between nodes, large messages wait for these"
-    " and for one node's own, and B = min(NVLink, ranks of a node x NIC)",
+    " over k nodes 2(k-1) or k-1 of the steps are between nodes; large messages wait for these"
+    " and for the steps of one node, and B = min(NVLink, ranks per node x NIC)",
     "NVIDIA/nccl src/graph/tuning.cc; NVIDIA/nccl-tests doc/PERFORMANCE.md",
 )
 
@@ -160,7 +160,7 @@ TREE = Formula(
 
 NVLS = Formula(
     "comm.nvls",
-    "t = base + S / algbw, algbw = nvls B / (2 (8-1)/8) on any number of ranks of a switch",
+    "t = base + S / algbw, algbw = nvls B / (2 (8-1)/8) for any number of ranks on a switch",
     "NVIDIA/nccl src/graph/tuning.cc; ml-engineering network/README.md, 8xH200 rows",
 )
 
@@ -168,7 +168,7 @@ _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1,
 
 
 def ring_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
-    """A ring's time in ns, by the best of NCCL's protocols (RING)."""
+    """Computes the time of a ring in ns, by the best of NCCL's protocols (RING_ALGORITHM)."""
     moved_ns = message_bytes * busbw_factor(op, span.ranks) / ring_bytes_per_s(span, hardware) * 1e9
     hops_ns, large_hops_ns = _ring_hops_ns(op, span, hardware)
     simple = SIMPLE_BASE_NS.value + large_hops_ns + moved_ns
@@ -180,7 +180,8 @@ def ring_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig)
 
 
 def _ring_hops_ns(op: str, span: Span, hardware: HardwareConfig) -> tuple[float, float]:
-    """(all steps; those that a large message waits for: a node's own and those between nodes)."""
+    """Latency in ns of all steps, and of those on a large message's critical path: one node's
+    own steps and those between nodes."""
     rounds, here = _STEPS[op], span.ranks_per_node - 1
     between = rounds * (span.nodes - 1)
     steps = rounds * (span.ranks - 1) - between
@@ -190,7 +191,7 @@ def _ring_hops_ns(op: str, span: Span, hardware: HardwareConfig) -> tuple[float,
 
 
 def ring_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
-    """busbw of a large ring: the slower of the node's links and all its ranks' NICs."""
+    """Computes the busbw of a large ring: the slower of the node's links and all its NICs."""
     if span.nodes == 1:
         return intra_bytes_per_s(span, hardware)
     nics = nics_bytes_per_s(span, hardware)
@@ -198,7 +199,7 @@ def ring_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
 
 
 def intra_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
-    """busbw of a large ring inside a node; a mesh lends a small group only some of its links."""
+    """Computes the busbw of a large ring inside a node; on a mesh a small group uses few links."""
     link = hardware.intra
     rate = link.bytes_per_s * link.ring
     if not link.name.startswith(MESHES) or hardware.gpus_per_node < 2:
@@ -207,12 +208,12 @@ def intra_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
 
 
 def nics_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
-    """What the ranks of one node send to other nodes together."""
+    """Computes the rate at which the ranks of a node together send to other nodes."""
     return span.ranks_per_node * hardware.inter.bytes_per_s * hardware.inter.ring
 
 
 def tree_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
-    """A double binary tree's all_reduce in ns, by the best of NCCL's protocols (TREE)."""
+    """Computes a double binary tree all_reduce in ns, by the best of NCCL's protocols (TREE)."""
     depth = math.log2(span.nodes)
     inside_ns = 2 * (span.ranks_per_node - 1) * hardware.intra.latency_ns
     level_ns = 2 * depth * hardware.inter.latency_ns
@@ -226,7 +227,7 @@ def tree_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float
 
 
 def _tree_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
-    """algbw of a large tree. Between two nodes each byte crosses once a direction, not twice."""
+    """algbw of a large tree. Between two nodes each byte crosses once per direction, not twice."""
     inside = TREE_RATE.value * intra_bytes_per_s(span, hardware) / 2
     if span.nodes == 1:
         return inside
@@ -237,7 +238,7 @@ def _tree_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
 
 
 def tree_until_bytes(span: Span, hardware: HardwareConfig) -> float:
-    """The size up to which NCCL expects a tree over nodes to beat a ring; inf for two nodes."""
+    """Computes the size up to which NCCL selects a tree over nodes; inf for two nodes."""
     if span.nodes <= 2:
         return math.inf
     hops_ns, _ = _ring_hops_ns("all_reduce", span, hardware)
@@ -246,7 +247,7 @@ def tree_until_bytes(span: Span, hardware: HardwareConfig) -> float:
 
 
 def nvls_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
-    """An all_reduce that the switch sums, in ns; inf where NCCL does not use it (NVLS)."""
+    """Computes an all_reduce in the switch, in ns (NVLS); inf if NCCL does not use it."""
     link = hardware.intra
     least = next(ranks for below, ranks in NVLS_FROM if link.bytes_per_s < below)
     if hardware.nvls == 0 or span.nodes > 1 or span.ranks < least:
@@ -256,14 +257,14 @@ def nvls_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float
     return NVLS_FILL_NS.value + message_bytes / algbw * 1e9
 
 
-# The constants of collective time, each with where it comes from.
+# Constants of collective times, with their sources.
 
 _TUNING = "NVIDIA/nccl src/graph/tuning.cc"
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number that was fitted on published rows (their ids) or copied from a source."""
+    """A constant that was fitted on published rows (by id) or copied from a source."""
 
     value: float
     source: str
@@ -271,14 +272,14 @@ class Constant:
 
 
 LL_STEP = Constant(0.18, f"{_TUNING}: ring LL / ring Simple = 0.6/3.4, 1.0/5.7, 2.7/14")
-"""A step with the LL protocol, over Link.latency_ns (a ring step with Simple)."""
+"""Latency of a step with LL over Link.latency_ns (a ring step with Simple)."""
 
 LL128_STEP = Constant(0.5, f"{_TUNING}: ring LL128 / ring Simple = 1.9/3.4, 2.5/5.7, 4.0/14")
 
 TREE_LL_LEVEL = Constant(0.36, f"{_TUNING}: tree LL / ring Simple between nodes = 5.0/14")
 
 LL128_LINKS = ("nvlink",)
-"""Links, by the beginning of their name, that keep the 128 bytes of a word together."""
+"""Links, by name prefix, that store 128 bytes atomically."""
 
 LL_RATE = Constant(0.5, f"{_TUNING}: half of each LL word is a flag")
 
@@ -301,7 +302,7 @@ NVLS_REFERENCE_RANKS = 8
 
 
 def busbw(system: str, *calls: str) -> tuple[str, ...]:
-    """Rows of nccl_busbw_by_ranks_and_algo.csv, by collective and ranks."""
+    """Lists row ids of nccl_busbw_by_ranks_and_algo.csv, by collective and ranks."""
     return tuple(f"busbw/{system}_{call}" for call in calls)
 
 
@@ -310,12 +311,12 @@ H200, H200_LARGE = "8xH200 8GiB", "8xH200 16GiB"
 NVLS_ROWS = busbw(H200, "all_reduce_4", "all_reduce_5")
 
 NVLS_FROM = ((600e9, 5), (float("inf"), 6))
-"""(Link.bytes_per_s below, ranks from which NVLS is used): 5 on H200, 6 on B200. From NVLS_ROWS
-(ml-engineering network/README.md)."""
+"""(upper bound of Link.bytes_per_s, smallest number of ranks with NVLS): 5 on H200, 6 on B200.
+From NVLS_ROWS (ml-engineering network/README.md)."""
 
 
 def sweep(system: str, sizes: Iterable[int]) -> tuple[str, ...]:
-    """Rows of nccl_allreduce_sweeps.csv, by system and tool."""
+    """Lists row ids of nccl_allreduce_sweeps.csv, by system and tool."""
     return tuple(f"sweep/{system}_{size}" for size in sizes)
 
 
@@ -333,7 +334,7 @@ ALPS_FIT = "Alps GH200 all_reduce, 4 to 256 nodes, 32, 128 and 512 MiB and 2 GiB
 
 
 def alps(nodes: Iterable[int], sizes: Iterable[int]) -> tuple[str, ...]:
-    """Rows of nccl_allreduce_alps_gh200.csv, four GPUs a node."""
+    """Lists row ids of nccl_allreduce_alps_gh200.csv, with four GPUs per node."""
     kept = tuple(sizes)
     return tuple(f"alps/{count}x4_{size}" for count in nodes for size in kept)
 
@@ -347,34 +348,34 @@ TREE_EXPECTED = Constant(
     "Alps GH200 all_reduce, 4 to 64 nodes, 32, 128 and 512 MiB: still a tree",
     alps((4, 16, 64), (32 * MIB, 128 * MIB, 512 * MIB)),
 )
-"""What NCCL takes a tree over more than two nodes to reach of a ring's busbw, when it chooses."""
+"""NCCL's estimate of a tree's busbw over a ring's on more than two nodes, used to choose."""
 
 TREE_REACHED = Constant(0.6, ALPS_FIT, ALPS_ROWS)
-"""What such a tree does reach."""
+"""The ratio that such a tree really reaches."""
 
 TREE_NODE = Constant(0.6, ALPS_FIT, ALPS_ROWS)
-"""What each further node adds to a tree with Simple, over the latency of the link between nodes."""
+"""Latency that each further node adds to a tree with Simple, over the inter-node link's."""
 
 MESHES = ("xgmi",)
-"""Links, by the beginning of their name, of which a GPU has one to each other GPU of its node: a
-group of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows."""
+"""Links, by name prefix, of a full mesh: a GPU has one to each other GPU of its node, and a group
+of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows."""
 
 
 def fitted_rows() -> frozenset[str]:
-    """The ids of all rows that a constant of this module was fitted on."""
+    """Lists the ids of all rows on which constants of this module were fitted."""
     constants = (each for each in globals().values() if isinstance(each, Constant))
     return frozenset(NVLS_ROWS).union(*(each.rows for each in constants))
 
 
 ALPS_SIZES = tuple(2**power for power in range(15, 32, 2))
-"""2^k with odd k, 32 KiB to 2 GiB."""
+"""32 KiB to 2 GiB in factors of 4."""
 
 A100 = "1x8 A100 (NVLink3)_nccl-tests"
 
 SWEEP_SIZES = (*ALPS_SIZES, 8 * GIB)
 
 
-# How far measured collectives lie from the closed form, by size and by nodes.
+# Error band of the closed form, by size and number of nodes.
 
 ROWS = (
     *alps(ALPS_NODES, ALPS_SIZES),
@@ -385,9 +386,9 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Up to a size: measured time / predicted time, its 5th and 95th percentile over ROWS.
+    """Measured / predicted time up to a size: 5th and 95th percentile over ROWS.
 
-    Each way at least 12 to 20 %, also where the rows ask for less: they are of three clusters.
+    At least 12 to 20 % on each side, even if the rows vary less: they cover only three clusters.
     """
 
     until_bytes: float
@@ -396,31 +397,31 @@ class Spread:
 
 
 INTRA = (Spread(MIB, 0.7, 1.4), Spread(64 * MIB, 0.75, 1.4), Spread(float("inf"), 0.87, 1.15))
-"""Within a node. From 64 MiB on it covers the B200 switch at 8 GiB (740 to 839 GB/s)."""
+"""Within a node. Above 64 MiB it covers the B200 switch at 8 GiB (740 to 839 GB/s)."""
 
 INTER = (
     Spread(4 * KIB, 0.7, 1.25), Spread(2 * MIB, 0.8, 5.5), Spread(32 * MIB, 0.85, 1.9),
     Spread(float("inf"), 0.85, 1.15),
 )  # fmt: skip
-"""2 to 64 nodes, all of one fabric. From 4 KiB to 2 MiB it leaves its eager protocol, which NCCL's
-constants do not know: measured times are 2 to 5 times those predicted."""
+"""2 to 64 nodes, all on one fabric. From 4 KiB to 2 MiB the fabric leaves its eager protocol, which
+NCCL's constants do not model: measured times are 2 to 5 times the predicted ones."""
 
 FAR = (Spread(4 * KIB, 0.8, 1.25), Spread(32 * MIB, 0.8, 5.8), Spread(float("inf"), 0.8, 1.9))
-"""More than 64 nodes: how busy the fabric is decides."""
+"""More than 64 nodes: times depend on the load of the fabric."""
 
 FAR_NODES = 64
 
 SWITCH = 2.0
-"""So close to the size at which NCCL changes algorithm, either one may run."""
+"""Within this factor of the size at which NCCL switches algorithms, either one may run."""
 
 
 def spread_of(message_bytes: float, span: Span) -> tuple[float, float]:
-    """(low, high): what to multiply a predicted time by. The other ops are taken as all_reduce."""
+    """Finds the (low, high) factors of a predicted time; all ops use those of all_reduce."""
     classes = FAR if span.nodes > FAR_NODES else INTER if span.nodes > 1 else INTRA
     spread = next(each for each in classes if message_bytes < each.until_bytes)
     return spread.low, spread.high
 
 
-# The ids of the published all_reduce rows that constants of collective time were fitted on.
+# System names in the published all_reduce rows.
 
 MI300X = "8xMI300X 4GiB"

@@ -30,14 +30,14 @@ from stepsplit.analyzer.model.parameters import (
     stage_parameters,
 )
 
-# Every message of one step, of one rank of each pipeline stage.
+# All communication of one step, for one rank of each pipeline stage.
 
 
 def messages_of(job: JobConfig) -> tuple[CommOp, ...]:
-    """What a rank of every stage sends and receives in a step, stage by stage.
+    """Lists the communication ops of one rank of every stage in a step, stage by stage.
 
-    A recv is the other end of a neighbor's send and sends nothing itself: only wire_bytes of the
-    others add up to traffic, and only one end of each pair costs time.
+    A recv is the other end of a neighbor's send: its wire_bytes are 0, so that wire_bytes sum to
+    the traffic, and only one end of each pair is timed.
     """
     alike: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[CommOp, ...]] = {}
     found: list[CommOp] = []
@@ -64,28 +64,28 @@ def _of_stage(job: JobConfig, stage: StageConfig, held: StageParameters) -> tupl
     return tuple(message for message in found if message.count and message.input_bytes)
 
 
-# What ZeRO-3 and FSDP send: weights before each use, gradients after.
+# ZeRO-3 and FSDP: all_gather of weights before each use, reduce_scatter of gradients after.
 
 FSDP_MESSAGES = Formula(
     "comm.fsdp",
-    "a unit and microbatch: all_gather of w P_u/N forward and again backward, reduce_scatter of"
-    " g P_u; what stays gathered after its forward is not gathered again",
+    "per unit and microbatch: all_gather of w P_u/N forward and again backward, reduce_scatter of"
+    " g P_u; units kept gathered after their forward pass are not gathered again",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.2; Zhao et al., PyTorch FSDP,"
     " arXiv:2304.11277; pytorch/torchtitan, fsdp_reshard_after_forward",
 )
 
 HSDP = Formula(
     "comm.hsdp",
-    "beside FSDP's, an all_reduce of g P_u/N over the replicas after each reduce_scatter",
+    "in addition to FSDP's, an all_reduce of g P_u/N over the replicas after each reduce_scatter",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2.2",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """count modules that are gathered as one, each of so many parameters on this rank.
+    """count FSDP units (modules gathered as one), each with so many parameters on this rank.
 
-    last: it is used last in the forward pass and first in the backward pass.
+    last: whether it is used last in the forward pass and first in the backward pass.
     """
 
     count: int
@@ -95,7 +95,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class UnitCounts:
-    """How often in a step a unit is gathered forward and backward, and its gradients summed."""
+    """Calls per step and unit: all_gathers forward and backward, and gradient reductions."""
 
     forward: int
     backward: int
@@ -103,7 +103,7 @@ class UnitCounts:
 
 
 def sharded_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
-    """The calls of one rank of a stage under zero = 3; experts have groups of their own."""
+    """Lists the calls of one rank of a stage with zero = 3; experts have their own groups."""
     layout = job.parallel
     if layout.zero != 3:
         return ()
@@ -120,10 +120,10 @@ def sharded_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...
 def units(
     held: StageParameters, together: bool, root: bool = False
 ) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """The units of dense parameters and those of experts; together: a layer holds its experts,
-    root: all that is in no layer is one unit.
+    """Lists the FSDP units of dense parameters and those of experts.
 
-    A tied embedding is the head as well, and so the last unit.
+    together: whether a layer's unit includes its experts. root: whether all parameters outside of
+    the layers are one unit. A tied embedding is also the head, and so the last unit.
     """
     routed = held.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
     mixture = routed.total if together else routed.dense
@@ -138,9 +138,9 @@ def units(
 
 
 def _ends_apart(job: JobConfig, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """DeepSpeed gathers positions and the final norm by themselves, as modules of their own.
+    """Splits off positions and the final norm, which DeepSpeed gathers as separate modules.
 
-    A layer is one unit where it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
+    A layer is one unit if it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
     """
     positions, norm = job.model.positions * job.model.hidden, norm_parameters(job.model)
     apart: list[Unit] = []
@@ -171,7 +171,7 @@ def _shard_messages(
 def _in_buckets(
     job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
 ) -> list[CommOp]:
-    """DeepSpeed sums the gradients of all units in buckets, each unit in equal shares."""
+    """Lists DeepSpeed's bucketed gradient reductions over all units, each padded to the ranks."""
     if ranks == 1:
         return []
     place = CommSite("fsdp", axis, stage, "grad_sync", (FSDP_MESSAGES,))
@@ -202,10 +202,11 @@ def _of_unit(job: JobConfig, stage: int, unit: Unit, axis: str, ranks: int) -> t
 
 
 def times_of(job: JobConfig, unit: Unit) -> UnitCounts:
-    """In a pipeline gradients are summed once, and weights stay between two backward passes.
+    """Counts a unit's calls per step.
 
-    A microbatch's backward then finds what the one before gathered, unless a forward pass freed
-    it; that one was spared its own gather. So m + 1 gathers remain, whatever the schedule.
+    With a pipeline, gradients are reduced once, and weights stay gathered between two backward
+    passes unless a forward pass frees them, which then saves its own gather: m + 1 gathers for any
+    schedule.
     """
     m, policy = job.microbatches, _reshards(job)
     if job.parallel.pp > 1:
@@ -215,29 +216,29 @@ def times_of(job: JobConfig, unit: Unit) -> UnitCounts:
 
 
 def stays_gathered(job: JobConfig) -> bool:
-    """Whether a pipeline gathers its sharded weights once a step, and keeps them through it."""
+    """Whether a pipeline gathers its sharded weights once per step and keeps them."""
     return job.parallel.zero == 3 and job.parallel.pp > 1 and _reshards(job) != "always"
 
 
 def _reshards(job: JobConfig) -> str:
-    """ZeRO-3 as published and DeepSpeed's free every unit after its forward."""
+    """The reshard policy; the ZeRO paper and DeepSpeed free each unit after its forward pass."""
     if job.training.framework in ("zero-paper", "deepspeed"):
         return "always"
     return job.parallel.reshard_after_forward
 
 
-# What data parallelism sends where every rank keeps whole weights: DDP, ZeRO-1 and ZeRO-2.
+# Data parallelism with replicated weights: DDP, ZeRO-1 and ZeRO-2.
 
 DDP = Formula(
     "comm.ddp",
-    "all_reduces of the gradients once a step, g P bytes in ceil(g P/bucket) calls",
+    "all_reduces of the gradients once per step, g P bytes in ceil(g P/bucket) calls",
     "Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2",
 )
 
 ZERO = Formula(
     "comm.zero",
-    "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once a step"
-    " (ZeRO-2 outside Megatron-LM: gradients every microbatch)",
+    "reduce_scatters of g P bytes of gradients, all_gathers of w P/N bytes of weights, once"
+    " per step (ZeRO-2 except Megatron-LM's: gradients every microbatch)",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
 )
 
@@ -259,29 +260,29 @@ MIB = 2**20
 MEGATRON_BUCKET = 40_000_000
 
 MEGATRON_BUCKET_PER_RANK = 1_000_000
-"""Parameters in a bucket where gradients overlap the backward pass; else one bucket holds all.
+"""Parameters per bucket if gradient reduction overlaps the backward pass; else one bucket.
 NVIDIA/Megatron-LM, core/distributed/distributed_data_parallel.py."""
 
 DEEPSPEED_BUCKET = 500_000_000
-"""Numbers in a bucket: reduce_bucket_size and allgather_bucket_size, DeepSpeed's config-json."""
+"""Elements per bucket: reduce_bucket_size, allgather_bucket_size of DeepSpeed's config-json."""
 
 DDP_FIRST_BYTES, DDP_BYTES = 1 * MIB, 25 * MIB
 """PyTorch's kDefaultFirstBucketBytes and bucket_cap_mb."""
 
 EVERY_MICROBATCH = ("deepspeed", "zero-paper")
-"""Frameworks whose ZeRO-2 cannot keep whole gradients from one microbatch to the next."""
+"""Frameworks whose ZeRO-2 reduces gradients every microbatch instead of accumulating them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """count buckets of so many parameters."""
+    """count buckets with so many parameters each."""
 
     count: int
     parameters: int
 
 
 def data_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
-    """The calls that one rank's gradients and weights need; ZeRO-3 is sharded_messages'."""
+    """Lists one rank's calls for gradients and weights; empty with ZeRO-3 (sharded_messages)."""
     layout = job.parallel
     if layout.zero == 3:
         return ()
@@ -307,7 +308,7 @@ def _replica_messages(
 
 
 def hands_out(job: JobConfig) -> bool:
-    """Whether DDP sums whole gradients and each rank then broadcasts the weights of its share."""
+    """Whether DDP all_reduces gradients and each rank then broadcasts its updated weights."""
     return job.parallel.zero == 1 and job.training.framework == "ddp"
 
 
@@ -329,19 +330,19 @@ def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -
 
 
 def sums_whole(job: JobConfig) -> bool:
-    """Whether ZeRO-1 and 2 sum whole buckets on all ranks, each of which keeps its share."""
+    """Whether ZeRO-1 and 2 all_reduce whole buckets, of which each rank keeps its share."""
     return job.training.framework == "deepspeed"
 
 
 def sums_every_microbatch(job: JobConfig) -> bool:
-    """Whether ZeRO-2 reduces the gradients of each microbatch by themselves."""
+    """Whether ZeRO-2 reduces the gradients of each microbatch separately."""
     return job.parallel.zero == 2 and job.training.framework in EVERY_MICROBATCH
 
 
 def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
-    """How the framework cuts a rank's parameters; the parts add up to them.
+    """Splits a rank's parameters into the framework's buckets.
 
-    Real buckets end where a tensor does, so that their number is a little smaller.
+    Real buckets end at tensor boundaries, so there are slightly fewer of them.
     """
     first, each = _capacity(job, ranks)
     head = min(first, parameters)
@@ -351,7 +352,7 @@ def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
 
 
 def _capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
-    """Parameters in the first bucket and in each other one; 0: no bound."""
+    """Parameters of the first bucket and of each other one; 0 for no limit."""
     match job.training.framework:
         case "ddp" | "huggingface" | "fsdp2":
             size = job.training.gradient_bytes

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Literal, TypeVar, get_args
 
-# What a file may state of a field: read by config_decode.
+# Limits and keys of the fields in a TOML file, used by config_decode.
 
 MOST = 10**18
 
 KEY = "key"
-"""Of a field's metadata: its key in a file where that is not the field's name, "" for no key."""
+"""Metadata of a field: its key in a file if that differs from its name, "" if it has no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberLimits:
-    """The least and the most that a file may state for a number; noun says what of the few it is.
+    """The smallest and largest value of a number in a file; noun names a number with few values.
 
-    Without limits a whole number is at least 1, any other number above 0.
+    Without limits an integer is at least 1 and any other number is above 0.
     """
 
     least: int = 1
@@ -29,22 +29,22 @@ class NumberLimits:
 
 
 Natural = Annotated[int, NumberLimits(0)]
-"""A whole number that may be 0."""
+"""An integer that may be 0."""
 
 AsDecimal = Annotated[int, NumberLimits(1, MOST, "")]
-"""A whole number that a calibration writes as 128.0."""
+"""An integer that a calibration writes as 128.0."""
 
-# The shape of a decoder transformer, complete.
+# The architecture of a decoder transformer.
 
 Norm = Literal["rms", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts that replaces the MLP of most layers.
+    """A mixture of experts that replaces the MLP of most layers.
 
-    ffn is the width of one expert, shared_ffn the width of what every token passes beside its
-    top_k experts (0: nothing). The first dense_layers layers keep the model's own MLP.
+    ffn is the width of one expert, shared_ffn that of the shared expert, which every token passes
+    in addition to its top_k experts (0: none). The first dense_layers layers have a dense MLP.
     """
 
     count: int
@@ -56,10 +56,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention: the sizes of its compressed projections.
+    """Multi-head latent attention (MLA): the sizes of its compressed projections.
 
-    query_rank 0 means that queries are not compressed. A head's query and key are nope + rope
-    wide, its value is value wide.
+    query_rank 0 means that queries are not compressed. The query and key of a head have
+    nope + rope elements, its value has value elements.
     """
 
     query_rank: Natural
@@ -71,9 +71,35 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: every size that parameters, FLOPs, activations and messages depend on.
+    """The architecture of a decoder transformer.
 
-    positions is the number of learned positions (0: rotary or none); vocab is not padded.
+    Parameters, FLOPs, saved activations and communication volumes follow from these sizes.
+
+    Args:
+        layers: Transformer layers.
+        hidden: Hidden size.
+        heads: Attention heads.
+        kv_heads: Key-value heads; fewer than heads with grouped-query attention.
+        head_size: Size of one head.
+        ffn: Width of the MLP.
+        vocab: Vocabulary size, not padded.
+        gated: Whether the MLP has a gate (SwiGLU: three products instead of two). Default False.
+        tied: Whether the output head shares the embedding's weights. Default True.
+        positions: Learned positions; 0 for rotary or no position embeddings. Default 0.
+        norm: "layer" (default) or "rms".
+        biases: Whether linear layers have biases. Default True.
+        qkv_biases: Whether the query, key and value projections have biases even if biases is
+            False. Default False.
+        experts: Sizes of the mixture of experts; None (default) for a dense model.
+        latent: Sizes of multi-head latent attention; None (default) for ordinary attention.
+        name: Name of the model. Default "".
+
+    Example:
+        >>> model = ModelConfig(
+        ...     layers=24, hidden=2048, heads=16, kv_heads=16, head_size=128, ffn=8192, vocab=50304
+        ... )
+        >>> model.kv_size
+        2048
     """
 
     layers: int
@@ -95,24 +121,24 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> int:
-        """Layers whose MLP is a mixture of experts."""
+        """Number of layers with a mixture of experts."""
         return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (and of the values) of one token."""
+        """Elements of the keys (and of the values) of one token in one layer."""
         return self.kv_heads * self.head_size
 
 
-# What the job runs on: peaks, memory, links, and how much of them real programs reach.
+# The hardware: peaks, memory, links, and the fraction of each that real programs reach.
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a GPU to the others: bytes_per_s of one GPU in one direction, as sold.
+    """A link of a GPU: bytes_per_s of one GPU in one direction, from the data sheet.
 
-    ring is the share of it that large NCCL rings reach (busbw / bytes_per_s); latency_ns is what
-    one more step over it costs a small collective.
+    ring is the fraction of it that large NCCL rings reach (busbw / bytes_per_s); latency_ns is the
+    time that one more ring step over the link adds to a small collective.
     """
 
     name: str
@@ -123,14 +149,31 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """How much of a GPU family's peaks real kernels reach, fitted on published runs.
+    """Fractions of a GPU family's peaks that real kernels reach, fitted on published runs.
 
-    gemm, attention (fused, forward) and unfused_attention are shares of the dense peak, memory is
-    the share of the memory's bandwidth, launch_ns what each kernel costs beside its work, jitter by
-    what ratio a node's step times vary. host_ns is what the host needs to launch a layer's forward,
-    0 for the framework's guess. error is how far off step times of 9 of 10 runs were that were not
-    fitted on, a ratio. rows name the runs of the fit ("run:..." a user's own, else published),
-    frameworks, devices and dtypes what those ran on.
+    Args:
+        gemm: Fraction of the dense peak that large GEMMs reach, 0..1.
+        attention: The same for fused attention, forward.
+        unfused_attention: The same for attention that stores its scores.
+        memory: Fraction of the memory bandwidth that memory-bound kernels reach, 0..1.
+        launch_ns: Fixed cost of a kernel, in ns.
+        tile: Tile size of GEMMs for wave quantization; 0 (default) to ignore it.
+        jitter: Relative variation of a node's step time. Default 0.02.
+        host_ns: Host time to launch the forward pass of a layer, in ns; 0 (default) to use the
+            framework's value.
+        error: Relative error of the step time that 9 of 10 runs outside of the fit stay below.
+            Default 0.3.
+        frameworks: Frameworks of the runs of the fit.
+        devices: Their devices.
+        dtypes: Their dtypes.
+        rows: Their ids; "run:..." is a run of the user, any other a published one.
+
+    Example:
+        >>> efficiency = Efficiency(
+        ...     gemm=0.75, attention=0.5, unfused_attention=0.2, memory=0.8, launch_ns=3000.0
+        ... )
+        >>> efficiency.jitter
+        0.02
     """
 
     gemm: float
@@ -150,8 +193,8 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What runs of one's own taught about memory: a factor on the activations of every stage, and
-    bytes that every rank needs beside what is predicted."""
+    """A memory correction calibrated on the user's own runs: a factor on the saved activations of
+    every stage, and constant bytes added on every rank."""
 
     activations: float = 1.0
     constant_bytes: Annotated[int, NumberLimits(-MOST)] = 0
@@ -161,10 +204,25 @@ class Learned:
 class HardwareConfig:
     """One kind of accelerator in one kind of cluster.
 
-    peaks_flops_per_s are dense, by dtype. gpus_per_node counts the GPUs that the intra link joins
-    (72 on GB200 NVL72). nvls is the busbw of an all-reduce that the switch sums over the link's
-    bytes_per_s, 0 where there is none. host is the link to host memory. learned corrects the memory
-    of frameworks that own runs were measured with.
+    Args:
+        name: Name of the accelerator.
+        family: GPU family, which selects a default efficiency ("hopper", "ampere", ...).
+        peaks_flops_per_s: (dtype, dense peak in FLOPs per second) pairs.
+        memory_bytes: Device memory, in bytes.
+        memory_bytes_per_s: Its bandwidth.
+        gpus_per_node: GPUs connected by the intra link (72 on GB200 NVL72).
+        intra: Link between GPUs of a node.
+        inter: Link between nodes, per GPU (key nodes_link in a file).
+        host: Link to host memory.
+        efficiency: Fractions of the peaks that real kernels reach.
+        nvls: busbw of an all_reduce in the switch (NVLS) over intra.bytes_per_s; 0 (default)
+            without NVLS.
+        multiprocessors: Streaming multiprocessors of a GPU; 0 (default) if unknown.
+        learned: Memory correction calibrated on the user's own runs. Default: none.
+
+    Example:
+        hardware = read_job("job.toml").hardware
+        peak = hardware.peak_flops_per_s("bf16")
     """
 
     name: str
@@ -182,11 +240,14 @@ class HardwareConfig:
     learned: Learned = Learned()
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """The dense peak at a dtype, None where the device has none or none is published."""
+        """Returns the dense peak of a dtype in FLOPs per second.
+
+        None if the device does not support the dtype or no peak is published.
+        """
         return dict(self.peaks_flops_per_s).get(dtype)
 
 
-# How one step trains: batch, precision, optimizer, what is recomputed and offloaded.
+# How one step trains: batch, precision, optimizer, recomputation and offloading.
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -213,12 +274,32 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """One optimizer step: seq_len in tokens, micro_batch in sequences a microbatch and rank,
-    global_batch in sequences a step.
+    """The training settings of one optimizer step.
 
-    dtype is that of the matrix products; weights and activations of fp8 training stay in bf16.
-    recompute "every" keeps the input of each recompute_every-th layer. gradient_dtype is the one
-    in which gradients are reduced, activation_dtype that of what layers hand on.
+    Args:
+        seq_len: Tokens per sequence.
+        micro_batch: Sequences per microbatch on one data-parallel rank.
+        global_batch: Sequences per step.
+        dtype: dtype of the GEMMs: "fp32", "bf16" (default), "fp16" or "fp8" (weights and
+            activations stay in bf16).
+        optimizer: "adam" (default), "adam-8bit", "sgd", "sgd-momentum", "muon" or "lion".
+        recompute: Activation recomputation: "none" (default), "selective", "full", "every" or
+            "sqrt".
+        recompute_every: With recompute "every", the input of each recompute_every-th layer is
+            saved. Default 1.
+        framework: Framework whose behavior is modelled. Default "megatron".
+        gradient_dtype: dtype of the gradient reduction. Default "fp32".
+        activation_dtype: dtype of the activations between layers. Default "bf16".
+        flash_attention: Whether attention is fused and stores no scores. Default True.
+        dropout: Whether the model has dropout. Default False.
+        fused_loss: Whether the cross-entropy loss is fused. Default True.
+        offload: States that are offloaded: "optimizer", "parameters", "activations". Default: none.
+        offload_to: "cpu" (default) or "nvme".
+
+    Example:
+        >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
+        >>> training.gradient_bytes
+        4
     """
 
     seq_len: int
@@ -239,21 +320,21 @@ class TrainingConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight as the forward pass reads it."""
+        """Bytes of one weight in the forward pass."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of a number that one layer hands to the next."""
+        """Bytes of one element of the activations between layers."""
         return BYTES[self.activation_dtype]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient where ranks sum it."""
+        """Bytes of one gradient in the gradient reduction."""
         return BYTES[self.gradient_dtype]
 
 
-# How the ranks share the model and the batch.
+# How model and batch are distributed over the ranks.
 
 Schedule = Literal[
     "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"
@@ -262,7 +343,7 @@ Schedule = Literal[
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 TWO_STAGES: tuple[Schedule, ...] = ("zb-v", "dualpipe", "dualpipe-v")
-"""Schedules that hold two stages on each rank, whatever chunks says."""
+"""Schedules with two stages on each rank, whatever chunks is."""
 
 ContextKind = Literal["ring", "all-gather", "ulysses"]
 
@@ -275,19 +356,40 @@ RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Sizes of the axes, and how each works.
+    """The parallel layout: sizes of the axes and the options of each.
 
-    dp_replicate ranks hold copies, dp_shard ranks shares (FSDP); both together are HSDP. zero is
-    the ZeRO stage: 1 and 2 spread optimizer (and gradients) over all data- and context-parallel
-    ranks, 3 is dp_shard. rank_order lists the axes with the fastest varying first. overlap names
-    the axes whose communication is hidden behind compute where there is compute to hide behind.
-    chunks is the number of stages on a rank (interleaved). scatter_gather: pipeline messages are
-    cut over tensor parallelism and put together by the receiver's node. reshard_after_forward is
-    what FSDP does with gathered weights: always frees them, never keeps them until the backward
-    pass, default is torchtitan's: keeps the last unit, and all of them in a pipeline.
-    split_vocab: tensor parallelism cuts embedding and head too. root_unit: FSDP gathers what is in
-    no layer as one unit. sum_once: FSDP sums gradients behind the last microbatch alone.
-    bucket_bytes is what DDP sums in one call, 0 its default.
+    Args:
+        tp: Tensor-parallel ranks. Default 1, like all sizes.
+        pp: Pipeline-parallel ranks.
+        dp_replicate: Data-parallel replicas (DDP); with dp_shard > 1 this is HSDP.
+        dp_shard: Ranks over which FSDP shards the weights.
+        cp: Context-parallel ranks.
+        ep: Expert-parallel ranks.
+        expert_tp: Tensor-parallel ranks of the experts.
+        rank_order: The axes, fastest-varying first. Default tp, cp, ep, dp, pp.
+        sequence_parallel: Whether Megatron sequence parallelism is on. Default False.
+        zero: ZeRO stage. 1 and 2 shard the optimizer (and gradients) over all data- and
+            context-parallel ranks, 3 shards over dp_shard. Default 0.
+        schedule: Pipeline schedule. Default "1f1b".
+        chunks: Model stages (virtual stages) per rank of an interleaved schedule. Default 1.
+        layers_per_stage: Layers of each model stage; None (default) to split them evenly.
+        overlap: Axes whose communication overlaps with compute. Default: none.
+        context_kind: Context parallelism: "ring" (default), "all-gather" or "ulysses".
+        reshard_after_forward: What FSDP does with gathered weights: "always" frees them after the
+            forward pass, "never" keeps them until the backward pass, "default" follows torchtitan:
+            keeps the last unit, and with a pipeline all units.
+        scatter_gather: Whether pipeline messages are split over tp and gathered by the receiving
+            node. Default False.
+        split_vocab: Whether tp also shards embedding and head. Default True.
+        root_unit: Whether FSDP gathers the parameters outside of the layers as one unit. Default
+            False.
+        sum_once: Whether FSDP reduces gradients only after the last microbatch. Default False.
+        bucket_bytes: Size of a DDP bucket, in bytes; 0 (default) for PyTorch's default.
+
+    Example:
+        >>> layout = ParallelConfig(tp=8, pp=4, dp_replicate=2, schedule="interleaved", chunks=5)
+        >>> layout.world_size
+        64
     """
 
     tp: int = 1
@@ -314,7 +416,7 @@ class ParallelConfig:
 
     @property
     def dp(self) -> int:
-        """Ranks that see different sequences."""
+        """Data-parallel ranks: those that process different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -323,45 +425,45 @@ class ParallelConfig:
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which ZeRO spreads the states of dense parameters (N); 1 without ZeRO."""
+        """Ranks over which ZeRO shards the states of dense parameters (N); 1 without ZeRO."""
         return 1 if self.zero == 0 else self.cp * (self.dp_shard if self.zero == 3 else self.dp)
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks whose gradients of dense parameters are summed."""
+        """Ranks of the gradient reduction of dense parameters."""
         return self.dp * self.cp
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Ranks with the same experts."""
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which ZeRO spreads the states of experts; 1 without ZeRO."""
+        """Ranks over which ZeRO shards the states of experts; 1 without ZeRO."""
         if self.zero == 0:
             return 1
         return max(1, self.expert_dp // (self.dp_replicate if self.zero == 3 else 1))
 
     @property
     def sequence_split(self) -> int:
-        """By how much sequence parallelism divides what tensor parallelism leaves whole."""
+        """Ranks over which sequence parallelism splits the activations outside of tp regions."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def vocab_split(self) -> int:
-        """By how much tensor parallelism divides embedding and head."""
+        """Ranks over which tensor parallelism shards embedding and head."""
         return self.tp if self.split_vocab else 1
 
     @property
     def stages_per_rank(self) -> int:
-        """Model stages that one rank of the pipeline holds."""
+        """Model stages (chunks) on one pipeline rank."""
         if self.pp > 1 and self.schedule in TWO_STAGES:
             return 2
         return self.chunks
 
 
-# JobConfig: everything that a prediction needs, and what follows from it by division alone.
+# JobConfig: everything that a prediction needs, and the sizes that follow by division.
 
 VOCAB_MULTIPLE = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp."""
@@ -369,7 +471,18 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """A training step to predict. config_checks.check refuses one that cannot be."""
+    """A training job whose step is to be predicted.
+
+    Args:
+        model: The model's architecture.
+        parallel: The parallel layout.
+        training: Batch, precision, optimizer and recomputation.
+        hardware: Accelerator and links.
+
+    Example:
+        job = read_job("job.toml")
+        step_ns = predict(job).split.step_ns
+    """
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -378,29 +491,29 @@ class JobConfig:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of one rank in a step (m); those of both directions in dualpipe."""
+        """Microbatches per step and rank (m); with dualpipe those of both directions."""
         return self.training.global_batch // (self.training.micro_batch * self.parallel.dp)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one microbatch on one rank, whole over tensor parallelism (T = s b / c)."""
+        """Tokens of one microbatch on one rank, not divided by tp (T = s b / c)."""
         return self.training.seq_len * self.training.micro_batch // self.parallel.cp
 
     @property
     def padded_vocab(self) -> int:
-        """The vocabulary as Megatron-LM pads it; other frameworks leave it."""
+        """The vocabulary as Megatron-LM pads it; other frameworks do not pad."""
         if self.training.framework != "megatron":
             return self.model.vocab
         multiple = VOCAB_MULTIPLE * self.parallel.tp
         return -(-self.model.vocab // multiple) * multiple
 
 
-# Where the ranks of a group sit: how many of them share a node.
+# Placement of a group on the nodes: how many of its ranks share a node.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A group of ranks spread evenly over nodes."""
+    """A group of ranks, evenly distributed over nodes."""
 
     ranks: int
     ranks_per_node: int
@@ -411,8 +524,9 @@ class Span:
 
 
 def span_of(job: JobConfig, axis: str) -> Span:
-    """The group of an axis: tp, cp, ep, dp (all that sum dense gradients, cp included), dp_shard,
-    dp_replicate, expert_tp, expert_dp, or pp (the two neighbors that are farthest apart)."""
+    """Returns the placement of an axis's group: tp, cp, ep, dp (all ranks of the dense gradient
+    reduction, including cp), dp_shard, dp_replicate, expert_tp, expert_dp, or pp (the two
+    neighbors that are farthest apart)."""
     ranks, stride = _ranks_and_stride(job.parallel, axis)
     if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
         return Span(ranks, 1)
@@ -445,14 +559,14 @@ def _stride(layout: ParallelConfig, axis: str) -> int:
     return math.prod(sizes.get(each, 1) for each in faster)
 
 
-# Which layers each rank of the pipeline holds.
+# The layers of each pipeline rank.
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One model stage: consecutive layers, with the embedding before or the head behind them."""
+    """One model stage: consecutive layers, with the embedding or the head at the model's ends."""
 
     dense_layers: int
     expert_layers: int
@@ -466,7 +580,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """What one pp coordinate holds: its chunks, in the model's order."""
+    """The chunks of one pp coordinate, in model order."""
 
     index: int
     chunks: tuple[Chunk, ...]
@@ -493,13 +607,15 @@ class StageConfig:
 
 
 def stages_of(job: JobConfig) -> tuple[StageConfig, ...]:
-    """The pipeline's ranks, first to last, each with its chunks."""
+    """Lists the pipeline stages, first to last, each with its chunks."""
     return _stages(*_shape(job))
 
 
 def each_once(job: JobConfig, make: Callable[[StageConfig], _T]) -> tuple[_T, ...]:
-    """What make says of each stage, asked once of all that hold the same; it may not look at the
-    index."""
+    """Calls make once for each distinct stage and returns its result for every stage.
+
+    make must not depend on the stage's index.
+    """
     found: list[_T] = []
     for stage, first in zip(stages_of(job), first_alike(job), strict=True):
         found.append(make(stage) if first == stage.index else found[first])
@@ -507,7 +623,7 @@ def each_once(job: JobConfig, make: Callable[[StageConfig], _T]) -> tuple[_T, ..
 
 
 def first_alike(job: JobConfig) -> tuple[int, ...]:
-    """For each stage the first that holds the same."""
+    """Returns for each stage the index of the first stage with equal chunks."""
     return _first_alike(*_shape(job))
 
 
@@ -536,12 +652,12 @@ def _first_alike(
 
 
 def chunks_of_rank(job: JobConfig, rank: int) -> tuple[int, ...]:
-    """Positions in the model of the chunks that a pipeline rank holds."""
+    """Lists the positions in the model of a pipeline rank's chunks."""
     return _of_rank(job.parallel.schedule, job.parallel.pp, job.parallel.chunks, rank)
 
 
 def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, ...]:
-    """Interleaved ranks hold every pp-th chunk; zb-v and dualpipe-v fold the model into a V;
+    """Interleaved ranks have every pp-th chunk; zb-v and dualpipe-v fold the model into a V;
     dualpipe runs a second copy of the model from the other end."""
     if p > 1 and schedule in ("zb-v", "dualpipe-v"):
         return rank, 2 * p - 1 - rank
@@ -551,13 +667,13 @@ def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, .
 
 
 def chunk_count(job: JobConfig) -> int:
-    """Model stages that the layers are cut into (p v; p for dualpipe's two copies)."""
+    """Number of model stages (p v; p for each of dualpipe's two copies)."""
     p, layout = job.parallel.pp, job.parallel
     return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
 
 
 def layers_per_chunk(job: JobConfig) -> tuple[int, ...]:
-    """Layers of each model stage; the first take the rest where they do not divide."""
+    """Layers of each model stage; the first stages get the remainder."""
     if job.parallel.layers_per_stage is not None:
         return job.parallel.layers_per_stage
     count = chunk_count(job)

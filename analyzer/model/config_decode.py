@@ -1,4 +1,4 @@
-"""TOML files decoded by the fields of dataclasses, so that every mistake of a file is listed."""
+"""Decodes TOML files by the fields of dataclasses and lists all mistakes of a file at once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FEW = 4
 _TABLE = dict[str, object]
 
 Kinds = Mapping[str, Any]
-"""The type of each key of a table: what msgspec accepts, and Annotated with Limits."""
+"""The type of each key of a table: a type of msgspec, or Annotated with NumberLimits."""
 
 # A TOML file, and the tables in it.
 
 
 @dataclass(frozen=True, slots=True)
 class TomlTable:
-    """A table: the file that it stands in, its name there and its values."""
+    """A table: the file that contains it, its name there and its values."""
 
     where: str
     name: str
@@ -44,53 +44,53 @@ class TomlTable:
         return DataError(self.where, f"{self.path(key)}: {problem}", hint)
 
     def select(self, *keys: str) -> TomlTable:
-        """The table with no other keys than these."""
+        """Returns the table with only these keys."""
         own = {key: value for key, value in self.values.items() if key in keys}
         return replace(self, values=own)
 
     def inner(self, key: str) -> TomlTable:
-        """The table inside this one; an empty one where the key has no table."""
+        """Returns the table of the key; an empty one if the key has no table."""
         value = self.values.get(key)
         return TomlTable(self.where, self.path(key), value if isinstance(value, dict) else {})
 
 
 def read_table(path: str | Path) -> TomlTable:
-    """The whole TOML file as a table. Raises DataError."""
+    """Reads a TOML file as one table. Raises DataError."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "check the path") from None
     if len(text) > _MOST_BYTES:
-        raise DataError(path, "too large for a TOML file of settings", "name the right file")
+        raise DataError(path, "too large for a TOML config", "check the path")
     return table_of(path, text)
 
 
 def table_of(where: str | Path, text: bytes) -> TomlTable:
-    """The table that the text states; where names it in errors. Raises DataError."""
+    """Parses TOML text; where is the file name in errors. Raises DataError."""
     try:
         values: dict[str, Any] = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise DataError(where, f"not TOML ({error})", "fix that line") from None
+        raise DataError(where, f"not valid TOML ({error})", "fix that line") from None
     return TomlTable(str(where), "", values)
 
 
-# Mistakes are collected, and raised together as one line.
+# Mistakes are collected and raised together in one line.
 
 
 class Mistakes(list[DataError]):
-    """The mistakes of one file, in the order in which they were found."""
+    """The mistakes of one file, in the order of detection."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keeps a DataError of the block instead of raising it."""
+        """Appends a DataError of the block instead of raising it."""
         try:
             yield
         except DataError as error:
             self.append(error)
 
     def refuse(self) -> None:
-        """Raises the first mistake as a DataError, which lists the others in the same line."""
+        """Raises the first mistake as a DataError that lists the others in the same line."""
         if not self:
             return
         first, *others = self
@@ -103,11 +103,11 @@ class Mistakes(list[DataError]):
         raise DataError(first.where, first.problem, hint)
 
 
-# A table decoded: each key by its type.
+# Decoding of a table: each key by its type.
 
 
 def decode_table(table: TomlTable, kinds: Kinds, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """The table's values, as decode_keys. Raises DataError with all mistakes of the table."""
+    """Like decode_keys, but raises a DataError with all mistakes of the table."""
     mistakes = Mistakes()
     found = decode_keys(table, kinds, mistakes, needed)
     mistakes.refuse()
@@ -117,7 +117,7 @@ def decode_table(table: TomlTable, kinds: Kinds, needed: Sequence[str] = ()) -> 
 def decode_keys(
     table: TomlTable, kinds: Kinds, mistakes: Mistakes, needed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The values that the table states and that are of their types; the others go to mistakes."""
+    """Decodes the table's values; unknown, missing and invalid ones are added to mistakes."""
     found, known = {}, tuple(kinds)
     for key in table.values:
         if key not in kinds:
@@ -136,10 +136,11 @@ def decode_keys(
 def decode_section(
     table: TomlTable, key: str, kind: type[_T], base: _T | None, mistakes: Mistakes, **usual: Any
 ) -> _T | None:
-    """The dataclass of the table inside this one; what that leaves out is as in base.
+    """Decodes the subtable of a key to a dataclass; missing keys are taken from base.
 
-    Without a base it is as usual says, or as by default, and else a mistake. base itself where
-    there is no such table or one of its needed keys is missing or mistaken.
+    Without a base, missing keys are taken from usual or from the defaults of the fields; any other
+    missing key is a mistake. Returns base if there is no such table, or if one of its required keys
+    is missing or invalid.
     """
     if not isinstance(table.values.get(key), dict):
         return base
@@ -153,7 +154,7 @@ def decode_section(
 
 
 def decoded_kinds(kind: type) -> dict[str, Any]:
-    """The type of each key that a file may state of the dataclass, in the order of its fields."""
+    """Returns the type of each key of the dataclass in a file, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         key: _stated_kind(hints[field.name])
@@ -163,20 +164,20 @@ def decoded_kinds(kind: type) -> dict[str, Any]:
 
 
 def needed_keys(kind: type) -> tuple[str, ...]:
-    """The keys of the fields that have no default."""
+    """Lists the keys of the fields without a default."""
     return tuple(
         field.metadata.get(KEY, field.name) for field in fields(kind) if field.default is MISSING
     )
 
 
 def select_fields(kind: type, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a file states, the values of the dataclass's fields, by their names."""
+    """Selects the values of the dataclass's fields from those of a file, by field name."""
     keys = {field.name: field.metadata.get(KEY) or field.name for field in fields(kind)}
     return {name: stated[key] for name, key in keys.items() if key in stated}
 
 
 def replace_aliases(table: TomlTable, aliases: Mapping[str, Mapping[str, str]]) -> TomlTable:
-    """The table with other words for the same, by key, replaced by the model's own."""
+    """Replaces aliases in the table's values, by key, with the canonical words."""
     own = {
         key: words.get(value, value)
         for key, words in aliases.items()
@@ -186,7 +187,7 @@ def replace_aliases(table: TomlTable, aliases: Mapping[str, Mapping[str, str]]) 
 
 
 def _stated_kind(kind: Any) -> Any:
-    """The type in a file: no file states None, and a dataclass is a table of its own."""
+    """The type of a field in a file: without None, and a table for a dataclass."""
     if get_origin(kind) in (Union, UnionType):
         kind = Union[tuple(each for each in get_args(kind) if each is not NoneType)]  # noqa: UP007
     return _TABLE if is_dataclass(kind) else kind
@@ -198,18 +199,18 @@ def _decode_value(table: TomlTable, key: str, value: object, kind: Any) -> Any:
     if fits(value, kind):
         return convert(value, kind)
     if kind == list[_TABLE]:
-        raise table.error(key, f"{value!r} is no list of tables", f"write [[{table.path(key)}]]")
+        raise table.error(key, f"{value!r} is not a list of tables", f"write [[{table.path(key)}]]")
     if kind == _TABLE:
-        raise table.error(key, f"{value!r} is no table", f"write [{table.path(key)}]")
+        raise table.error(key, f"{value!r} is not a table", f"write [{table.path(key)}]")
     place, problem, hint = _describe(value, kind)
     raise table.error(f"{key}{place}", problem, hint)
 
 
-# One value: whether msgspec converts it to its type, and what is wrong where it does not.
+# One value: its conversion by msgspec, and the description of a mistake.
 
 
 def convert(value: object, kind: Any) -> Any:
-    """The value as its type. msgspec is loaded only where something is read."""
+    """Converts the value to its type. Imports msgspec only here, to keep imports fast."""
     import msgspec
 
     return msgspec.convert(value, _limited(kind), strict=True)
@@ -227,7 +228,7 @@ def fits(value: object, kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _limited(kind: Any) -> Any:
-    """The type with its limits as msgspec states them."""
+    """Returns the type with its limits in msgspec's form."""
     from msgspec import Meta
 
     plain = {
@@ -246,14 +247,14 @@ def _limited(kind: Any) -> Any:
 
 _PROBLEMS = {
     bool: ("is neither true nor false", "write true or false"),
-    str: ("is no text", "write it in quotes"),
-    float: ("is no amount", "write a number above 0"),
-    int: ("is no count", "write a whole number from 1 up"),
+    str: ("is not a string", "write it in quotes"),
+    float: ("is not a valid number", "write a number > 0"),
+    int: ("is not a valid count", "write an integer >= 1"),
 }
 
 
 def _describe(value: object, kind: Any) -> tuple[str, str, str]:
-    """Where in the value the mistake is ("" or "[2]"), the problem and the hint."""
+    """Returns the position of the mistake in the value ("" or "[2]"), the problem and the hint."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _describe(value, _likeliest(value, arguments))
@@ -269,41 +270,42 @@ def _describe(value: object, kind: Any) -> tuple[str, str, str]:
 
 
 def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
-    """Of the types that a key takes, the one that is meant: the words for a text, else the last."""
+    """Chooses the likely type of a key with several: the literals for a string, else the last."""
     words = [kind for kind in kinds if get_origin(kind) is Literal]
     return words[0] if words and isinstance(value, str) else kinds[-1]
 
 
 def _describe_limits(value: object, kind: type, limits: NumberLimits) -> tuple[str, str]:
     if kind is float:
-        return f"{value!r} is no amount", f"write a number from {limits.least} up"
+        return f"{value!r} is not a valid number", f"write a number >= {limits.least}"
     if limits.noun and fits(value, Annotated[int, NumberLimits(limits.least)]):
         known = [str(number) for number in range(limits.least, limits.most + 1)]
-        return f"{value!r} is no {limits.noun}", f"write {join_choices(known)}"
-    return f"{value!r} is no count", f"write a whole number from {limits.least} up"
+        return f"{value!r} is not a valid {limits.noun}", f"write {join_choices(known)}"
+    return f"{value!r} is not a valid count", f"write an integer >= {limits.least}"
 
 
 def _describe_list(value: object, entry: Any) -> tuple[str, str, str]:
     words = get_origin(entry) is Literal
     if entry is str:
-        return "", f"{value!r} is no list of words", 'write ["...", "..."]'
+        return "", f"{value!r} is not a list of strings", 'write ["...", "..."]'
     if not isinstance(value, list):
-        return "", f"{value!r} is no list", f"write {'words' if words else 'whole numbers'} in [ ]"
+        hint = f"write {'strings' if words else 'integers'} in [ ]"
+        return "", f"{value!r} is not a list", hint
     place = next(i for i, each in enumerate(value) if not fits(each, entry))
     _, problem, hint = _describe(value[place], entry)
     return "" if words else f"[{place}]", problem, hint
 
 
-# The words most like one that is unknown.
+# Suggestions for an unknown word.
 
 
 def nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
-    """The known words most like this one; all of them where they are few."""
+    """Finds the known words closest to this one; returns all if there are few."""
     if len(known) <= _FEW:
         return known
     return difflib.get_close_matches(word.lower(), known, n=_FEW, cutoff=0.0)
 
 
 def join_choices(words: Sequence[str]) -> str:
-    """As a choice: a, b or c."""
+    """Joins words as a choice: a, b or c."""
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -1,4 +1,4 @@
-"""Job configs in TOML: tables, presets and framework defaults to a JobConfigConfig."""
+"""Job configs in TOML: reads tables, presets and framework defaults into a JobConfig."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SAME_FRAMEWORKS = {
     "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
     "fsdp1": "fsdp2", "hf": "huggingface", "transformers": "huggingface",
 }  # fmt: skip
-"""Other words for what trains the same way here."""
+"""Aliases of frameworks that are modelled alike."""
 
 _ALIASES = {
     "framework": SAME_FRAMEWORKS,
@@ -64,25 +64,42 @@ _ALIASES = {
         "dualpipev": "dualpipe-v", "interleaved-1f1b": "interleaved", "f-then-b": "gpipe",
     },
 }  # fmt: skip
-"""Other words for the same, by key."""
+"""Aliases of values, by key."""
 
 _SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[str, object])
 
 
 def read_job(path: str | Path) -> JobConfig:
-    """The job that the file states, checked. Raises DataError, which names the keys and the hint;
-    UsageError where no hardware is named."""
+    """Reads and checks a job config.
+
+    Args:
+        path: Path of a job.toml with the tables [model], [parallel], [training] and [hardware].
+
+    Returns:
+        The job, with presets and the framework's defaults filled in.
+
+    Raises:
+        DataError: The file is missing, not valid TOML, has invalid keys (all are listed), or
+            describes a job that violates a constraint.
+        UsageError: The file has no [hardware].
+
+    Example:
+        job = read_job("job.toml")
+        print(job.parallel.world_size, job.microbatches)
+    """
     return job_in(read_table(path))
 
 
 def job_of(text: str, where: str = "job.toml") -> JobConfig:
-    """The job of a job.toml's text, checked; where names it in errors. Raises as read_job."""
+    """Parses and checks the text of a job.toml; where is its name in errors. Raises as read_job."""
     return job_in(table_of(where, text.encode()))
 
 
 def job_in(table: TomlTable) -> JobConfig:
-    """The job that the tables state, checked. Raises as read_job: with all mistakes of the keys,
-    else with the first thing that cannot be."""
+    """Decodes and checks the tables of a job.
+
+    Raises as read_job: with all invalid keys, else with the first violated constraint.
+    """
     stated = _decode_sections(table)
     model, hardware, training = stated.model, stated.hardware, stated.training
     layout = layout_of(stated.parallel, training.values.get("framework"), model.experts is not None)
@@ -96,14 +113,14 @@ def job_in(table: TomlTable) -> JobConfig:
 
 
 def layout_in(table: TomlTable) -> ParallelConfig:
-    """The layout that the tables state, checked in itself alone. Raises as read_job."""
+    """Decodes the layout of the tables, not checked against the model. Raises as read_job."""
     stated = _decode_sections(table)
     return layout_of(stated.parallel, stated.training.values.get("framework"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sections:
-    """The tables of a file: each value of its type, nothing filled in for parallel and training."""
+    """The decoded tables of a file; parallel and training without defaults filled in."""
 
     model: ModelConfig
     parallel: TomlTable
@@ -112,11 +129,12 @@ class _Sections:
 
 
 def _decode_sections(table: TomlTable) -> _Sections:
-    """Raises DataError with all mistakes of all tables, UsageError where no hardware is named."""
+    """Raises DataError with all mistakes of all tables, UsageError without [hardware]."""
     mistakes, of = Mistakes(), {name: Mistakes() for name in _SECTIONS}
     found = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
     if not mistakes and "hardware" not in found:
-        raise UsageError(f'{table.where}: on what? write [hardware] preset = "h100-sxm" or another')
+        hint = 'write [hardware] preset = "h100-sxm" or another'
+        raise UsageError(f"{table.where}: [hardware] is missing; {hint}")
     training = _decode_training(table.inner("training"), of["training"])
     seq_len = training.values.get("seq_len", 0)
     sections = _Sections(
@@ -138,15 +156,15 @@ def _decode_stated_model(table: TomlTable, seq_len: int, mistakes: Mistakes) -> 
 
 
 def _decode_stated_hardware(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:
-    """The hardware of the table, of the file that it names, or of the preset of either."""
+    """Decodes the hardware of the table, of its file, or of the preset of either."""
     file, beside = None, {"preset": Literal[hardware_names()]}
     with mistakes.collect():
         file = hardware_file(table)
     if file is None:
         return decode_hardware(table, _stated_preset(table), mistakes, beside)
     if "file" in file.values:
-        hint = "name that one in the job.toml"
-        mistakes.append(file.error("file", "names another in turn", hint))
+        hint = "name that file in the job.toml"
+        mistakes.append(file.error("file", "must not name another file", hint))
     known = decode_hardware(file, _stated_preset(file), mistakes, beside)
     return decode_hardware(table, known, mistakes, {})
 
@@ -162,7 +180,7 @@ _EXPERT_KEYS = {
     field.name: {"count": "experts", "ffn": "expert_ffn"}.get(field.name, field.name)
     for field in fields(Experts)
 }
-"""Keys of [model] that state the experts without a table of their own, by their fields."""
+"""Keys of the experts in [model], for files without [model.experts], by field."""
 
 _MODEL_KINDS: Mapping[str, Any] = {
     **decoded_kinds(ModelConfig),
@@ -183,12 +201,12 @@ def _decode_model(
     mistakes: Mistakes,
     beside: Mapping[str, Any],
 ) -> ModelConfig:
-    """The model that the table states; what it leaves out or mistakes is as in base.
+    """Decodes the model of the table; missing or invalid keys are taken from base.
 
-    Without a base, layers, hidden, heads and vocab are needed, and ffn where gated. kv_heads is
-    then heads, head_size hidden / heads, ffn 4 hidden; gated models have RMS norms, no biases and
-    a head of their own, others layer norms, biases and a tied head. learned_positions = true means
-    seq_len of them. beside are the types of further keys.
+    Without a base, layers, hidden, heads and vocab are required, and ffn for a gated model. The
+    defaults are then kv_heads = heads, head_size = hidden / heads, ffn = 4 hidden; gated models
+    have RMS norms, no biases and an untied head, others layer norms, biases and a tied head.
+    learned_positions = true means seq_len positions. beside are the types of further keys.
     """
     gated = table.values.get("gated") is True
     needed = (*_MODEL_NEEDS, *(("ffn",) if gated else ())) if "preset" not in table.values else ()
@@ -209,10 +227,10 @@ def _decode_model(
 
 
 def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> ModelConfig:
-    """The model of a table that names no preset."""
+    """Builds the default model of a table without a preset."""
     hidden, heads, gated = stated.get("hidden", 1), stated.get("heads", 1), stated.get("gated")
     if hidden % heads and "head_size" not in stated:
-        problem = f"hidden {hidden} / heads {heads} = {hidden / heads:g} is no head size"
+        problem = f"hidden ({hidden}) must be divisible by heads ({heads})"
         mistakes.append(table.error("heads", problem, "fix one of them or give head_size"))
     return ModelConfig(
         layers=1,
@@ -231,9 +249,9 @@ def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes
 def _decode_experts(
     table: TomlTable, stated: Mapping[str, Any], model: ModelConfig, ffn: int, mistakes: Mistakes
 ) -> Experts | None:
-    """Of [model.experts], or of experts = 8 with top_k and the others beside it.
+    """Decodes [model.experts], or experts = 8 with top_k and the other keys in [model].
 
-    Experts are as wide as the model's MLP unless stated, those of a table of their own as ffn.
+    The default width of an expert is that of the model's MLP.
     """
     base = model.experts
     if isinstance(stated.get("experts"), dict):
@@ -244,8 +262,8 @@ def _decode_experts(
         return replace(base, **sizes)
     if "experts" not in table.values:
         for name in sizes:
-            hint = "give experts"
-            mistakes.append(table.error(_EXPERT_KEYS[name], "of a model without experts", hint))
+            problem = "needs a model with experts"
+            mistakes.append(table.error(_EXPERT_KEYS[name], problem, "give experts"))
         return None
     if "top_k" not in table.values:
         mistakes.append(table.error("top_k", "missing", "give top_k"))
@@ -264,20 +282,20 @@ _PARALLEL_KINDS: Mapping[str, Any] = {
 PARALLEL_KEYS = tuple(_PARALLEL_KINDS)
 
 _OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
-"""Frameworks that sum gradients behind the backward pass unless told not to."""
+"""Frameworks that overlap gradient reduction with the backward pass by default."""
 
 
 def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The table with values of their types; an order of the ranks as axes."""
+    """Decodes the table's values; rank_order as a tuple of axes."""
     stated = decode_keys(replace_aliases(table, _ALIASES), _PARALLEL_KINDS, mistakes)
     axes = [key for key in ("dp", "dp_replicate", "dp_shard") if key in stated]
     if "dp" in axes and len(axes) > 1:
-        hint = "give dp, or both of the others"
-        mistakes.append(table.error("dp", f"stated beside {axes[1]}", hint))
+        hint = "give either dp, or dp_replicate and dp_shard"
+        mistakes.append(table.error("dp", f"cannot be combined with {axes[1]}", hint))
     order = tuple(stated.get("rank_order", "-".join(RANK_ORDER)).split("-"))
     if sorted({*order, "ep"}) != sorted(RANK_ORDER) or len(set(order)) < len(order):
-        hint = f'write "{"-".join(RANK_ORDER)}" in the order of the ranks, the fastest first'
-        problem = f"{'-'.join(order)!r} is no order of the axes"
+        hint = f'write "{"-".join(RANK_ORDER)}" in the order of the ranks, fastest-varying first'
+        problem = f"{'-'.join(order)!r} is not a valid order of the axes"
         mistakes.append(table.error("rank_order", problem, hint))
     return replace(table, values={**stated, "rank_order": order})
 
@@ -285,11 +303,11 @@ def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
 def layout_of(
     table: TomlTable, framework: Framework | None, experts: bool = False
 ) -> ParallelConfig:
-    """The layout of the decoded table; an axis that it leaves out has one rank.
+    """Builds the layout of the decoded table; an axis without a key has one rank.
 
-    dp is short for dp_shard where zero is 3, which fsdp2 and any dp_shard imply, else for
-    dp_replicate. Without either it is what world_size (or gpus) leaves. experts: the model has
-    some. Raises DataError.
+    dp stands for dp_shard if zero is 3 (implied by fsdp2 and by dp_shard > 1), else for
+    dp_replicate. Without any of them, dp is inferred from world_size (or gpus). experts: whether
+    the model has experts. Raises DataError.
     """
     stated = table.values
     zero = _zero(stated, framework)
@@ -310,12 +328,12 @@ def layout_of(
 
 
 def layout_framework(table: TomlTable) -> Framework:
-    """The framework of a [parallel] table beside which none is named."""
+    """Infers the framework of a job that names none."""
     return "fsdp2" if _zero(table.values, None) == 3 else "megatron"
 
 
 def _expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) -> int:
-    """Megatron-LM cuts experts as it cuts the rest, where the ranks of a stage allow it."""
+    """Megatron-LM shards experts over tp like the other weights if the stage's ranks allow it."""
     tp, ep, cp = (stated.get(key, 1) for key in ("tp", "ep", "cp"))
     cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
     return tp if cuts else 1
@@ -328,7 +346,7 @@ def _zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
 
 
 def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
-    """dp_replicate and dp_shard."""
+    """Infers dp_replicate and dp_shard."""
     stated = table.values
     if "dp_replicate" in stated or "dp_shard" in stated:
         return stated.get("dp_replicate", 1), stated.get("dp_shard", 1)
@@ -337,14 +355,15 @@ def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
 
 
 def _remaining_ranks(table: TomlTable) -> int:
-    """What world_size leaves for data parallelism; 1 where it is not stated."""
+    """Data-parallel ranks by world_size and the other axes; 1 without world_size."""
     stated = table.values
     key = next((key for key in ("world_size", "gpus") if key in stated), None)
     if key is None:
         return 1
     world, tp, pp, cp = (stated.get(k, 1) for k in (key, "tp", "pp", "cp"))
     if world % (tp * pp * cp):
-        problem = f"{world} / (tp {tp} x pp {pp} x cp {cp}) = {world / (tp * pp * cp):g}"
+        product = f"tp x pp x cp ({tp} x {pp} x {cp} = {tp * pp * cp})"
+        problem = f"{world} is not divisible by {product}"
         raise table.error(key, problem, f"fix the axes or {key}")
     return int(world // (tp * pp * cp))
 
@@ -353,13 +372,13 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
     stated = table.values
     for key in ("world_size", "gpus"):
         if stated.get(key, layout.world_size) != layout.world_size:
-            product = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} x cp {layout.cp}"
-            problem = f"{stated[key]}, but {product} = {layout.world_size}"
+            sizes = f"{layout.tp} x {layout.pp} x {layout.dp} x {layout.cp} = {layout.world_size}"
+            problem = f"{stated[key]} does not match tp x pp x dp x cp ({sizes})"
             raise table.error(key, problem, f"fix the axes or {key}")
 
 
 def _overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:
-    """The axes whose communication hides behind compute: all, none, or those listed."""
+    """The axes whose communication overlaps with compute: all, none, or those listed."""
     overlap = stated.get("overlap", frozenset({"dp"} if framework in _OVERLAPPED else ()))
     if isinstance(overlap, bool):
         return frozenset(RANK_ORDER if overlap else ())
@@ -385,7 +404,7 @@ TRAINING_KEYS = tuple(_TRAINING_KINDS)
 
 
 def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
-    """The table with values of their types; recompute = "every-4" and offload = "cpu" as fields."""
+    """Decodes the table's values; recompute = "every-4" and offload = "cpu" become fields."""
     batch = () if "microbatches" in table.values else ("global_batch",)
     needed = ("seq_len", "micro_batch", *batch)
     stated = decode_keys(replace_aliases(table, _ALIASES), _TRAINING_KINDS, mistakes, needed)
@@ -407,7 +426,7 @@ def complete_training(
     model: ModelConfig,
     hardware: HardwareConfig,
 ) -> TrainingConfig:
-    """The recipe of the decoded table, by the framework's defaults elsewhere. Raises DataError."""
+    """Completes the decoded table with the framework's defaults. Raises DataError."""
     stated = table.values
     usual = framework_defaults(framework, stated.get("dtype", "bf16"), layout, model, hardware)
     resolved = {"framework": framework, "global_batch": _global_batch(table, layout.dp)}
@@ -415,7 +434,7 @@ def complete_training(
 
 
 def _global_batch(table: TomlTable, dp: int) -> int:
-    """As stated, or microbatches x micro_batch x dp."""
+    """The key global_batch, or microbatches x micro_batch x dp."""
     stated = table.values
     if "microbatches" not in stated:
         return int(stated["global_batch"])
@@ -423,10 +442,10 @@ def _global_batch(table: TomlTable, dp: int) -> int:
     product = int(microbatches * micro_batch * dp)
     if stated.get("global_batch", product) != product:
         problem = (
-            f"{stated['global_batch']}, but microbatches {microbatches} x micro_batch "
-            f"{micro_batch} x dp {dp} = {product}"
+            f"{stated['global_batch']} does not match microbatches x micro_batch x dp "
+            f"({microbatches} x {micro_batch} x {dp} = {product})"
         )
-        raise table.error("global_batch", problem, "leave one of them out")
+        raise table.error("global_batch", problem, "remove one of them")
     return product
 
 
@@ -439,7 +458,7 @@ HARDWARE = PRESETS / "hardware"
 
 @lru_cache(maxsize=256)
 def transformer(name: str) -> ModelConfig:
-    """The model of that name. Raises UsageError, which lists the near names."""
+    """Loads a model preset by name. Raises UsageError, which suggests similar names."""
     table, mistakes = _preset(MODELS, "model", name), Mistakes()
     beside = {"source": str, "parameters": int}
     found = _decode_model(table, None, 0, mistakes, beside)
@@ -451,9 +470,9 @@ def transformer(name: str) -> ModelConfig:
 def hardware(
     name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
 ) -> HardwareConfig:
-    """The accelerator of that name, in nodes of its usual size and link unless told.
+    """Loads a hardware preset by name; nodes_link and gpus_per_node override the preset.
 
-    Raises UsageError, which lists the near names.
+    Raises UsageError, which suggests similar names.
     """
     table, mistakes = _preset(HARDWARE, "hardware", name), Mistakes()
     found = decode_hardware(table, None, mistakes, {"source": str})
@@ -467,7 +486,7 @@ def hardware(
 
 
 def published_parameters(name: str) -> int | None:
-    """The model's parameters as its publishers count them, None where they do not."""
+    """The published number of parameters of a model preset, None if none is published."""
     count = _preset(MODELS, "model", name).values.get("parameters")
     return count if isinstance(count, int) else None
 
@@ -487,14 +506,14 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def _preset(folder: Path, kind: str, name: str) -> TomlTable:
-    """The table of a preset: it stands in the file whose name it begins with."""
+    """Reads a preset's table from the file whose name is the longest prefix of the preset's."""
     stems = [file.stem for file in folder.glob("*.toml") if name.startswith(file.stem)]
     if stems:
         found = _file(folder / f"{max(stems, key=len)}.toml")
         if name in found.values:
             return found.inner(name)
     near = join_choices(nearest_words(name, _names(folder)))
-    raise UsageError(f"no {kind} preset {name!r}; write {near}")
+    raise UsageError(f"unknown {kind} preset {name!r}; write {near}")
 
 
 @lru_cache(maxsize=64)
@@ -502,15 +521,15 @@ def _file(path: Path) -> TomlTable:
     return read_table(path)
 
 
-# What a framework does where a job.toml does not say.
+# Defaults of the frameworks for keys that a job.toml leaves out.
 
 GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
 
 BEFORE_HOPPER = ("volta", "ampere")
 
 SUMS_IN_FP32: tuple[Framework, ...] = ("megatron", "fsdp2", "ddp", "nanotron", "huggingface")
-"""Frameworks that sum gradients in fp32; the others in the weights' dtype. Megatron-LM does so for
-bf16 alone (accumulate_allreduce_grads_in_fp32)."""
+"""Frameworks that reduce gradients in fp32; the others in the weights' dtype. Megatron-LM does so
+only with bf16 (accumulate_allreduce_grads_in_fp32)."""
 
 
 def framework_defaults(
@@ -520,10 +539,10 @@ def framework_defaults(
     model: ModelConfig,
     hardware: HardwareConfig,
 ) -> dict[str, Any]:
-    """The framework's defaults for such a job, by the fields of TrainingConfig.
+    """Returns the framework's defaults for the job, by field of TrainingConfig.
 
-    GPT on V100 or A100 with Megatron-LM or DeepSpeed means what those papers ran: attention that
-    stores its matrix of scores, dropout, a loss that is not fused.
+    GPT on V100 or A100 with Megatron-LM or DeepSpeed gets the setup of those papers: attention
+    that stores its scores, dropout, and a loss that is not fused.
     """
     stored = framework in GPT_TRAINERS and hardware.family in BEFORE_HOPPER and _is_gpt(model)
     return {
@@ -545,7 +564,7 @@ def _gradients(framework: Framework, dtype: Dtype) -> Dtype:
 
 
 def default_activation_dtype(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
-    """torchtitan's mixed precision is FSDP's: without it activations stay in fp32."""
+    """torchtitan's mixed precision comes from FSDP: without FSDP activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"
     return _weights(dtype)

@@ -1,4 +1,4 @@
-"""Explanations of a prediction: each formula with this job's numbers."""
+"""Explanations of a prediction: each formula with the job's numbers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
 from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
 
-# explain: a prediction in, the formulas that it rests on out, each with the job's numbers.
+# explain: from a prediction to its formulas, each with the job's numbers.
 
 
 def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
-    """The formulas of this job, from its size to its messages, and the folk rules that differ.
+    """Explains the formulas of a prediction, with the rules of thumb that differ from them.
 
-    Raises UsageError for a prediction that was read from a file: its messages carry no formulas.
+    Raises UsageError for a prediction that was read from a file: its messages have no formulas.
     """
     if not all(row.message.formulas for row in prediction.communication):
-        raise UsageError("a prediction read from a file cannot be explained; predict the job again")
+        raise UsageError(
+            "a prediction that was read from a file has no formulas; predict the job again"
+        )
     return (
         *of_work(job, prediction),
         *of_memory(job, prediction),
@@ -53,14 +55,14 @@ def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
     )
 
 
-# Why the states of a rank take what they take, with the job's numbers.
+# Memory of weights, gradients and optimizer states.
 
 _MANY = 1000
-"""Parameters enough to tell by their bytes what is shared."""
+"""Parameters of a probe on 2 ranks that shows which bytes are sharded."""
 
 
 def of_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """States of the fullest stage, and what one layer keeps of one microbatch."""
+    """Explains the states of the fullest stage, and a layer's saved activations per microbatch."""
     fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
     if not job.training.offload:
         yield _states(job, fullest)
@@ -73,11 +75,11 @@ def _states(job: JobConfig, memory: StageMemory) -> Explained:
     each = parameter_bytes(job.training)
     symbols = (
         Symbol("P", f"parameters of a rank of stage {memory.stage}", held.dense, "parameters"),
-        Symbol("N", "ranks that share their states", job.parallel.shard_size),
+        Symbol("N", "ranks over which their states are sharded", job.parallel.shard_size),
         *_experts(job, held),
         Symbol("w", "bytes of a weight", each.weights, "bytes"),
         Symbol("g", "bytes of a gradient", each.gradients, "bytes"),
-        Symbol("o", "bytes of optimizer states a parameter", each.optimizer, "bytes"),
+        Symbol("o", "bytes of optimizer states per parameter", each.optimizer, "bytes"),
     )
     rules = [_sixteen(job, held)]
     if job.training.optimizer == "adam":
@@ -88,7 +90,7 @@ def _states(job: JobConfig, memory: StageMemory) -> Explained:
 
 
 def _applied(job: JobConfig, held: StageParameters) -> str:
-    """The bytes of a parameter as the ZeRO stage spreads them: "here 6 P + 12 P/N"."""
+    """The bytes per parameter as sharded by the ZeRO stage: "here 6 P + 12 P/N"."""
     parts = share(_MANY, 2, parameter_bytes(job.training), job.training, sharding_stage(job))
     each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
     own = parameter_bytes(job.training)
@@ -104,14 +106,14 @@ def _applied(job: JobConfig, held: StageParameters) -> str:
 def _sixteen(job: JobConfig, held: StageParameters) -> RuleOfThumb:
     zero, recipe = job.parallel.zero, job.training
     own = parameter_bytes(recipe)
-    spread = f", by ZeRO-{zero} over N" if zero else ""
+    spread = f", sharded by ZeRO-{zero} over N" if zero else ""
     value = held.dense * _paper_bytes(zero, job.parallel.shard_size)
     value += held.experts * _paper_bytes(zero, job.parallel.expert_shards)
     why = (
-        f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} keeps"
+        f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} needs"
         f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
     )
-    rule = f"16 bytes a parameter (2 + 2 + 12){spread}"
+    rule = f"16 bytes per parameter (2 + 2 + 12){spread}"
     return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
 
 
@@ -126,7 +128,7 @@ def _experts(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
     shards = job.parallel.expert_shards
     return (
         Symbol("P_e", "parameters of its experts", held.experts, "parameters"),
-        Symbol("N_e", "ranks that share theirs", shards),
+        Symbol("N_e", "ranks over which their states are sharded", shards),
     )
 
 
@@ -135,22 +137,22 @@ def _doubling(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
     return RuleOfThumb(
         "the optimizer doubles the memory of the weights",
         2 * memory.weights_bytes,
-        "Adam keeps two fp32 moments, 8 bytes a parameter"
-        + ", and an fp32 weight beside the 16-bit one" * mixed
-        + "; gradients come on top",
+        "Adam has two fp32 moments, 8 bytes per parameter"
+        + ", and an fp32 copy of the 16-bit weights" * mixed
+        + "; gradients are additional",
         ("adam-doubles",),
     )
 
 
-# Why a layer keeps so much until its backward pass, with the job's numbers.
+# Saved activations of a layer.
 
 _GPT_WHOLE, _GPT_SPLIT, _GPT_SCORES = 10, 24, 5
-"""Bytes of Korthikanti et al., table 2: what tp leaves whole, what it divides, the scores."""
+"""Bytes of Korthikanti et al., table 2: replicated over tp, sharded by tp, attention scores."""
 
 _PARTS = {
     "norms": "inputs and outputs of both norms, residuals",
     "heads": "queries, keys and values",
-    "attention": "what attention keeps beside them, and its output",
+    "attention": "other saved tensors of attention, and its output",
     "masks": "dropout masks",
     "mlp": "the MLP",
     "routed": "experts and router",
@@ -159,26 +161,26 @@ _PARTS = {
 
 
 def kept_of_layer(job: JobConfig, stage: StageConfig) -> Explained:
-    """Bytes that a layer of the stage keeps of one microbatch, and what they are for."""
+    """Explains the saved activations of a layer of the stage for one microbatch, in bytes."""
     layers = layers_of(job)
     kept = stage_activations(job, stage, layers)
     value = kept.held_bytes * len(stage.chunks) / stage.layers
-    what = f"activations that a layer of stage {stage.index} keeps of one microbatch on a rank"
+    what = f"saved activations of a layer of stage {stage.index} per microbatch and rank"
     symbols, rule, note = _tokens(job), _constant_rule(), ""
     if kept.formula is layers.dense.formula:
         symbols, rule = (*symbols, *_widths(job), *_parts(stage, layers)), _gpt_rule(job)
-        note = f"as {job.training.framework} saves it, item by item (presets/frameworks.toml)"
+        note = f"counted tensor by tensor for {job.training.framework} (presets/frameworks.toml)"
     found = differing(value, [rule])
     return Explained(kept.formula, what, symbols, value, "bytes", found, note)
 
 
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     return (
-        Symbol("s", "tokens a sequence", job.training.seq_len),
-        Symbol("b", "sequences a microbatch", job.training.micro_batch),
-        Symbol("c", "ranks of context parallelism", job.parallel.cp),
+        Symbol("s", "tokens per sequence", job.training.seq_len),
+        Symbol("b", "sequences per microbatch", job.training.micro_batch),
+        Symbol("c", "context-parallel ranks", job.parallel.cp),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
+        Symbol("t", "tensor-parallel ranks", job.parallel.tp),
     )
 
 
@@ -187,12 +189,12 @@ def _widths(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         *head_symbols(model),
         Symbol("f", "width of the MLP", model.ffn),
-        Symbol("G", "products of the MLP (3 where gated)", 3 if model.gated else 2),
+        Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
     )
 
 
 def _parts(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
-    """What the bytes are for, on average over the layers of the stage; they add up to the value."""
+    """Lists the bytes by purpose, averaged over the stage's layers; they sum to the value."""
     for name, meaning in _PARTS.items():
         total = stage.dense_layers * getattr(layers.dense, name)
         total += stage.expert_layers * getattr(layers.expert, name, 0)
@@ -201,24 +203,24 @@ def _parts(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
 
 
 def _constant_rule() -> RuleOfThumb:
-    why = "the input of each recomputed stretch stays, and one stretch at a time is whole"
-    return RuleOfThumb("recomputing everything keeps O(1)", 0.0, why, ("recompute-all",))
+    why = "the input of each recomputed segment is saved, and one segment at a time is complete"
+    return RuleOfThumb("full recomputation saves O(1)", 0.0, why, ("recompute-all",))
 
 
 def _gpt_rule(job: JobConfig) -> RuleOfThumb:
     model, layout = job.model, job.parallel
     scores = _GPT_SCORES * model.heads * job.training.seq_len / model.hidden
     each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
-    why = "that is GPT in 16 bits with dropout, an MLP of 4h, and attention that keeps its scores"
-    rule = "s b h (34 + 5 a s / h), spread by tp"
+    why = "it holds for 16-bit GPT with dropout, an MLP of 4h and attention that stores its scores"
+    rule = "s b h (34 + 5 a s / h), sharded by tp"
     return RuleOfThumb(rule, job.tokens * model.hidden * each, why, ("activations-100b",))
 
 
-# Why so many parameters and FLOPs, and what share of the peak: with the job's numbers.
+# Parameters, FLOPs and MFU.
 
 
 def of_work(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """Parameters, FLOPs of a step, MFU, and what recomputation adds where the job has it."""
+    """Explains parameters, FLOPs of a step, MFU and, if any, the FLOPs of recomputation."""
     yield _parameters(job, prediction)
     yield _flops(job, prediction)
     if prediction.mfu is not None:
@@ -232,8 +234,8 @@ def _parameters(job: JobConfig, prediction: Prediction) -> Explained:
     rule = RuleOfThumb(
         "12 L h^2",
         12 * model.layers * model.hidden**2,
-        "leaves out the embedding and the head, and holds for an MLP of 4h without a gate, with"
-        " as many key-value heads as heads",
+        "it omits embedding and head, and assumes an MLP of 4h without a gate and as many"
+        " key-value heads as heads",
     )
     return Explained(
         TOTAL, "parameters of the whole model", _shape(job), value, "parameters",
@@ -248,7 +250,7 @@ def _shape(job: JobConfig) -> tuple[Symbol, ...]:
         Symbol("h", "hidden size", model.hidden),
         *head_symbols(model),
         Symbol("f", "width of the MLP", model.ffn),
-        Symbol("G", "products of the MLP (3 where gated)", 3 if model.gated else 2),
+        Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
         Symbol("V", "vocabulary", model.vocab),
     )
     if model.experts is None:
@@ -257,26 +259,28 @@ def _shape(job: JobConfig) -> tuple[Symbol, ...]:
             Symbol("layer", "parameters of one layer", dense_layer(model).total, "parameters"),
         )
     experts = (
-        Symbol("layer", "parameters of one with experts", expert_layer(model).total, "parameters"),
-        Symbol("E", "experts of a layer", model.experts.count),
-        Symbol("k_top", "experts that a token passes", model.experts.top_k),
+        Symbol(
+            "layer", "parameters of one layer with experts", expert_layer(model).total, "parameters"
+        ),
+        Symbol("E", "experts per layer", model.experts.count),
+        Symbol("k_top", "experts per token", model.experts.top_k),
         Symbol("f_e", "width of an expert", model.experts.ffn),
     )
     return symbols + experts
 
 
 def head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
-    """How many heads, and how wide they are."""
+    """Lists the numbers and sizes of the attention heads."""
     heads, latent = Symbol("a", "heads", model.heads), model.latent
     if latent is None:
         keys = Symbol("k", "key-value heads", model.kv_heads)
-        return heads, keys, Symbol("d", "size of a head", model.head_size)
+        return heads, keys, Symbol("d", "head size", model.head_size)
     return (
         heads,
-        Symbol("r_q", "compressed size of a query", latent.query_rank),
-        Symbol("r_kv", "compressed size of keys and values", latent.kv_rank),
-        Symbol("d_k", "size of a key of one head", latent.nope + latent.rope),
-        Symbol("d_v", "size of a value of one head", latent.value),
+        Symbol("r_q", "compressed query size", latent.query_rank),
+        Symbol("r_kv", "compressed key-value size", latent.kv_rank),
+        Symbol("d_k", "key size of a head", latent.nope + latent.rope),
+        Symbol("d_v", "value size of a head", latent.value),
     )
 
 
@@ -284,21 +288,21 @@ def _flops(job: JobConfig, prediction: Prediction) -> Explained:
     model, recipe, value = job.model, job.training, prediction.model_flops
     tokens = recipe.global_batch * recipe.seq_len
     rule = RuleOfThumb(
-        "6 FLOPs a parameter and token",
+        "6 FLOPs per parameter and token",
         6 * prediction.parameters * tokens,
-        "leaves out the attention core, and counts the embedding, which is a look-up"
-        + (", and experts that a token does not pass" if model.experts else ""),
+        "it omits the attention core, and counts the embedding, which is a lookup"
+        + (", and inactive experts" if model.experts else ""),
     )
     symbols = [
-        Symbol("B", "sequences a step", recipe.global_batch),
-        Symbol("s", "tokens a sequence", recipe.seq_len),
+        Symbol("B", "sequences per step", recipe.global_batch),
+        Symbol("s", "tokens per sequence", recipe.seq_len),
         Symbol("L", "layers", model.layers),
         Symbol("h", "hidden size", model.hidden),
         Symbol("V", "vocabulary, padded", job.padded_vocab),
     ]
     note = _of_products(model)
     if note:
-        met = "weights of all layers that a token is multiplied with"
+        met = "weights of all layers that one token is multiplied with"
         symbols.append(Symbol("W", met, layer_weights(model), "parameters"))
     return Explained(
         CONVENTIONS[cast(Convention, prediction.convention)], "model FLOPs of a step, all ranks",
@@ -307,7 +311,7 @@ def _flops(job: JobConfig, prediction: Prediction) -> Explained:
 
 
 def _of_products(model: ModelConfig) -> str:
-    """How C1 reads where a layer is not GPT's; empty where it is."""
+    """The form of C1 for layers that are not GPT's; empty for GPT."""
     gpt = replace(
         model, gated=False, experts=None, latent=None, ffn=4 * model.hidden,
         kv_heads=model.heads, head_size=model.hidden // model.heads,
@@ -318,7 +322,7 @@ def _of_products(model: ModelConfig) -> str:
     if model.latent is not None:
         widths = model.heads * (model.latent.nope + model.latent.rope + model.latent.value)
         core = "6 L s a (d_k + d_v)), a (d_k + d_v)"
-    return f"that is for GPT's layers; for these B s (6 W + 6 h V + {core} = {widths:,}"
+    return f"that is for GPT layers; here B s (6 W + 6 h V + {core} = {widths:,}"
 
 
 def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
@@ -330,7 +334,7 @@ def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
     )
     rules = []
     if prediction.hfu is not None:
-        why = "counts what is recomputed as if it were the model's work: that is the HFU"
+        why = "it includes recomputation: that is the HFU"
         rules.append(RuleOfThumb("all FLOPs that the GPUs execute", prediction.hfu, why))
     what = f"MFU by {prediction.convention}"
     return Explained(MFU, what, symbols, value, "ratio", differing(value, rules))
@@ -350,22 +354,22 @@ def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
     rule = RuleOfThumb(
         "recomputing doubles the compute",
         2.0,
-        "only the forward pass runs again, and a backward pass is two forwards: 4 instead of 3"
+        "only the forward pass is repeated, and a backward pass costs two forwards: 4 instead of 3"
         if whole
-        else "only the attention core is computed again",
+        else "only the attention core is recomputed",
         ("recompute-all",),
     )
     what = f"hardware FLOPs over model FLOPs (recompute {job.training.recompute})"
     return Explained(RECOMPUTE, what, symbols, value, "", differing(value, [rule]))
 
 
-# Why the pipeline stands still for so long, and holds so many microbatches.
+# Pipeline bubble and microbatches in flight.
 
-_OTHER_WHOLE = "that is the overhead: of the useful time, not of all time"
+_OTHER_WHOLE = "that is the overhead: relative to the useful time, not to the total time"
 
 
 def of_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """Bubble fraction and overhead, microbatches in flight; nothing without a pipeline."""
+    """Explains bubble fraction, bubble overhead and microbatches in flight, if pp > 1."""
     if job.parallel.pp > 1:
         yield _fraction(job, prediction.bubble_fraction)
         yield _overhead(job, prediction.bubble_overhead)
@@ -378,74 +382,76 @@ def _fraction(job: JobConfig, value: float) -> Explained:
         _simple_fraction(job),
         RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OTHER_WHOLE),
         RuleOfThumb(
-            "a pipeline of p stages idles (p-1)/p of the time", (p - 1) / p,
-            f"that holds for one microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
+            "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
+            f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
         ),
     )  # fmt: skip
     return Explained(
-        FRACTION, "bubble, of all time", _symbols(job), value, "ratio", differing(value, rules),
+        FRACTION, "bubble fraction (of the total time)", _symbols(job), value, "ratio",
+        differing(value, rules),
         _simulated(job),
     )  # fmt: skip
 
 
 def _overhead(job: JobConfig, value: float) -> Explained:
     p, m = job.parallel.pp, job.microbatches
-    why = "that is the fraction: of all time, not of the useful time"
+    why = "that is the fraction: relative to the total time, not to the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
     return Explained(
-        OVERHEAD, "bubble, of useful time", _symbols(job), value, "ratio", differing(value, rules),
+        OVERHEAD, "bubble overhead (of the useful time)", _symbols(job), value, "ratio",
+        differing(value, rules),
         _simulated(job),
     )  # fmt: skip
 
 
 def _simulated(job: JobConfig) -> str:
-    return f"found by running the schedule ({job.parallel.schedule}) with this job's own times"
+    return f"from a simulation of the schedule ({job.parallel.schedule}) with this job's times"
 
 
 def _in_flight(job: JobConfig, rank: int) -> Explained:
     p, schedule, one = job.parallel.pp, job.parallel.schedule, job.parallel.stages_per_rank
     value = chunks_in_flight(job, rank)
-    why = f"a rank has 1/{p} of the layers, but holds several microbatches at once"
+    why = f"a rank has 1/{p} of the layers, but several microbatches in flight"
     rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
-    symbols = (*_symbols(job), Symbol("r", "rank of the pipeline", rank))
-    what = f"activations in flight on pipeline rank {rank} at its peak (microbatches x stages)"
+    symbols = (*_symbols(job), Symbol("r", "pipeline rank", rank))
+    what = f"activations in flight at the peak of pipeline rank {rank} (microbatches x stages)"
     note = f"the schedule is {schedule}"
     return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]), note)
 
 
 def _simple_fraction(job: JobConfig) -> RuleOfThumb:
     p, m, schedule = job.parallel.pp, job.microbatches, job.parallel.schedule
-    why = "that holds for equal stages and messages that cost nothing"
+    why = "it assumes equal stages and free messages"
     if schedule not in ("1f1b", "gpipe"):
-        why = f"that is GPipe's and 1F1B's, this is {schedule}; and it holds for equal stages"
+        why = f"it is for GPipe and 1F1B, not {schedule}, and assumes equal stages"
     return RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)
 
 
 def _symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
-        Symbol("p", "ranks of the pipeline", job.parallel.pp),
-        Symbol("m", "microbatches of a step", job.microbatches),
-        Symbol("v", "stages on a rank", job.parallel.stages_per_rank),
+        Symbol("p", "pipeline ranks", job.parallel.pp),
+        Symbol("m", "microbatches per step", job.microbatches),
+        Symbol("v", "stages per rank", job.parallel.stages_per_rank),
     )
 
 
-# How fast the job's links are, in the unit in which they are sold and in the one that counts.
+# Link rates, by data sheet and per direction.
 
 NVLINK = Formula(
     "link.nvlink",
-    "bytes a second of one GPU in one direction: what a collective's busbw compares with",
-    "NVIDIA data sheets, which add up both directions",
+    "bytes per second of one GPU in one direction: the reference for a collective's busbw",
+    "NVIDIA data sheets, which give the sum of both directions",
 )
 
 NIC = Formula(
     "link.nic",
-    "bytes a second of one GPU's adapter in one direction: the bits on the data sheet / 8",
+    "bytes per second of one GPU's adapter in one direction: bits per second of the data sheet / 8",
     "data sheets of the networks; stas00/ml-engineering, network/README.md",
 )
 
 
 def of_links(job: JobConfig) -> Iterator[Explained]:
-    """The rate of NVLink, and of the network where the job has several nodes."""
+    """Explains the rate of NVLink, and that of the network if the job has several nodes."""
     if job.hardware.intra.name.startswith("nvlink"):
         yield _nvlink(job.hardware.intra)
     if job.parallel.world_size > job.hardware.gpus_per_node:
@@ -455,10 +461,10 @@ def of_links(job: JobConfig) -> Iterator[Explained]:
 def _nvlink(link: Link) -> Explained:
     rule = RuleOfThumb(
         "the rate on the data sheet", 2 * link.bytes_per_s,
-        "it adds up both directions; data of one collective flows out at half of it",
+        "it is the sum of both directions; a collective sends at half of it",
         ("nvlink-900", "nvlink-a100", "a100-links"),
     )  # fmt: skip
-    symbols = (Symbol("e", "share of it that large rings reach", link.ring, "ratio"),)
+    symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
     value = link.bytes_per_s
     what = f"rate of {link.name}"
     return Explained(NVLINK, what, symbols, value, "bytes_per_s", differing(value, [rule]))
@@ -467,8 +473,8 @@ def _nvlink(link: Link) -> Explained:
 def _nic(link: Link) -> Explained:
     rule = RuleOfThumb(
         f"{8 * link.bytes_per_s / 1e9:,.0f}, read as GB/s", 8 * link.bytes_per_s,
-        "networks are sold in bits a second, 8 to a byte", ("nic-rates",),
+        "network rates are in bits per second, 8 per byte", ("nic-rates",),
     )  # fmt: skip
-    symbols = (Symbol("e", "share of it that large rings reach", link.ring, "ratio"),)
+    symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
     value, what = link.bytes_per_s, f"rate of {link.name}"
     return Explained(NIC, what, symbols, value, "bytes_per_s", differing(value, [rule]))

@@ -1,4 +1,4 @@
-"""Explanations of predicted communication: volumes, routes and the costliest calls."""
+"""Explanations of predicted communication: volumes and the most expensive calls."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from stepsplit.analyzer.model.parameters import StageParameters, stage_parameter
 from stepsplit.analyzer.model.prediction import Communication, Prediction
 from stepsplit.analyzer.ops import busbw_factor
 
-# Why the costliest calls take so long, with the job's links.
+# Times of the most expensive calls.
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 _LARGE_BYTES = 2**20
-"""Below, it is latency that decides between ring and tree."""
+"""Below this size latency decides between ring and tree."""
 
 _AXES = ("tp", "cp", "dp", "dp_cp", "dp_shard", "dp_replicate", "expert_dp")
 
 
 def of_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """One call of the ring and of the all_to_all that cost most, and the tree beside the ring."""
+    """Explains the most expensive ring collective and all_to_all, and the volume of a tree."""
     rows = [
         row
         for row in prediction.communication
@@ -57,7 +57,7 @@ def _large_sum(job: JobConfig, row: Communication) -> bool:
 
 
 def _span(job: JobConfig, message: CommOp) -> Span:
-    """The ranks of a call; those that sum gradients over cp too are span_of's dp."""
+    """The placement of a call's group; gradient reduction over dp and cp is span_of's dp."""
     return span_of(job, "dp" if message.axis == "dp_cp" else message.axis)
 
 
@@ -65,17 +65,17 @@ def _costliest(job: JobConfig, row: Communication) -> Explained:
     message, span = row.message, _span(job, row.message)
     value, both = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
     rule = RuleOfThumb(
-        f"size / {units.gigabytes_per_second(both)}, the link's rate on the data sheet",
+        f"size / {units.gigabytes_per_second(both)}, the link's data-sheet rate",
         message.message_bytes / both * 1e9,
-        "that rate is of both directions together, no ring reaches all of it"
+        "that rate is the sum of both directions, no ring reaches all of it"
         + (f", all_reduce sends {message.wire_bytes / message.message_bytes:.2f} times its buffer")
         * (message.wire_bytes > message.message_bytes)
-        + ", and between nodes the network is the narrower part" * _by_network(job, span),
+        + ", and between nodes the network is the bottleneck" * _by_network(job, span),
     )
     what = f"time of one {message.op} on {message.axis} ({message.phase})"
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
-        Symbol("f", "of it, what each rank sends", busbw_factor(message.op, span.ranks)),
+        Symbol("f", "fraction that each rank sends", busbw_factor(message.op, span.ranks)),
         *_links(job, span),
     )
     found = differing(value, [rule])
@@ -90,15 +90,15 @@ def _links(job: JobConfig, span: Span) -> tuple[Symbol, ...]:
     of = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
     return (
         Symbol("n", "ranks", span.ranks),
-        Symbol("k", "nodes that they are on", span.nodes),
+        Symbol("k", "nodes of these ranks", span.nodes),
         Symbol("B", f"{link.name}, one direction of {of}", rate / link.ring, "bytes_per_s"),
-        Symbol("e", "share of it that large rings reach", link.ring, "ratio"),
+        Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),
         Symbol("a", f"latency of a step {_where(span)}", latency, "ns"),
     )
 
 
 def _by_network(job: JobConfig, span: Span) -> bool:
-    """Whether the adapters of a node, all together, are slower than its own links."""
+    """Whether all adapters of a node together are slower than the links inside it."""
     rate = ring_bytes_per_s(span, job.hardware)
     return span.nodes > 1 and (
         span.ranks_per_node == 1 or rate < intra_bytes_per_s(span, job.hardware)
@@ -115,7 +115,7 @@ def _all_to_all(job: JobConfig, row: Communication) -> Explained:
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
         Symbol("n", "ranks", span.ranks),
-        Symbol("g", "of them on a node", span.ranks_per_node),
+        Symbol("g", "ranks per node", span.ranks_per_node),
         *(Symbol(*_reached(link, link is hardware.intra)) for link in links),
     )
     what = f"time of one all_to_all on {message.axis} ({message.phase})"
@@ -126,7 +126,7 @@ def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
     rate = link.bytes_per_s * link.ring
     return (
         "NVLink" if inside else "NIC",
-        f"what one GPU reaches over {link.name}",
+        f"rate that one GPU reaches over {link.name}",
         rate,
         "bytes_per_s",
     )
@@ -138,36 +138,36 @@ def _tree(job: JobConfig, row: Communication) -> Explained:
     rule = RuleOfThumb(
         "a tree moves 2 log2(n) times the buffer",
         2 * math.log2(ranks) * size,
-        "log2 is the depth, in the latency; each rank sends its buffer up once and down once",
+        "log2(n) is the depth, for latency only; each rank sends its buffer up once and down once",
         ("tree-volume",),
     )
     symbols = (Symbol("S", "message", size, "bytes"), Symbol("n", "ranks", ranks))
-    what = f"bytes a rank sends for one all_reduce on {row.message.axis}, were it a tree"
+    what = f"bytes that a rank sends for one all_reduce on {row.message.axis} with a tree"
     return Explained(TREE, what, symbols, value, "bytes", differing(value, [rule]))
 
 
-# Why so many bytes go to experts, around the context and between stages of this job.
+# Volumes of expert, context and pipeline parallelism.
 
 _EXPERTS = ("ep", "expert-tp")
 
 
 def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """What the slowest stage's rank sends on ep, cp and pp, where it has them."""
+    """Explains the bytes that a rank of the slowest stage sends on ep, cp and pp, if any."""
     messages = messages_of_slowest(prediction)
     stage = stages_of(job)[prediction.splits.index(prediction.split)]
     experts = [one for one in messages if one.strategy in _EXPERTS]
     if experts:
-        yield _sent("to and from experts", experts, _of_experts(job, stage))
+        yield _sent("for expert parallelism", experts, _of_experts(job, stage))
     around = [one for one in messages if one.strategy == "cp"]
     if around:
-        yield _sent("around the context", around, _of_context(job, stage))
+        yield _sent("for context parallelism", around, _of_context(job, stage))
     between = [one for one in messages if one.strategy == "pp"]
     if between:
-        yield _sent("to the stages beside it", between, _of_pipeline(job))
+        yield _sent("to neighboring stages", between, _of_pipeline(job))
 
 
 def _sent(where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]) -> Explained:
-    what = f"bytes that a rank of stage {messages[0].stage} sends {where} in a step"
+    what = f"bytes per step that a rank of stage {messages[0].stage} sends {where}"
     value, note = sent_bytes(messages), calls_of(messages)
     return Explained(_find_formula(messages), what, symbols, value, "bytes", note=note)
 
@@ -175,10 +175,10 @@ def _sent(where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]) -> Ex
 def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     each = job.training.activation_bytes
     return (
-        Symbol("m", "microbatches of a step", job.microbatches),
-        Symbol("T", "tokens of a microbatch on a rank", job.tokens),
-        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
-        Symbol("number", "bytes of one of them", each, "bytes"),
+        Symbol("m", "microbatches per step", job.microbatches),
+        Symbol("T", "tokens per microbatch and rank", job.tokens),
+        Symbol("t", "tensor-parallel ranks", job.parallel.tp),
+        Symbol("number", "bytes of an element", each, "bytes"),
     )
 
 
@@ -187,9 +187,9 @@ def _of_experts(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("L", "layers with experts", stage.expert_layers),
-        Symbol("top_k", "experts that a token passes", top_k),
+        Symbol("top_k", "experts per token", top_k),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("e", "ranks that share the experts of a layer", job.parallel.ep),
+        Symbol("e", "expert-parallel ranks", job.parallel.ep),
     )
 
 
@@ -197,10 +197,10 @@ def _of_context(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("L", "layers", stage.layers),
-        Symbol("c", "ranks of context parallelism", job.parallel.cp),
+        Symbol("c", "context-parallel ranks", job.parallel.cp),
         Symbol("a", "heads", job.model.heads),
         Symbol("k", "key-value heads", job.model.kv_heads),
-        Symbol("d", "size of a head", job.model.head_size),
+        Symbol("d", "head size", job.model.head_size),
     )
 
 
@@ -208,11 +208,11 @@ def _of_pipeline(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         *_tokens(job),
         Symbol("h", "hidden size", job.model.hidden),
-        Symbol("v", "stages on a rank", job.parallel.stages_per_rank),
+        Symbol("v", "stages per rank", job.parallel.stages_per_rank),
     )
 
 
-# Why the ranks send so many messages and bytes, with the job's numbers.
+# Volumes of tensor and data parallelism.
 
 TENSOR_STRATEGIES = ("tp", "sp")
 
@@ -222,7 +222,7 @@ _PASSES = ("forward", "backward", "recompute")
 
 
 def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
-    """What the slowest stage's rank sends for tensor and data parallelism, where it has them."""
+    """Explains the tp calls and dp bytes of a rank of the slowest stage, if any."""
     stage = prediction.splits.index(prediction.split)
     messages = messages_of_slowest(prediction)
     tensor = [one for one in messages if one.strategy in TENSOR_STRATEGIES and one.phase in _PASSES]
@@ -235,7 +235,7 @@ def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
 
 
 def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
-    """All messages of a rank of the slowest stage."""
+    """Lists the communication ops of a rank of the slowest stage."""
     stage = prediction.splits.index(prediction.split)
     return [row.message for row in prediction.communication if row.message.stage == stage]
 
@@ -244,15 +244,15 @@ def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
     formula = _find_formula(messages)
     symbols = (
-        Symbol("t", "ranks of tensor parallelism", job.parallel.tp),
+        Symbol("t", "tensor-parallel ranks", job.parallel.tp),
         Symbol("L", f"layers of stage {stage}", layers),
-        Symbol("m", "microbatches of a step", job.microbatches),
+        Symbol("m", "microbatches per step", job.microbatches),
     )
     rule = RuleOfThumb(
-        "two all_reduces a layer", 2 * layers * job.microbatches, _more_calls(messages),
+        "two all_reduces per layer", 2 * layers * job.microbatches, _more_calls(messages),
         ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
     )  # fmt: skip
-    what = f"calls on tp of a rank of stage {stage} in a step"
+    what = f"tp calls per step of a rank of stage {stage}"
     found = differing(value, [rule])
     return Explained(formula, what, symbols, value, "", found, calls_of(messages))
 
@@ -261,9 +261,9 @@ def _more_calls(messages: list[CommOp]) -> str:
     repeats = any(one.phase == "recompute" for one in messages)
     halves = _find_formula(messages) is SEQUENCE
     return (
-        "that is the forward pass alone; the backward has two more"
-        + (", recomputation repeats the forward's" if repeats else "")
-        + (", and sequence parallelism makes two calls of each" * halves)
+        "that is only the forward pass; the backward pass has two more"
+        + (", recomputation repeats those of the forward pass" if repeats else "")
+        + (", and sequence parallelism replaces each with two calls" * halves)
     )
 
 
@@ -272,28 +272,28 @@ def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     held = stage_parameters(job)[stage]
     two = RuleOfThumb(
         "2 P, read as bytes", 2 * held.total,
-        f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients, each of"
-        f" {recipe.gradient_bytes} bytes",
+        f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients of"
+        f" {recipe.gradient_bytes} bytes each",
     )  # fmt: skip
     formula, symbols = _find_formula(messages), _sums(job, held)
     rules = [two, _three(job, held)] if formula is ZERO else [two]
     if formula is not DDP:
         symbols = (*symbols, _gathered(job))
-    what = f"bytes that a rank of stage {stage} sends for gradients and weights in a step"
+    what = f"bytes per step that a rank of stage {stage} sends for gradients and weights"
     return Explained(
         formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
     )
 
 
 def _three(job: JobConfig, held: StageParameters) -> RuleOfThumb:
-    """What an all_reduce and an all_gather would send, where ZeRO needs half of the first."""
+    """The rule that ZeRO needs an all_reduce and an all_gather; a reduce_scatter is half."""
     layout, recipe = job.parallel, job.training
     groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)
     return RuleOfThumb(
         "ZeRO-1 is an all_reduce and an all_gather: 3 P",
         elements * (2 * recipe.gradient_bytes + recipe.weight_bytes),
-        "a reduce_scatter is half of an all_reduce, and all that ZeRO-1 and 2 need",
+        "ZeRO-1 and 2 need only a reduce_scatter, which is half of an all_reduce",
         ("zero1-volume",),
     )
 
@@ -301,16 +301,16 @@ def _three(job: JobConfig, held: StageParameters) -> RuleOfThumb:
 def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
     value, held = sent_bytes(messages), stage_parameters(job)[stage]
     rule = RuleOfThumb(
-        "3 P a step, half more than without sharding (16-bit elements)", 3 * 2 * held.total,
-        f"gradients take {job.training.gradient_bytes} bytes each"
+        "3 P per step, 1.5 times the volume without sharding (16-bit elements)", 3 * 2 * held.total,
+        f"gradients have {job.training.gradient_bytes} bytes each"
         + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
         ("zero3", "zero3-half-more"),
     )  # fmt: skip
-    what = f"bytes that a rank of stage {stage} sends for weights and gradients in a step"
+    what = f"bytes per step that a rank of stage {stage} sends for weights and gradients"
     symbols = (
         *_sums(job, held),
         _gathered(job),
-        Symbol("m", "microbatches of a step", job.microbatches),
+        Symbol("m", "microbatches per step", job.microbatches),
     )
     found = differing(value, [rule])
     formula, note = _find_formula(messages[:1]), calls_of(messages)
@@ -323,28 +323,30 @@ def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
     ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
     if held.experts:
         experts = (
-            Symbol("P_e", "parameters of its experts, likewise", held.experts, "parameters"),
-            Symbol("N_e", "ranks that hold the same experts", layout.expert_dp),
+            Symbol(
+                "P_e", "expert parameters of the rank, before sharding", held.experts, "parameters"
+            ),
+            Symbol("N_e", "ranks with the same experts", layout.expert_dp),
         )
     return (
-        Symbol("N", "ranks that share or sum", ranks),
+        Symbol("N", "ranks of the sharding or gradient reduction", ranks),
         Symbol("P", "parameters of the rank, before sharding", held.dense, "parameters"),
         *experts,
-        Symbol("g", "bytes of a gradient where it is summed", job.training.gradient_bytes, "bytes"),
+        Symbol("g", "bytes of a gradient in the reduction", job.training.gradient_bytes, "bytes"),
     )
 
 
 def _gathered(job: JobConfig) -> Symbol:
-    return Symbol("w", "bytes of a weight that is gathered", job.training.weight_bytes, "bytes")
+    return Symbol("w", "bytes of a gathered weight", job.training.weight_bytes, "bytes")
 
 
 def _find_formula(messages: list[CommOp]) -> Formula:
-    """By which formula a rank sends them: that of the last, which follows from those before."""
+    """The formula of the ops: that of the last, which builds on the previous ones."""
     return messages[-1].formulas[-1]
 
 
 def calls_of(messages: list[CommOp]) -> str:
-    """How many of each op in each phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
+    """Formats the calls by op and phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
     counts: Counter[str] = Counter()
     for one in messages:
         counts[f"{one.op} {one.phase}"] += one.count
@@ -352,5 +354,5 @@ def calls_of(messages: list[CommOp]) -> str:
 
 
 def sent_bytes(messages: list[CommOp]) -> int:
-    """What the rank sends with all of them."""
+    """Sums the bytes that the rank sends."""
     return sum(one.count * one.wire_bytes for one in messages)

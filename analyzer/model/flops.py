@@ -1,4 +1,4 @@
-"""FLOPs of a step and of one pass of one rank, MFU and HFU."""
+"""FLOPs of a step and of one forward pass on one rank, MFU and HFU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.parameters import (
     total_parameters,
 )
 
-# The floating-point operations of a step of the whole job, and of one pass of one rank.
+# FLOPs of a step of the whole job, and of one forward pass on one rank.
 
 RECOMPUTE = Formula(
     "flops.recompute",
@@ -27,19 +27,18 @@ RECOMPUTE = Formula(
 )
 
 PASSES = 3
-"""A backward pass costs two forward passes: gradients of inputs and of weights."""
+"""Forward plus backward, in forward passes: gradients of inputs and of weights cost two."""
 
 KORTHIKANTI_CORE = 3
 """Forward passes of the attention core that Korthikanti's eq. 8 adds for selective recomputation.
 
-Its term grows from s/(6h) to s/(3h); to compute the core once more would be s/(4.5h).
+The term grows from s/(6h) to s/(3h); computing the core once more would give s/(4.5h).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """FLOPs of a step of all ranks: the model's, what the hardware executes, and by what they are
-    counted."""
+    """Model and hardware FLOPs of a step over all ranks, and their formulas."""
 
     model: int
     hardware: int
@@ -48,7 +47,7 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFlops:
-    """One forward pass: products with weights, the attention core (whole, not causal), the head."""
+    """FLOPs of one forward pass: linear layers, attention core (not causal) and head."""
 
     linear: int
     attention: int
@@ -56,17 +55,17 @@ class ChunkFlops:
 
 
 def count_step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
-    """model_flops and hardware_flops of the job with their formulas."""
+    """Counts model and hardware FLOPs of the job's step, with their formulas."""
     again = (RECOMPUTE,) if job.training.recompute != "none" else ()
     formulas = (CONVENTIONS[convention], *again)
     return StepFlops(model_flops(job, convention), hardware_flops(job, convention), formulas)
 
 
 def model_flops(job: JobConfig, convention: Convention = "C1") -> int:
-    """FLOPs of one step of all ranks by a convention of CONVENTIONS.
+    """Counts the model FLOPs of one step over all ranks, by a convention of CONVENTIONS.
 
-    C1, C5 and C6 count no recomputation, C2 and C3 include theirs whatever the job recomputes.
-    C4 counts all parameters: on a mixture of experts it says too much, C6 is meant for those.
+    C1, C5 and C6 exclude recomputation; C2 and C3 include theirs, whatever the job recomputes.
+    C4 counts all parameters, which is too much for a mixture of experts: use C6 there.
     """
     match convention:
         case "C2":
@@ -83,10 +82,10 @@ def model_flops(job: JobConfig, convention: Convention = "C1") -> int:
 
 
 def hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
-    """model_flops and what the job's recompute setting computes again (RECOMPUTE).
+    """Counts model FLOPs plus the FLOPs of activation recomputation (RECOMPUTE).
 
-    selective: the attention core (C1: as Korthikanti's eq. 8 counts it); full, every and sqrt: the
-    forward pass of all layers, not of the head (C4 and C6, as llm-foundry does: of everything).
+    selective: the attention core (C1: as in Korthikanti's eq. 8); full, every and sqrt: the forward
+    pass of all layers without the head (C4 and C6, like llm-foundry: with the head).
     """
     layers, core = _passes(job, convention)
     match convention:
@@ -102,10 +101,10 @@ def hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
 
 
 def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
-    """Passes over the products of layers and over the attention core, in forward passes.
+    """Counts forward passes of the layers' GEMMs and of the attention core.
 
-    Selective recomputation repeats a core that is stored, nothing of a fused one; torchtitan's
-    repeats every second product.
+    Selective recomputation repeats an attention core that stores its scores, but not a fused one;
+    torchtitan's repeats every second GEMM.
     """
     match job.training.recompute:
         case "none":
@@ -137,7 +136,7 @@ def _tokens(job: JobConfig) -> int:
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """Weights of all layers that one token meets in matrix products."""
+    """Counts the GEMM weights of all layers that one token is multiplied with."""
     moe = model.expert_layers
     count = model.layers * attention_weights(model).total
     count += (model.layers - moe) * mlp_weights(model, model.ffn).total
@@ -145,18 +144,18 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def core_flops(model: ModelConfig, keys: int, tp: int = 1) -> int:
-    """Forward FLOPs of one token in one layer's attention core: 2 s a (d_qk + d_v), not causal."""
+    """Counts forward FLOPs per token of an attention core: 2 s a (d_qk + d_v), not causal."""
     latent = model.latent
     widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
     return 2 * keys * share(model.heads, tp) * widths
 
 
 def chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
-    """One microbatch's forward pass through a chunk on one rank.
+    """Counts the FLOPs of one microbatch's forward pass through a chunk on one rank.
 
-    Context parallelism divides the tokens, tensor parallelism the products. What it leaves whole
-    (router, compressed projections) runs on the rank's own tokens under sequence parallelism.
-    Expert work is a rank's share with balanced routing.
+    Context parallelism splits the tokens, tensor parallelism the GEMMs. With sequence parallelism,
+    replicated weights (router, compressed projections) are applied to the rank's tokens only.
+    Expert work assumes balanced routing.
     """
     model, tp, tokens = job.model, job.parallel.tp, job.tokens
     dense = attention_weights(model, tp) + mlp_weights(model, model.ffn, tp)
@@ -175,7 +174,7 @@ def _products(job: JobConfig, weights: Weights) -> int:
     return 2 * (job.tokens * weights.divided + whole)
 
 
-# The conventions by which people count a step's FLOPs, and the closed forms of those for GPT.
+# Conventions of counting a step's FLOPs, and their closed forms for GPT.
 
 Convention = Literal["C1", "C2", "C3", "C4", "C5", "C6"]
 
@@ -194,32 +193,32 @@ CONVENTIONS: dict[Convention, Formula] = {
     "C4": Formula("flops.C4", "(6 N + 12 L a d s) B s, N all parameters", _PALM),
     "C5": Formula(
         "flops.C5",
-        "72 B L s h^2 (1 + s/(12h) + V/(12 h L)): attention halved, for it is causal",
+        "72 B L s h^2 (1 + s/(12h) + V/(12 h L)): causal attention counts half",
         "NVIDIA/Megatron-LM, num_floating_point_operations since 2026; Dao, arXiv:2307.08691",
     ),
     "C6": Formula(
         "flops.C6", "(6 N_active + 12 L a d s) B s: of the experts, top_k", f"{_PALM}; {_SC21}"
     ),
 }
-"""As written for GPT with full attention; other shapes are counted product by product."""
+"""Written for GPT with full attention; other architectures are counted GEMM by GEMM."""
 
 DAYS = Formula("flops.days", "T F / (B s n X)", f"{_SC21}, eq. 3 over eq. 4's n X")
 
 
 def korthikanti_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
-    """C1 of a GPT step in closed form (Korthikanti et al., eq. 7): no recomputation."""
+    """Computes C1 of a GPT step in closed form (Korthikanti et al., eq. 7): no recomputation."""
     per_token = 72 * layers * hidden**2 + 12 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
 
 def korthikanti_selective_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
-    """C2 of a GPT step in closed form (Korthikanti et al., eq. 8)."""
+    """Computes C2 of a GPT step in closed form (Korthikanti et al., eq. 8)."""
     per_token = 72 * layers * hidden**2 + 24 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
 
 def sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
-    """C3 of a GPT step in closed form (Narayanan et al., eq. 3): all layers recomputed."""
+    """Computes C3 of a GPT step in closed form (Narayanan et al., eq. 3): full recomputation."""
     per_token = 96 * layers * hidden**2 + 16 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
@@ -227,16 +226,16 @@ def sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> in
 def training_days(
     tokens: float, flops_per_token: float, world_size: int, flops_per_s: float
 ) -> float:
-    """Days to train on tokens when each of world_size GPUs reaches flops_per_s."""
+    """Computes the days to train on tokens with flops_per_s on each of world_size GPUs."""
     return tokens * flops_per_token / (world_size * flops_per_s) / SECONDS_PER_DAY
 
 
 def sc21_days(tokens: float, parameters: float, world_size: int, flops_per_s: float) -> float:
-    """Days by 8 T P / (n X) (Narayanan et al., eq. 4), 2 to 3 % low: it leaves attention out."""
+    """Computes days as 8 T P / (n X) (Narayanan et al., eq. 4): 2 to 3 % low, no attention."""
     return training_days(tokens, 8 * parameters, world_size, flops_per_s)
 
 
-# How much of the GPUs' peak a step uses.
+# Model FLOPs utilization.
 
 MFU = Formula(
     "flops.mfu",
@@ -248,9 +247,9 @@ MFU = Formula(
 def mfu(
     flops: float, step_ns: float, world_size: int, peak_flops_per_s: float | None
 ) -> float | None:
-    """The ratio of a step's flops to what the ranks' dense peak allows in step_ns; hfu likewise.
+    """Computes MFU (or HFU with hardware FLOPs): flops over the ranks' dense peak in step_ns.
 
-    None where no peak is known or the step took no time.
+    None if no peak is known or the step took no time.
     """
     if peak_flops_per_s is None or peak_flops_per_s <= 0 or step_ns <= 0:
         return None

@@ -1,4 +1,4 @@
-"""Formulas with their citations, and the rules of thumb that they correct."""
+"""Formulas with their citations, and the rules of thumb that contradict them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-# A formula that a prediction rests on, and who says so.
+# A formula of a prediction, with its citation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class Formula:
     citation: str
 
 
-# Which rules of thumb of the field touch on a job's formulas and do not hold as they are said.
+# Common rules of thumb about a job's formulas that do not hold as stated.
 
 
 def heard(explained: Sequence[Explained]) -> tuple[Folk, ...]:
-    """The field's rules about these formulas, without those that are right.
+    """Finds the common rules about these formulas that are not right.
 
-    What a formula already says of a rule, with the job's own numbers, is not said again.
+    Rules that an explanation already answers with the job's numbers are left out.
     """
     formulas = {one.formula.id for one in explained}
     told = {name for one in explained for rule in one.folk for name in rule.folk}
@@ -40,20 +40,20 @@ def heard(explained: Sequence[Explained]) -> tuple[Folk, ...]:
     )
 
 
-# One formula with a job's own numbers, and the rules of thumb that say something else.
+# One formula with a job's numbers, and the rules of thumb that differ from it.
 
 Unit = Literal[
     "", "bytes", "bytes_per_s", "flops", "flops_per_s", "memory_bytes", "ns", "parameters", "ratio"
 ]
-"""What a value is: memory_bytes lie in device memory, bytes are sent or belong to one item."""
+"""Unit of a value: memory_bytes are device memory, bytes are sent or the size of one item."""
 
 NOTABLE = 0.01
-"""A rule of thumb that comes this close to the formula is right here, and not shown."""
+"""A rule of thumb within this relative error of the formula is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A letter of the formula, what it stands for, and its value in this job."""
+    """A symbol of the formula: its name, its meaning and its value in this job."""
 
     name: str
     meaning: str
@@ -63,9 +63,9 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """What people say instead, the value that it gives here in the formula's unit, and why not.
+    """A rule of thumb, its value for this job in the formula's unit, and why it is wrong.
 
-    folk names the rules of rules_of_thumb.toml that it answers.
+    folk lists the ids of the rules in rules_of_thumb.toml that it answers.
     """
 
     rule: str
@@ -76,10 +76,10 @@ class RuleOfThumb:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A formula that a prediction rests on, its symbols, its value and the folk rules beside it.
+    """A formula of a prediction with its symbols, its value and the rules of thumb that differ.
 
-    what names the value in words; value is the prediction's own, in unit. note says how the formula
-    is applied here, where its text alone does not give the value.
+    what describes the value; value is the prediction's, in unit. note explains how the formula is
+    applied if its text alone does not give the value.
     """
 
     formula: Formula
@@ -92,11 +92,11 @@ class Explained:
 
 
 def differing(value: float, rules: Iterable[RuleOfThumb]) -> tuple[RuleOfThumb, ...]:
-    """The rules whose value is another than the formula's, by more than NOTABLE of it."""
+    """Selects the rules whose value differs from the formula's by more than NOTABLE."""
     return tuple(rule for rule in rules if abs(rule.value - value) > NOTABLE * abs(value))
 
 
-# Rules of thumb that people of the field repeat, and what holds: rules_of_thumb.toml.
+# Common rules of thumb and what holds instead: rules_of_thumb.toml.
 
 Verdict = Literal["right", "wrong", "half", "unit"]
 
@@ -105,10 +105,10 @@ FILE = Path(__file__).parent / "rules_of_thumb.toml"
 
 @dataclass(frozen=True, slots=True)
 class Folk:
-    """One rule: what people say, whether it holds, what does, and who says so.
+    """A common rule of thumb: whether it holds, what holds instead, and the citation.
 
-    half: it holds under a condition that the rule leaves out; unit: in another unit than people
-    take it for. formulas are the ids of those that it stands beside, none for a bare fact.
+    Verdict half: it holds under a condition that the rule leaves out; unit: it holds in another
+    unit. formulas are the ids of the formulas that it is about; empty for a plain fact.
     """
 
     id: str
@@ -121,7 +121,7 @@ class Folk:
 
 @lru_cache(maxsize=1)
 def folk_rules() -> tuple[Folk, ...]:
-    """All rules, in the order of the file."""
+    """Reads all rules, in the order of the file."""
     tables = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return tuple(
         Folk(id=name, **table | {"formulas": tuple(table.get("formulas", ()))})

@@ -1,4 +1,4 @@
-"""Hardware of a job: devices, links and efficiencies, from presets or a TOML table."""
+"""Hardware of a job: accelerators, links and efficiencies, from presets or a TOML table."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_no
 def decode_hardware(
     table: TomlTable, base: HardwareConfig | None, mistakes: Mistakes, beside: Mapping[str, Any]
 ) -> HardwareConfig:
-    """The hardware that the table states; what it leaves out or mistakes is as in base.
+    """Decodes the hardware of the table; missing or invalid keys are taken from base.
 
-    Without a base, nodes_link is as intra and host as host-pcie-5 where they are left out. beside
-    are the types of further keys.
+    Without a base, the default of nodes_link is intra and that of host is host-pcie-5. beside are
+    the types of further keys.
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
     needed = _NEEDED if alone else ()
@@ -73,13 +73,13 @@ def decode_hardware(
 
 
 def _kinds() -> dict[str, Any]:
-    """The types of the keys, with the families and links that the presets hold."""
+    """The types of the keys, including the families and links of the presets."""
     named = dict[str, object] | Literal[link_names()]  # type: ignore[valid-type]
     return {**_KINDS, "family": Literal[families()], **dict.fromkeys(LINKS, named)}
 
 
 def _plain_hardware(stated: Mapping[str, Any]) -> HardwareConfig:
-    """The hardware of a table that names no preset."""
+    """Builds the default hardware of a table without a preset."""
     family = stated.get("family", families()[0])
     return HardwareConfig(
         name="custom",
@@ -106,7 +106,7 @@ def _decode_peaks(
 
 
 def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> Link:
-    """A link by its name, or as a table of numbers."""
+    """Decodes a link given by name or as a table of numbers."""
     stated = table.values.get(key)
     if not isinstance(stated, dict):
         return link(stated) if isinstance(stated, str) and stated in link_names() else base
@@ -115,37 +115,37 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
     return decode_section(table, key, Link, replace(base, name=key), mistakes) or base
 
 
-# Links by name, and what the GPU families reach: presets/links.toml and efficiency.toml.
+# Links and efficiencies by name: presets/links.toml and efficiency.toml.
 
 PRESETS = Path(__file__).parent / "presets"
 
 CONSTANTS = needed_keys(Efficiency)
-"""What every family states."""
+"""The keys that every family must have."""
 
 
 def link(name: str) -> Link:
-    """The link of links.toml. Raises UsageError, which lists the near names."""
+    """Loads a link of links.toml. Raises UsageError, which suggests similar names."""
     if name not in link_names():
         near = join_choices(nearest_words(name, link_names()))
-        raise UsageError(f"no link {name!r}; write {near}")
+        raise UsageError(f"unknown link {name!r}; write {near}")
     return _links()[name]
 
 
 def link_names() -> tuple[str, ...]:
-    """The links that links.toml holds."""
+    """The names of the links in links.toml."""
     return tuple(_links())
 
 
 def efficiency(family: str) -> Efficiency:
-    """What a GPU family reaches. Raises UsageError, which lists the near names."""
+    """Loads a GPU family's efficiency. Raises UsageError, which suggests similar names."""
     if family not in families():
         near = join_choices(nearest_words(family, families()))
-        raise UsageError(f"no GPU family {family!r}; write {near}")
+        raise UsageError(f"unknown GPU family {family!r}; write {near}")
     return _families()[family]
 
 
 def families() -> tuple[str, ...]:
-    """The GPU families that efficiency.toml holds."""
+    """The names of the GPU families in efficiency.toml."""
     return tuple(_families())
 
 
@@ -160,7 +160,7 @@ def _families() -> dict[str, Efficiency]:
 
 
 def _read_presets(file: str, kind: type[_T]) -> dict[str, _T]:
-    """The file's tables by name. Raises DataError."""
+    """Reads the tables of a preset file, by name. Raises DataError."""
     whole, mistakes = read_table(PRESETS / file), Mistakes()
     found = {}
     for name in whole.values:
@@ -170,25 +170,25 @@ def _read_presets(file: str, kind: type[_T]) -> dict[str, _T]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-# The file that a [hardware] table names: what `stepsplit calibrate` wrote.
+# Files named in a [hardware] table, such as the output of `stepsplit calibrate`.
 
 
 def hardware_file(table: TomlTable) -> TomlTable | None:
-    """The keys of [hardware] that the file states which the table names, None where it names none.
+    """Reads the file named in a [hardware] table; None if it names none.
 
-    The path is relative to the table's own file. Raises DataError.
+    The path is relative to the folder of the table's own file. Raises DataError.
     """
     name = decode_table(table.select("file"), {"file": str}).get("file")
     return None if name is None else read_table(Path(table.where).parent / name)
 
 
 def measured_files(table: TomlTable) -> tuple[str, ...]:
-    """What a [hardware] table names of nccl-tests and of NCCL's logs. Raises DataError."""
+    """Lists the nccl-tests outputs and NCCL logs named in a [hardware] table. Raises DataError."""
     return tuple(decode_table(table.select("measured"), _KINDS).get("measured", ()))
 
 
 def named_files(run: TomlTable) -> tuple[str, ...]:
-    """Every file that [hardware] of the job names, as it is written there. Raises DataError."""
+    """Lists all files named in the job's [hardware], as written there. Raises DataError."""
     table = run.inner("hardware")
     file = decode_table(table.select("file"), _KINDS).get("file")
     return (*measured_files(table), *(() if file is None else (file,)))

@@ -1,4 +1,4 @@
-"""Parameter counts: of a model, of a layer, per token, and per rank."""
+"""Parameter counts of a model, of a layer, per token and per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 
-# How many parameters a model has, how many a token uses, how many each rank holds.
+# Parameters of a model, active parameters of a token, and parameters of each rank.
 
 TOTAL = Formula(
     "parameters.total",
@@ -33,13 +33,13 @@ STAGE = Formula(
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """What one rank of a pipeline stage holds, before any sharding over data parallelism.
+    """Parameters of one rank of a pipeline stage, before sharding over data parallelism.
 
-    dense counts all parameters whose gradients the dense data-parallel group sums: embedding,
-    head and final_norm are among them. experts have a group of their own (expert_dp).
-    dense_layer and expert_layer are one layer of each kind, dense_layers and expert_layers how
-    many of them there are. embedding holds learned positions too; a tied head that lies on another
-    rank than the embedding is a copy of it, on the same rank it counts once, as embedding.
+    dense counts all parameters that the dense data-parallel group reduces, including embedding,
+    head and final_norm. experts are reduced in their own group (expert_dp). dense_layer and
+    expert_layer are one layer of each kind, dense_layers and expert_layers their numbers.
+    embedding includes learned positions. A tied head on another rank than the embedding is a copy
+    of it; on the same rank it counts once, as embedding.
     """
 
     stage: int
@@ -60,7 +60,7 @@ class StageParameters:
 
     @property
     def replicated(self) -> int:
-        """Of the layers and the final norm, what every tensor-parallel rank holds whole."""
+        """Parameters of the layers and the final norm that are replicated over tp."""
         count = self.final_norm + self.dense_layers * self.dense_layer.replicated
         if self.expert_layer is not None:
             count += self.expert_layers * self.expert_layer.replicated
@@ -68,18 +68,18 @@ class StageParameters:
 
     @property
     def largest_layer(self) -> int:
-        """All parameters of the larger kind of layer that the rank holds; 0 without layers."""
+        """Parameters of the larger kind of layer on the rank; 0 without layers."""
         dense = self.dense_layer.total if self.dense_layers else 0
         return max(dense, self.expert_layer.total if self.expert_layer else 0)
 
 
 def total_parameters(model: ModelConfig, vocab: int | None = None) -> int:
-    """All parameters; vocab replaces the model's own where it is padded."""
+    """Counts all parameters; vocab replaces the model's own if it is padded."""
     return _outside_layers(model, vocab) + _dense_sum(model) + _experts_sum(model)
 
 
 def active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
-    """The parameters that one token passes: top_k of the experts, all of the rest."""
+    """Counts the active parameters of a token: top_k of the experts and all of the rest."""
     if model.experts is None:
         return total_parameters(model, vocab)
     used = model.experts.top_k * mlp_parameters(model, model.experts.ffn)
@@ -87,7 +87,7 @@ def active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
 
 
 def stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
-    """One entry a pp coordinate: the parameters of one of its ranks."""
+    """Counts the parameters of one rank of each pp coordinate."""
     layout, model = job.parallel, job.model
     dense = dense_layer(model, layout.tp)
     experts = expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
@@ -121,12 +121,12 @@ def _stage(
 
 
 def vocabulary_share(job: JobConfig) -> int:
-    """The embedding, or the head, of one tensor-parallel rank: V'h/t."""
+    """Counts the embedding (or head) parameters of one tensor-parallel rank: V'h/t."""
     return share(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
 
 
 def _embedding(job: JobConfig, stage: StageConfig) -> int:
-    """Learned positions are whole on every tensor-parallel rank."""
+    """Counts the embedding of a rank; learned positions are replicated over tp."""
     if not stage.embedding:
         return 0
     return vocabulary_share(job) + job.model.positions * job.model.hidden
@@ -157,7 +157,7 @@ def _experts_sum(model: ModelConfig) -> int:
     return model.expert_layers * experts.count * mlp_parameters(model, experts.ffn)
 
 
-# The parameters of one layer, whole or as one rank of tensor and expert parallelism holds it.
+# Parameters of one layer, of the whole layer or of one tp and ep rank.
 
 LAYER_PARAMETERS = Formula(
     "parameters.layer",
@@ -182,10 +182,10 @@ EXPERT_PARAMETERS = Formula(
 
 @dataclass(frozen=True, slots=True)
 class LayerParameters:
-    """Counts of one layer. mlp is what every token passes (the shared expert of a mixture).
+    """Parameters of one layer. mlp is the dense MLP, or the shared expert of a mixture.
 
-    replicated is the part of dense that every tensor-parallel rank holds whole: norms, router,
-    compressed projections and biases added after the ranks' results are summed.
+    replicated is the part of dense that is replicated over tp: norms, router, compressed
+    projections, and biases added after the all_reduce.
     """
 
     attention: int
@@ -198,7 +198,7 @@ class LayerParameters:
 
     @property
     def dense(self) -> int:
-        """All but the experts."""
+        """All parameters except the experts."""
         return self.attention + self.mlp + self.norms + self.router
 
     @property
@@ -207,7 +207,7 @@ class LayerParameters:
 
 
 def dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
-    """A layer with the model's own MLP, as one of tp ranks holds it."""
+    """Counts the parameters of a dense layer on one of tp ranks."""
     attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
     mlp = mlp_parameters(model, model.ffn, tp)
     replicated, formulas = norms + _replicated(model), _layer_formulas(model)
@@ -217,7 +217,7 @@ def dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
 def expert_layer(
     model: ModelConfig, tp: int = 1, ep: int = 1, expert_tp: int = 1
 ) -> LayerParameters:
-    """A mixture-of-experts layer on one rank; the model must have experts."""
+    """Counts the parameters of a mixture-of-experts layer on one rank."""
     experts = of_experts(model)
     attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
     shared = mlp_parameters(model, experts.shared_ffn, tp) if experts.shared_ffn else 0
@@ -229,12 +229,12 @@ def expert_layer(
 
 
 def _layer_formulas(model: ModelConfig) -> tuple[Formula, ...]:
-    """What attention, MLP and norms are counted by."""
+    """Lists the formulas of attention, MLP and norms."""
     return (LAYER_PARAMETERS,) if model.latent is None else (LAYER_PARAMETERS, LATENT)
 
 
 def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Projections of one layer's attention with their biases and, if latent, inner norms."""
+    """Counts the attention projections of a layer with biases and, if latent, inner norms."""
     count = attention_weights(model, tp).total
     if model.latent is not None:
         return count + model.latent.query_rank + model.latent.kv_rank
@@ -244,30 +244,30 @@ def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
 
 
 def mlp_parameters(model: ModelConfig, ffn: int, tp: int = 1) -> int:
-    """Two products, three where gated, with their biases."""
+    """Counts the weights and biases of an MLP: two products, three if gated."""
     biases = (2 if model.gated else 1) * share(ffn, tp) + model.hidden if model.biases else 0
     return mlp_weights(model, ffn, tp).total + biases
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """One norm: a scale, and with layer norm a shift."""
+    """Counts one norm: a scale, and a shift for layer norm."""
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
 def _replicated(model: ModelConfig) -> int:
-    """Of a layer's two parts, without norms: the biases of both outputs or what is compressed."""
+    """Counts what tp replicates without norms: output biases or compressed projections."""
     if model.latent is not None:
         inner = model.latent.query_rank + model.latent.kv_rank
         return attention_weights(model).whole + inner
     return 2 * model.hidden if model.biases else 0
 
 
-# The matrix products of one layer: how many weights a token meets on one tensor-parallel rank.
+# The GEMMs of one layer: the weights that one token is multiplied with on one tp rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """divided is a rank's part of what tensor parallelism divides, whole what it leaves whole."""
+    """Weights on a tp rank: divided is its share of the sharded ones, whole the replicated."""
 
     divided: int
     whole: int = 0
@@ -281,12 +281,12 @@ class Weights:
 
 
 def share(count: int, ranks: int) -> int:
-    """The largest part of count things that one of the ranks gets."""
+    """Divides count over the ranks, rounding up: the largest share of a rank."""
     return -(-count // ranks)
 
 
 def attention_weights(model: ModelConfig, tp: int = 1) -> Weights:
-    """Projections of one layer's attention. Keys and values are copied where tp exceeds them."""
+    """Counts attention projections. Key-value heads are replicated if tp exceeds their number."""
     if model.latent is not None:
         return _latent_weights(model, model.latent, tp)
     heads = 2 * share(model.heads, tp) + 2 * share(model.kv_heads, tp)
@@ -294,7 +294,7 @@ def attention_weights(model: ModelConfig, tp: int = 1) -> Weights:
 
 
 def _latent_weights(model: ModelConfig, latent: LatentAttention, tp: int) -> Weights:
-    """Down projections are whole on every rank, what widens heads is divided."""
+    """Counts MLA projections: down projections are replicated over tp, up projections sharded."""
     heads, h = share(model.heads, tp), model.hidden
     down = h * (latent.query_rank + latent.kv_rank + latent.rope)
     queries = (latent.query_rank or h) * heads * (latent.nope + latent.rope)
@@ -303,15 +303,15 @@ def _latent_weights(model: ModelConfig, latent: LatentAttention, tp: int) -> Wei
 
 
 def mlp_weights(model: ModelConfig, ffn: int, tp: int = 1) -> Weights:
-    """Two products, three where gated."""
+    """Counts the weights of an MLP: two products, three if gated."""
     return Weights((3 if model.gated else 2) * model.hidden * share(ffn, tp))
 
 
 def routed_weights(model: ModelConfig, tp: int = 1) -> Weights:
-    """What a token meets in a mixture of experts: router, shared expert and its top_k experts.
+    """Counts the active weights of a token in a mixture: router, shared and top_k experts.
 
-    With balanced routing a rank's part does not depend on how experts are spread: all tokens of
-    its tensor-parallel group meet top_k experts, and tp ranks share that.
+    With balanced routing a rank's share does not depend on the placement of the experts: all
+    tokens of its tp group pass top_k experts, and the tp ranks share that work.
     """
     experts = of_experts(model)
     routed = share(experts.top_k * mlp_weights(model, experts.ffn).divided, tp)
@@ -320,6 +320,6 @@ def routed_weights(model: ModelConfig, tp: int = 1) -> Weights:
 
 
 def of_experts(model: ModelConfig) -> Experts:
-    """The model's experts, where the caller knows that it has some."""
+    """Returns the experts of a model that must have some."""
     assert model.experts is not None, "an expert layer needs experts"
     return model.experts

@@ -18,7 +18,7 @@ KEY = "key"
 
 @dataclass(frozen=True, slots=True)
 class NumberLimits:
-    """The smallest and largest value of a number in a file; noun names a number with few values.
+    """The smallest and largest value of a number in a file; label names a number of few values.
 
     Without limits an integer is at least 1 and any other number is above 0.
     """

@@ -206,7 +206,7 @@ def _decode_model(
     Without a base, layers, hidden, heads and vocab are required, and ffn for a gated model. The
     defaults are then kv_heads = heads, head_size = hidden / heads, ffn = 4 hidden; gated models
     have RMS norms, no biases and an untied head, others layer norms, biases and a tied head.
-    learned_positions = true means seq_len positions. beside are the types of further keys.
+    learned_positions = true means seq_len positions. extra_kinds are the types of further keys.
     """
     gated = table.values.get("gated") is True
     needed = (*_MODEL_NEEDS, *(("ffn",) if gated else ())) if "preset" not in table.values else ()

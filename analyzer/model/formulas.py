@@ -32,11 +32,11 @@ def heard(explained: Sequence[Explained]) -> tuple[Folk, ...]:
     formulas = {one.formula.id for one in explained}
     told = {name for one in explained for rule in one.folk for name in rule.folk}
     return tuple(
-        folk
-        for folk in folk_rules()
-        if folk.verdict != "right"
-        and folk.id not in told
-        and not formulas.isdisjoint(folk.formulas)
+        rule
+        for rule in folk_rules()
+        if rule.verdict != "right"
+        and rule.id not in told
+        and not formulas.isdisjoint(rule.formulas)
     )
 
 
@@ -65,7 +65,7 @@ class Symbol:
 class RuleOfThumb:
     """A rule of thumb, its value for this job in the formula's unit, and why it is wrong.
 
-    folk lists the ids of the rules in rules_of_thumb.toml that it answers.
+    rule_ids are the ids of the rules in rules_of_thumb.toml that it answers.
     """
 
     rule: str

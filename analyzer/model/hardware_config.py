@@ -50,8 +50,8 @@ def decode_hardware(
 ) -> HardwareConfig:
     """Decodes the hardware of the table; missing or invalid keys are taken from base.
 
-    Without a base, the default of nodes_link is intra and that of host is host-pcie-5. beside are
-    the types of further keys.
+    Without a base, the default of nodes_link is intra and that of host is host-pcie-5.
+    extra_kinds are the types of further keys.
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
     needed = _NEEDED if alone else ()

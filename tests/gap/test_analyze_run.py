@@ -127,7 +127,7 @@ def test_the_screen_has_a_section(run_file: Path, capsys: pytest.CaptureFixture[
         ("dp4", "[parallel]\ndp = 2\npp = 2\n", "has 2 stages but the recording has no pipeline"),
         ("dp4", "[parallel]\ndq = 4\n", "parallel.dq: unknown key"),
         ("dp4", "[modell]\n", "modell: unknown key"),
-        ("dp4", "parallel = [", "not TOML"),
+        ("dp4", "parallel = [", "not valid TOML"),
         ("dp4", '[hardware]\npreset = "cqu"\n', "'cqu' is unknown"),
     ],
 )

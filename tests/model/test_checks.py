@@ -72,134 +72,153 @@ def message(impossible: JobConfig) -> str:
         job(dp_replicate=2, **ZEROS),
     ],
 )
-def test_what_can_be_is_let_through(possible: JobConfig) -> None:
+def test_valid_jobs_pass(possible: JobConfig) -> None:
     check(possible)
     assert first_fault(possible) is None
 
 
 @for_each(
-    ("impossible", "told"),
+    ("impossible", "expected"),
     [
-        (job(tp=0), "tp 0 < 1; fix tp"),
-        (job(replace(GPT, layers=0)), "layers 0 < 1; fix layers"),
-        (job(tp=3), "heads 8 / tp 3 = 2.66667; fix heads or tp"),
-        (job(replace(GPT, kv_heads=3)), "heads 8 / kv_heads 3 = 2.66667; fix heads or kv_heads"),
+        (job(tp=0), "tp (0) must be >= 1; fix tp"),
+        (job(replace(GPT, layers=0)), "layers (0) must be >= 1; fix layers"),
+        (job(tp=3), "heads (8) must be divisible by tp (3); fix heads or tp"),
+        (
+            job(replace(GPT, kv_heads=3)),
+            "heads (8) must be divisible by kv_heads (3); fix heads or kv_heads",
+        ),
         (
             job(replace(GPT, heads=12, kv_heads=6), tp=4),
-            "kv_heads 6 / tp 4 = 1.5; fix kv_heads or tp",
+            "kv_heads (6) must be divisible by tp (4); fix kv_heads or tp",
         ),
         (
             job(replace(GPT, heads=12, kv_heads=4), tp=6),
-            "tp 6 / kv_heads 4 = 1.5; fix tp or kv_heads",
+            "tp (6) must be divisible by kv_heads (4); fix tp or kv_heads",
         ),
-        (job(replace(GPT, ffn=2050), tp=4), "ffn 2050 / tp 4 = 512.5; fix ffn or tp"),
-        (job(ep=2, dp_replicate=2), "ep 2 of a model without experts; leave ep out"),
-        (job(expert_tp=2, tp=2), "expert_tp 2 of a model without experts; leave expert_tp out"),
+        (
+            job(replace(GPT, ffn=2050), tp=4),
+            "ffn (2050) must be divisible by tp (4); fix ffn or tp",
+        ),
+        (job(ep=2, dp_replicate=2), "ep (2) needs a model with experts; remove ep"),
+        (job(expert_tp=2, tp=2), "expert_tp (2) needs a model with experts; remove expert_tp"),
         (
             job(replace(GPT, experts=Experts(count=4, top_k=6, ffn=256))),
-            "top_k 6 > experts 4; fix one of them",
+            "top_k (6) exceeds experts (4); fix one of them",
         ),
         (
             job(replace(GPT, experts=Experts(count=4, top_k=2, ffn=256, dense_layers=9))),
-            "dense_layers 9 > layers 8; fix one of them",
+            "dense_layers (9) exceeds layers (8); fix one of them",
         ),
-        (job(MOE, ep=3, dp_replicate=3), "experts 8 / ep 3 = 2.66667; fix experts or ep"),
+        (
+            job(MOE, ep=3, dp_replicate=3),
+            "experts (8) must be divisible by ep (3); fix experts or ep",
+        ),
         (
             job(replace(MOE, experts=Experts(8, 2, 255)), tp=2, expert_tp=2),
-            "expert ffn 255 / expert_tp 2 = 127.5; fix expert ffn or expert_tp",
+            "expert ffn (255) must be divisible by expert_tp (2); fix expert ffn or expert_tp",
         ),
         (
             job(MOE, ep=8, dp_replicate=4),
-            "tp 1 x cp 1 x dp 4 = 4 ranks / (ep 8 x expert_tp 1) = 0.5; fix ep or the axes",
+            "tp x cp x dp (1 x 1 x 4 = 4) must be divisible by ep x expert_tp (8 x 1 = 8); "
+            "fix ep or the axes",
         ),
-        (job(cp=3), "seq_len 1024 / cp 3 = 341.333; fix seq_len or cp"),
+        (job(cp=3), "seq_len (1024) must be divisible by cp (3); fix seq_len or cp"),
         (
             job(tp=4, sequence_parallel=True, recipe=replace(RECIPE, seq_len=1022)),
-            "seq_len 1022 / (cp 1 x tp 4) = 255.5; "
-            "fix seq_len or the axes, or leave sequence_parallel out",
+            "seq_len (1022) must be divisible by cp x tp (1 x 4 = 4); "
+            "fix seq_len or the axes, or remove sequence_parallel",
         ),
         (
             job(cp=8, tp=2, context_kind="ulysses"),
-            'heads 8 / (cp 8 x tp 2) = 0.5; write context = "ring"',
+            'heads (8) must be divisible by cp x tp (8 x 2 = 16); set context = "ring"',
         ),
         (
             job(dp_replicate=3),
-            "global_batch 16 / (micro_batch 1 x dp 3) = 5.33333 microbatches; "
+            "global_batch (16) must be divisible by micro_batch x dp (1 x 3 = 3); "
             "make global_batch a multiple of 3",
         ),
-        (job(recipe=replace(RECIPE, micro_batch=0)), "micro_batch 0 < 1; fix micro_batch"),
+        (
+            job(recipe=replace(RECIPE, micro_batch=0)),
+            "micro_batch (0) must be >= 1; fix micro_batch",
+        ),
         (
             job(recipe=replace(RECIPE, seq_len=2048)),
-            "seq_len 2048 > learned_positions 1024; raise learned_positions",
+            "seq_len (2048) exceeds learned_positions (1024); raise learned_positions",
         ),
         (
             job(recipe=replace(RECIPE, dtype="fp8")),
-            "device has no fp8 peak, only fp32, bf16; choose another dtype",
+            "device has no fp8 peak (available: fp32, bf16); choose another dtype",
         ),
-        (job(dp_shard=2), "dp_shard 2 with zero = 0; write dp instead, or zero = 3"),
+        (
+            job(dp_shard=2),
+            "dp_shard (2) needs ZeRO-3, but zero = 0; use dp instead, or set zero = 3",
+        ),
         (
             job(dp_replicate=2, zero=3),
-            "zero = 3 shards over dp_shard 1 x cp 1 = 1 rank; write dp_shard or zero = 0",
+            "ZeRO-3 needs more than one rank to shard over, but dp_shard x cp = 1; "
+            "set dp_shard or zero = 0",
         ),
         (
             job(recipe=replace(RECIPE, framework="ddp"), **ZEROS),
-            'ddp shards no gradient and no weight, but zero = 3; write framework = "fsdp2"',
+            'DDP shards neither gradients nor weights, but zero = 3; set framework = "fsdp2"',
         ),
-        (job(chunks=2), "chunks 2 with pp 1; leave chunks out"),
+        (job(chunks=2), "chunks (2) needs pp > 1; remove chunks"),
         (
             job(pp=2, chunks=2),
-            'chunks 2 with schedule 1f1b; write schedule = "interleaved"',
+            'chunks (2) must be 1 with schedule 1f1b; set schedule = "interleaved"',
         ),
         (
             job(pp=2, schedule="interleaved"),
-            "interleaved needs several chunks on a rank, not chunks 1; write chunks = 2 or more",
+            "chunks (1) must be at least 2 with schedule interleaved; raise chunks",
         ),
         (
             job(pp=2, schedule="zb-v", chunks=3),
-            "zb-v holds two stages on a rank, not chunks 3; leave chunks out",
+            "chunks (3) must be 2 with schedule zb-v; remove chunks",
         ),
-        (job(pp=3), "layers 8 / pp 3 = 2.66667; give layers_per_stage"),
+        (job(pp=3), "layers (8) must be divisible by pp (3); set layers_per_stage"),
         (
             job(replace(GPT, layers=30), pp=4, chunks=2, schedule="interleaved"),
-            "layers 30 / (pp 4 x chunks 2) = 3.75; give layers_per_stage",
+            "layers (30) must be divisible by pp x chunks (4 x 2 = 8); set layers_per_stage",
         ),
         (
             job(replace(GPT, layers=2), pp=2, chunks=2, schedule="interleaved"),
-            "layers 2 < (pp 2 x chunks 2) = 4 stages; fix one of them",
+            "layers (2) must be >= pp x chunks (2 x 2 = 4); fix one of them",
         ),
         (
             job(pp=2, layers_per_stage=(2, 3, 3)),
-            "layers_per_stage has 3 entries, but pp 2 = 2; give one for each stage",
+            "layers_per_stage must have one entry per stage (3 entries, 2 stages); "
+            "fix layers_per_stage or pp",
         ),
         (
             job(pp=2, layers_per_stage=(3, 4)),
-            "layers_per_stage 3 + 4 = 7, but layers 8; fix one of them",
+            "layers_per_stage (3 + 4 = 7) must sum to layers (8); fix one of them",
         ),
         (
             job(replace(GPT, layers=6), pp=3, chunks=2, schedule="interleaved"),
-            "microbatches 16 / pp 3 = 5.33333; make the microbatches of a rank a multiple of pp",
+            "microbatches (16) must be divisible by pp (3); "
+            "make the microbatches per rank a multiple of pp",
         ),
         (
             job(replace(GPT, layers=9), pp=3, schedule="dualpipe"),
-            "pp 3 / 2 directions = 1.5; dualpipe needs an even number",
+            "pp (3) must be even with schedule dualpipe; make pp even",
         ),
         (
             job(pp=4, schedule="dualpipe", recipe=replace(RECIPE, global_batch=9)),
-            "microbatches 9 / 2 directions = 4.5; dualpipe needs an even number",
+            "microbatches (9) must be even with schedule dualpipe; make microbatches even",
         ),
         (
             job(pp=4, schedule="dualpipe-v", recipe=replace(RECIPE, global_batch=7)),
-            "microbatches 7 < 2 x pp 4 of dualpipe-v; raise global_batch",
+            "microbatches (7) must be >= 2 x pp (8) with schedule dualpipe-v; raise global_batch",
         ),
     ],
 )
-def test_an_impossible_product_is_refused_with_its_arithmetic(
-    impossible: JobConfig, told: str
+def test_a_violated_constraint_is_reported_with_its_numbers(
+    impossible: JobConfig, expected: str
 ) -> None:
-    assert message(impossible) == told
+    assert message(impossible) == expected
 
 
-def test_latent_attention_has_no_key_heads_to_share_out() -> None:
+def test_latent_attention_has_no_key_value_heads_to_split() -> None:
     latent = LatentAttention(query_rank=0, kv_rank=64, nope=32, rope=16, value=32)
     model = replace(GPT, heads=12, kv_heads=6)
     assert first_fault(job(model, tp=4)) is not None

@@ -42,18 +42,18 @@ def test_below_the_sweep_time_is_constant_and_beyond_it_bandwidth_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "times", "told"),
+    ("sizes", "times", "expected"),
     [
-        ((8, 16), (1.0,), "2 sizes and 1 times"),
-        ((), (), "0 sizes and 0 times"),
-        ((16, 8), (1.0, 2.0), "rising sizes"),
-        ((8, 16), (1.0, 0.0), "times above 0"),
+        ((8, 16), (1.0,), "2 sizes but 1 times"),
+        ((), (), "0 sizes but 0 times"),
+        ((16, 8), (1.0, 2.0), "ascending sizes"),
+        ((8, 16), (1.0, 0.0), "times > 0"),
     ],
 )
-def test_sizes_and_times_that_are_no_sweep_are_refused(
-    sizes: tuple[int, ...], times: tuple[float, ...], told: str
+def test_invalid_sizes_and_times_of_a_sweep_are_refused(
+    sizes: tuple[int, ...], times: tuple[float, ...], expected: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=expected):
         TransferSweep("send", 2, 2, sizes, times)
 
 
@@ -83,7 +83,7 @@ def test_tables_of_nccl_tests_become_sweeps_without_their_wrong_rows() -> None:
     assert sweeps_of(tables)[0].ranks_per_node == 8
 
 
-def test_a_sweep_of_the_same_ranks_wins_over_all_else() -> None:
+def test_a_sweep_of_the_same_ranks_is_preferred() -> None:
     rates = Rates((SWEEP,), (TunerTable(8, 8, (Cost("all_gather", 1.0, 1e9),)),))
     assert rates.time_of("all_gather", 4_000, EIGHT, A100) == Band(20_000, 16_000, 25_000)
 
@@ -98,7 +98,7 @@ def test_a_sweep_of_other_ranks_is_scaled_by_the_closed_form() -> None:
     assert astuple(found)[:3] == pytest.approx((20_000 * ratio, 12_000 * ratio, 34_000 * ratio))
 
 
-def test_of_several_sweeps_the_nearest_in_ranks_counts() -> None:
+def test_the_sweep_with_the_closest_number_of_ranks_is_used() -> None:
     near = TransferSweep("all_gather", 4, 4, (1_000,), (1.0,))
     rates = Rates((SWEEP, near))
     assert rates.time_of("all_gather", 1_000, Span(4, 4), A100).ns == 1.0
@@ -108,13 +108,11 @@ def test_of_several_sweeps_the_nearest_in_ranks_counts() -> None:
     ("op", "span"),
     [("all_reduce", EIGHT), ("all_gather", Span(16, 8)), ("all_gather", Span(64, 64))],
 )
-def test_another_op_and_the_other_side_of_the_nodes_edge_and_far_more_ranks_borrow_no_sweep(
-    op: str, span: Span
-) -> None:
+def test_other_ops_and_much_larger_or_inter_node_groups_use_no_sweep(op: str, span: Span) -> None:
     assert Rates((SWEEP,)).time_of(op, 4_000, span, A100) == time_of(op, 4_000, span, A100)
 
 
-def test_without_a_sweep_nccls_own_table_takes_its_cheapest_cell() -> None:
+def test_without_a_sweep_the_fastest_cell_of_nccls_table_is_used() -> None:
     costs = (Cost("all_reduce", 5_000.0, 1e9), Cost("all_reduce", 30_000.0, 100e9))
     rates = Rates(tables=(TunerTable(8, 8, costs),))
     assert rates.time_of("all_reduce", 1_000, EIGHT, A100).ns == 6_000
@@ -128,7 +126,7 @@ def test_recv_is_measured_as_send() -> None:
     assert rates.time_of("recv", 1_000, Span(2, 1), A100).ns == 5.0
 
 
-def test_a_rank_alone_costs_nothing_whatever_was_measured() -> None:
+def test_a_single_rank_takes_no_time() -> None:
     assert Rates((SWEEP,)).time_of("all_gather", 4_000, Span(1, 1), A100) == Band(0, 0, 0)
 
 
@@ -162,13 +160,13 @@ def test_the_table_of_a_log_knows_its_ranks_and_nodes(
     assert tuner_tables(read_nccl_log(DiskFile(file))) == (expected,)
 
 
-def test_a_real_table_that_names_no_communicator_serves_ranks_that_are_told() -> None:
+def test_a_real_table_without_a_communicator_is_used_for_given_ranks() -> None:
     folder = shared_trace("nccl_logs")
     log = read_nccl_log(DiskFile(folder / "issue_nccltests_89_2.8.3_tuning_table.log"))
     assert tuner_tables(log) == ()
-    told = tuner_table(log.costs[0], EIGHT)
-    assert told.time_of("broadcast", 9_000_000) == 18_000 + 1_000_000
-    assert told.time_of("all_reduce", 9_000_000) is None
+    table = tuner_table(log.costs[0], EIGHT)
+    assert table.time_of("broadcast", 9_000_000) == 18_000 + 1_000_000
+    assert table.time_of("all_reduce", 9_000_000) is None
 
 
 def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
@@ -186,7 +184,7 @@ def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
         assert mean(errors) <= 0.08
 
 
-def test_a_sweep_of_16_nodes_tells_more_of_itself_than_the_closed_form() -> None:
+def test_a_sweep_of_16_nodes_is_more_accurate_than_the_closed_form() -> None:
     rows = [one for one in measured() if one.system == "Alps, 16 nodes"]
     known = [one for one in rows if one.fitted]
     sweep = TransferSweep(

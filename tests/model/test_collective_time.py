@@ -42,19 +42,19 @@ def ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig = PLA
     return time_of(op, message_bytes, span, hardware).ns
 
 
-def test_a_large_all_gather_pays_three_steps_and_three_quarters_of_the_buffer() -> None:
+def test_a_large_all_gather_takes_three_steps_and_three_quarters_of_the_buffer() -> None:
     total = 8_400 + 3 * 1_000 + 3 * MS
     band = time_of("all_gather", 800_000_000, ONE, PLAIN)
     assert astuple(band)[:3] == pytest.approx((total, 0.87 * total, 1.15 * total))
 
 
-def test_a_small_all_gather_takes_the_protocol_of_low_latency_at_half_the_rate() -> None:
+def test_a_small_all_gather_uses_ll_at_half_the_rate() -> None:
     total = 6_600 + 3 * 180 + 2 * 15
     band = time_of("all_gather", 4_000, ONE, PLAIN)
     assert astuple(band)[:3] == pytest.approx((total, 0.7 * total, 1.4 * total))
 
 
-def test_rings_over_nodes_are_as_fast_as_all_nics_of_a_node() -> None:
+def test_rings_over_nodes_reach_the_rate_of_all_nics_of_a_node() -> None:
     assert ns("reduce_scatter", 1.28e9, FOUR) == pytest.approx(
         8_400 + 3 * 1_000 + 3 * 10_000 + 15 * MS
     )
@@ -72,13 +72,13 @@ def test_a_doubling_of_nodes_adds_two_levels_to_a_small_all_reduce() -> None:
     assert times[2] - times[1] == pytest.approx(2 * 3_600)
 
 
-def test_large_messages_over_many_nodes_leave_the_tree_for_the_ring() -> None:
+def test_large_messages_over_many_nodes_use_the_ring() -> None:
     until = tree_until_bytes(FOUR, PLAIN)
     assert ns("all_reduce", until / 4, FOUR) == tree_ns(until / 4, FOUR, PLAIN)
     assert ns("all_reduce", until * 4, FOUR) == ring_ns("all_reduce", until * 4, FOUR, PLAIN)
 
 
-def test_near_the_switch_the_band_holds_both_algorithms() -> None:
+def test_near_the_switch_the_band_covers_both_algorithms() -> None:
     near = tree_until_bytes(FOUR, PLAIN) * 0.9
     band = time_of("all_reduce", near, FOUR, PLAIN)
     ring = ring_ns("all_reduce", near, FOUR, PLAIN)
@@ -93,7 +93,7 @@ def test_more_than_64_nodes_make_the_band_wider() -> None:
     assert (many.low_ns / many.ns, many.high_ns / many.ns) == pytest.approx((0.8, 1.9))
 
 
-def test_a_switch_sums_for_five_ranks_and_for_all_reduce_alone() -> None:
+def test_nvls_needs_five_ranks_and_an_all_reduce() -> None:
     summing = cluster(PLAIN.intra, PLAIN.inter, 8, nvls=1.0)
     of_five = ns("all_reduce", 40e9, Span(5, 5), summing)
     assert of_five == pytest.approx(90 * US + 175 * MS)  # 400 GB/s over 2 (8-1)/8
@@ -107,7 +107,7 @@ def test_an_all_to_all_waits_for_the_slower_of_node_and_network() -> None:
     assert ns("all_to_all", 1.6e9, TWO) == pytest.approx(8_400 + 10_000 + 40 * MS)
 
 
-def test_a_message_is_a_latency_and_its_bytes_over_the_link_between_the_two() -> None:
+def test_a_message_takes_the_latency_and_bytes_of_the_link_between_its_ranks() -> None:
     assert ns("send", 200_000_000, Span(2, 2)) == pytest.approx(8_400 + 1_000 + MS)
     assert ns("recv", 200_000_000, Span(2, 1)) == pytest.approx(8_400 + 10_000 + 10 * MS)
     assert ns("send", 8, Span(2, 2)) == pytest.approx(6_600 + 180, abs=1)
@@ -120,7 +120,7 @@ def test_two_gpus_of_a_mesh_share_one_of_its_links() -> None:
 
 
 @for_each("op", TIMED_OPS)
-def test_a_rank_alone_and_an_empty_message_cost_nothing(op: str) -> None:
+def test_a_single_rank_and_an_empty_message_take_no_time(op: str) -> None:
     assert time_of(op, GIB, Span(1, 1), PLAIN) == Band(0, 0, 0)
     assert time_of(op, 0, TWO, PLAIN) == Band(0, 0, 0)
 
@@ -148,17 +148,17 @@ def test_gloo_over_loopback_takes_milliseconds_where_gpus_take_microseconds() ->
 
 
 @pytest.mark.parametrize(
-    ("op", "message_bytes", "span", "told"),
+    ("op", "message_bytes", "span", "expected"),
     [
-        ("allreduce", 8, ONE, "no time is modelled for 'allreduce'; write one of all_reduce, "),
-        ("send", -8, ONE, "a message of -8 bytes cannot be; write 0 or more"),
-        ("send", 8, Span(4, 8), "8 of 4 ranks on a node cannot be; write 1 to 4"),
+        ("allreduce", 8, ONE, "op 'allreduce' has no time model; use one of all_reduce, "),
+        ("send", -8, ONE, "message_bytes (-8) must be >= 0"),
+        ("send", 8, Span(4, 8), "ranks_per_node (8) must be between 1 and ranks (4)"),
     ],
 )
-def test_what_cannot_be_is_refused(op: str, message_bytes: int, span: Span, told: str) -> None:
+def test_invalid_calls_are_refused(op: str, message_bytes: int, span: Span, expected: str) -> None:
     with pytest.raises(UsageError) as refused:
         time_of(op, message_bytes, span, PLAIN)
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(expected)
 
 
 @for_each(
@@ -208,7 +208,7 @@ def held(row: Measured) -> bool:
     return band.low_ns <= row.ns <= band.high_ns
 
 
-def test_the_band_holds_messages_that_it_was_not_fitted_on() -> None:
+def test_the_band_covers_messages_that_it_was_not_fitted_on() -> None:
     large = large_and_not_fitted()
     every = [row for row in measured() if not row.fitted]
     assert mean(held(row) for row in large) >= 0.9

@@ -1,4 +1,4 @@
-"""docs/model.md says of the model what the model does."""
+"""docs/model.md agrees with the model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ WRITTEN = [(section, key) for section in KEYS for key in keys_of(section)]
 
 
 def refusal(text: str) -> str:
-    """What is said of the run; nothing where it is accepted."""
+    """The error of a job file; empty if it is accepted."""
     try:
         job_of(text)
     except DataError as error:
@@ -100,7 +100,7 @@ def lines(section: str, key: str) -> str:
     return "\n".join([*kept, "[training]", *stated, key])
 
 
-def test_the_run_file_of_the_page_is_the_one_beside_it() -> None:
+def test_the_job_file_of_the_page_is_the_example_file() -> None:
     assert blocks(PAGE)[0] == RUN.read_text()
 
 
@@ -116,25 +116,25 @@ def words(screen: str) -> list[str]:
     return re.sub(r"[\u2580-\u259f]", "", screen).split()
 
 
-def test_the_refusal_of_the_page_is_what_the_command_says() -> None:
+def test_the_error_of_the_page_is_that_of_the_command() -> None:
     (refused,) = blocks(part("What a step should cost"))[2:]
-    told = refusal(RUN.read_text().replace("pp = 4", "pp = 3"))
-    assert f"stepsplit: {told}\n" == refused
+    refused_text = refusal(RUN.read_text().replace("pp = 4", "pp = 3"))
+    assert f"stepsplit: {refused_text}\n" == refused
 
 
 @for_each(("section", "key"), WRITTEN)
-def test_every_key_of_the_page_is_accepted_as_it_is_written(section: str, key: str) -> None:
-    told = refusal(lines(section, key))
-    assert not told.startswith(f"job.toml: {section}"), told
-    assert "TOML" not in told.removeprefix("job.toml"), told
+def test_every_key_of_the_page_is_accepted(section: str, key: str) -> None:
+    refused_text = refusal(lines(section, key))
+    assert not refused_text.startswith(f"job.toml: {section}"), refused_text
+    assert "TOML" not in refused_text.removeprefix("job.toml"), refused_text
 
 
-def test_a_key_that_is_none_would_be_refused() -> None:
+def test_an_unknown_key_would_be_refused() -> None:
     assert refusal(lines("parallel", "tensor = 2")).startswith("job.toml: parallel.tensor: unknown")
 
 
 @pytest.mark.parametrize("section", KEYS)
-def test_every_key_that_a_run_file_knows_is_on_the_page(section: str) -> None:
+def test_every_key_of_a_job_file_is_on_the_page(section: str) -> None:
     assert {key.split(" = ")[0].split(".")[0] for key in keys_of(section)} == KEYS[section]
 
 
@@ -152,16 +152,14 @@ def test_every_constant_of_the_hardware_is_on_the_page() -> None:
         ("hardware", families()),
     ],
 )
-def test_every_word_that_a_key_takes_is_on_the_page(section: str, known: tuple[str, ...]) -> None:
+def test_every_value_of_a_key_is_on_the_page(section: str, known: tuple[str, ...]) -> None:
     assert set(known) - set(re.findall(r'"([^"]+)"', part(f"[{section}]"))) == set()
 
 
 @pytest.mark.parametrize(
     ("place", "names"), [(0, model_names()), (1, hardware_names()), (2, link_names())]
 )
-def test_the_presets_of_the_page_are_those_that_there_are(
-    place: int, names: tuple[str, ...]
-) -> None:
+def test_the_presets_of_the_page_are_all_presets(place: int, names: tuple[str, ...]) -> None:
     assert sorted(blocks(part("Presets"))[place].split()) == sorted(names)
 
 
@@ -194,9 +192,9 @@ def percents(ratios: tuple[float, ...]) -> str:
 def test_the_equalities_of_the_page_hold_and_are_as_many() -> None:
     equalities = [check for check in validate() if check.measure == "equality"]
     equal = sum(row.equal for check in equalities for row in check.reported)
-    told = re.search(r"(\d+) checks are equalities,\s+(\d+) numbers in all", PAGE)
-    assert told is not None
-    assert [int(number) for number in told.groups()] == [len(equalities), equal]
+    match = re.search(r"(\d+) checks are equalities,\s+(\d+) numbers in all", PAGE)
+    assert match is not None
+    assert [int(number) for number in match.groups()] == [len(equalities), equal]
 
 
 def test_the_python_of_the_page_runs() -> None:

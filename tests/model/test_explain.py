@@ -1,4 +1,4 @@
-"""Formulas with a job's own numbers, and the rules of thumb that say something else."""
+"""Formulas with a job's numbers, and the rules of thumb that differ from them."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def one_stage() -> Prediction:
     )  # fmt: skip
 
 
-def test_each_formula_has_the_jobs_value_and_the_rules_that_differ() -> None:
+def test_each_formula_has_the_value_of_the_job_and_the_rules_that_differ() -> None:
     assert values(explain(job(), prediction())) == {
         "parameters.total": (1_311_000_000, {"12 L h^2": 12 * 24 * 2048**2}),
         "flops.C1": (
             PER_TOKEN * 32_768,
-            {"6 FLOPs a parameter and token": 6 * 1_311_000_000 * 32_768},
+            {"6 FLOPs per parameter and token": 6 * 1_311_000_000 * 32_768},
         ),
         "flops.mfu": (0.0808, {"all FLOPs that the GPUs execute": 0.1059}),
         "flops.recompute": (
@@ -92,30 +92,30 @@ def test_each_formula_has_the_jobs_value_and_the_rules_that_differ() -> None:
         "memory.states_megatron": (
             7 * GIB,
             {
-                "16 bytes a parameter (2 + 2 + 12)": 16 * FIRST,
+                "16 bytes per parameter (2 + 2 + 12)": 16 * FIRST,
                 "the optimizer doubles the memory of the weights": 2 * GIB,
             },
         ),
         "memory.recompute_full": (
-            2 * 2048 * 2048, {"recomputing everything keeps O(1)": 0.0},
+            2 * 2048 * 2048, {"full recomputation saves O(1)": 0.0},
         ),
         "pipeline.bubble_fraction": (
             1 / 9,
             {
                 "(p-1)/m of the step": 1 / 8,
-                "a pipeline of p stages idles (p-1)/p of the time": 1 / 2,
+                "a pipeline of p stages is idle (p-1)/p of the time": 1 / 2,
             },
         ),
         "pipeline.bubble_overhead": (1 / 8, {"(p-1)/(m+p-1)": 1 / 9}),
         "schedule.in_flight": (2, {"p stages divide the activations by p": 1}),
-        "comm.tensor": (384, {"two all_reduces a layer": 192}),
+        "comm.tensor": (384, {"two all_reduces per layer": 192}),
         "comm.ddp": (
             30 * 40 * MIB, {"2 P, read as bytes": 2 * LAST},
         ),
         "comm.choice": (
             62_500,
             {
-                "size / 900 GB/s, the link's rate on the data sheet": pytest.approx(
+                "size / 900 GB/s, the link's data-sheet rate": pytest.approx(
                     8 * MIB / 900
                 )
             },
@@ -134,9 +134,9 @@ def test_symbols_carry_name_meaning_value_and_unit() -> None:
             Symbol("h", "hidden size", 2048),
             Symbol("a", "heads", 16),
             Symbol("k", "key-value heads", 16),
-            Symbol("d", "size of a head", 128),
+            Symbol("d", "head size", 128),
             Symbol("f", "width of the MLP", 8192),
-            Symbol("G", "products of the MLP (3 where gated)", 2),
+            Symbol("G", "linear layers of the MLP (3 if gated)", 2),
             Symbol("V", "vocabulary", 50_000),
             Symbol("layer", "parameters of one layer", 12 * 2048**2 + 13 * 2048, "parameters"),
         ),
@@ -146,8 +146,8 @@ def test_symbols_carry_name_meaning_value_and_unit() -> None:
             RuleOfThumb(
                 "12 L h^2",
                 1_207_959_552,
-                "leaves out the embedding and the head, and holds for an MLP of 4h without a gate,"
-                " with as many key-value heads as heads",
+                "it omits embedding and head, and assumes an MLP of 4h without a gate and as many"
+                " key-value heads as heads",
             ),
         ),
     )
@@ -163,20 +163,20 @@ def test_a_rule_that_is_right_here_is_not_shown() -> None:
     assert rules(states) == {"the optimizer doubles the memory of the weights": 4 * FIRST}
 
 
-def test_zero_spreads_the_sixteen_bytes_as_its_paper_says() -> None:
+def test_zero_shards_the_sixteen_bytes_as_in_its_paper() -> None:
     sharded = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, zero=1))
-    rule = "16 bytes a parameter (2 + 2 + 12), by ZeRO-1 over N"
+    rule = "16 bytes per parameter (2 + 2 + 12), sharded by ZeRO-1 over N"
     states = of("memory.states_megatron", sharded, prediction())
     assert rules(states)[rule] == (4 + 12 / 2) * FIRST
 
 
-def test_fused_attention_keeps_none_of_the_scores_of_the_gpt_formula() -> None:
+def test_fused_attention_saves_no_scores_unlike_the_gpt_formula() -> None:
     one = of("memory.activations", job(recipe=TrainingConfig(2048, 1, 16)), prediction())
     token = 2048 * (10 + 24 / 2 + 5 * 16 * 2048 / (2048 * 2))
-    assert rules(one) == {"s b h (34 + 5 a s / h), spread by tp": 2048 * token}
+    assert rules(one) == {"s b h (34 + 5 a s / h), sharded by tp": 2048 * token}
 
 
-def test_interleaving_halves_what_the_simple_bubble_says() -> None:
+def test_interleaving_halves_the_bubble_of_the_simple_formula() -> None:
     two = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, schedule="interleaved", chunks=2))
     measured = replace(prediction(), bubble_fraction=1 / 17, bubble_overhead=1 / 16)
     found = values(explain(two, measured))
@@ -192,7 +192,7 @@ def test_one_stage_has_no_bubble_to_explain() -> None:
     )
 
 
-def test_sequence_parallelism_makes_two_calls_of_each() -> None:
+def test_sequence_parallelism_replaces_each_call_with_two() -> None:
     split = job(layout=ParallelConfig(tp=2, pp=2, dp_replicate=2, sequence_parallel=True))
     calls = (
         CommOp("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB),
@@ -201,8 +201,8 @@ def test_sequence_parallelism_makes_two_calls_of_each() -> None:
         CommOp("loss", "all_reduce", "tp", 1, "forward", 24, 8192, 8192, 8192),
     )
     one = of("comm.sequence", split, with_messages(SEQUENCE, *calls))
-    assert (one.value, rules(one)) == (392, {"two all_reduces a layer": 192})
-    assert one.folk[0].why.endswith("sequence parallelism makes two calls of each")
+    assert (one.value, rules(one)) == (392, {"two all_reduces per layer": 192})
+    assert one.folk[0].why.endswith("sequence parallelism replaces each with two calls")
 
 
 def test_zero_1_needs_no_all_reduce() -> None:
@@ -230,12 +230,12 @@ def test_fsdp_gathers_for_every_microbatch() -> None:
                 2 * LAST),
     )  # fmt: skip
     one = of("comm.fsdp", job(layout=layout), with_messages(FSDP_MESSAGES, *calls))
-    rule = "3 P a step, half more than without sharding (16-bit elements)"
+    rule = "3 P per step, 1.5 times the volume without sharding (16-bit elements)"
     assert (one.value, rules(one)) == (32 * LAST, {rule: 6 * LAST})
 
 
 def of_large_sum() -> Explained:
-    """What is said of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
+    """The explanation of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16))
     call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
     return of("comm.tree", wide, with_messages(DDP, call))
@@ -254,16 +254,16 @@ def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
     ring = of("comm.choice", wide, with_messages(DDP, call))
     assert ring.symbols == (
         Symbol("S", "message", 8 * MIB, "bytes"),
-        Symbol("f", "of it, what each rank sends", 1.875),
+        Symbol("f", "fraction that each rank sends", 1.875),
         Symbol("n", "ranks", 16),
-        Symbol("k", "nodes that they are on", 2),
+        Symbol("k", "nodes of these ranks", 2),
         Symbol("B", "ib-hdr-200, one direction of 8 GPUs of a node", 200e9, "bytes_per_s"),
-        Symbol("e", "share of it that large rings reach", 0.5, "ratio"),
+        Symbol("e", "fraction of it that large rings reach", 0.5, "ratio"),
         Symbol("a", "latency of a step between nodes", 5_000, "ns"),
     )
     assert ring.folk[0].why == (
-        "that rate is of both directions together, no ring reaches all of it, all_reduce sends"
-        " 1.88 times its buffer, and between nodes the network is the narrower part"
+        "that rate is the sum of both directions, no ring reaches all of it, all_reduce sends"
+        " 1.88 times its buffer, and between nodes the network is the bottleneck"
     )
 
 
@@ -273,7 +273,7 @@ def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=inside)
     ring = of("comm.choice", wide, with_messages(DDP, call))
     assert ring.symbols[4] == Symbol("B", "nvlink4, one direction of one GPU", 100e9, "bytes_per_s")
-    assert not ring.folk[0].why.endswith("the network is the narrower part")
+    assert not ring.folk[0].why.endswith("the network is the bottleneck")
 
 
 @pytest.mark.parametrize(
@@ -302,15 +302,15 @@ def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
     assert one.value == time.ns
 
 
-def test_a_mixture_has_parameters_that_a_token_does_not_pass() -> None:
+def test_a_mixture_has_inactive_parameters() -> None:
     mixture = replace(GPT, gated=True, experts=Experts(count=8, top_k=2, ffn=4096))
     one = of("flops.C1", job(model=mixture), prediction())
-    assert one.folk[0].why.endswith(", and experts that a token does not pass")
+    assert one.folk[0].why.endswith(", and inactive experts")
     assert one.symbols[-1] == Symbol(
-        "W", "weights of all layers that a token is multiplied with",
+        "W", "weights of all layers that one token is multiplied with",
         24 * (4 * 2048**2 + 2048 * 8 + 2 * 3 * 2048 * 4096), "parameters",
     )  # fmt: skip
-    assert one.note.endswith("for these B s (6 W + 6 h V + 12 L s a d), a d = 2,048")
+    assert one.note.endswith("here B s (6 W + 6 h V + 12 L s a d), a d = 2,048")
 
 
 def test_without_a_peak_there_is_no_mfu_to_explain() -> None:
@@ -329,21 +329,21 @@ def test_offloaded_states_are_left_to_the_memory_table() -> None:
     assert not [name for name in found if name.startswith("memory.states")]
 
 
-def test_of_the_fields_rules_those_about_the_jobs_formulas_that_do_not_hold_are_heard() -> None:
-    about = {folk.id for folk in heard([of("comm.ddp", job(), prediction())])}
+def test_rules_of_thumb_about_the_jobs_formulas_that_do_not_hold_are_found() -> None:
+    about = {rule.id for rule in heard([of("comm.ddp", job(), prediction())])}
     assert about == {"dp-bytes", "dp-time"}
     everything = heard(explain(job(), prediction()))
-    assert {folk.verdict for folk in everything} == {"half", "wrong"}
-    assert not {"comm.zero", "comm.fsdp"} & {name for folk in everything for name in folk.formulas}
+    assert {rule.verdict for rule in everything} == {"half", "wrong"}
+    assert not {"comm.zero", "comm.fsdp"} & {name for rule in everything for name in rule.formulas}
 
 
-def test_a_rule_that_a_formula_answers_with_the_jobs_numbers_is_not_heard_again() -> None:
+def test_a_rule_that_an_explanation_answers_is_not_repeated() -> None:
     tree = of_large_sum()
-    assert "tree-volume" not in {folk.id for folk in heard([tree])}
-    assert "tree-volume" in {folk.id for folk in heard([replace(tree, folk=())])}
+    assert "tree-volume" not in {rule.id for rule in heard([tree])}
+    assert "tree-volume" in {rule.id for rule in heard([replace(tree, folk=())])}
 
 
-def test_tokens_go_to_every_expert_that_they_pass() -> None:
+def test_tokens_are_sent_to_each_of_their_experts() -> None:
     """Eight experts on eight ranks of a node: dispatch and combine of 12 layers of a stage."""
     mixture = replace(GPT, experts=Experts(count=8, top_k=2, ffn=4096))
     apart = job(model=mixture, layout=ParallelConfig(pp=2, dp_replicate=8, ep=8))
@@ -353,28 +353,28 @@ def test_tokens_go_to_every_expert_that_they_pass() -> None:
     assert (routes.value, routes.note) == (48 * 14 * MIB, "calls: 48 all_to_all forward")
     assert routes.symbols[-4:] == (
         Symbol("L", "layers with experts", 12),
-        Symbol("top_k", "experts that a token passes", 2),
+        Symbol("top_k", "experts per token", 2),
         Symbol("h", "hidden size", 2048),
-        Symbol("e", "ranks that share the experts of a layer", 8),
+        Symbol("e", "expert-parallel ranks", 8),
     )
     each = next(one for one in found if one.formula.id == "comm.all_to_all")
     assert (each.value, each.symbols[2:]) == (
         3 * MS / 48,
         (
-            Symbol("g", "of them on a node", 8),
-            Symbol("NVLink", "what one GPU reaches over nvlink4", 360e9, "bytes_per_s"),
+            Symbol("g", "ranks per node", 8),
+            Symbol("NVLink", "rate that one GPU reaches over nvlink4", 360e9, "bytes_per_s"),
         ),
     )
 
 
-def test_what_a_layer_keeps_adds_up_item_by_item() -> None:
+def test_the_saved_activations_of_a_layer_add_up() -> None:
     one = of("memory.activations", job(recipe=TrainingConfig(2048, 1, 16)), prediction())
     items = {symbol.name: symbol.value for symbol in one.symbols if symbol.unit == "bytes"}
     assert set(items) == {"norms", "heads", "attention", "mlp"}
     assert sum(items.values()) == pytest.approx(one.value, abs=12)
 
 
-def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
+def test_the_note_has_the_bytes_per_parameter_as_zero_shards_them() -> None:
     notes = {
         zero: of(
             "memory.states_megatron",
@@ -386,13 +386,13 @@ def test_the_bytes_of_a_parameter_are_said_as_zero_spreads_them() -> None:
     assert notes == {0: "here 18 P", 1: "here 6 P + 12 P/N", 2: "here 2 P + 16 P/N"}
 
 
-def test_a_time_that_was_interpolated_in_a_sweep_is_said_to_be() -> None:
+def test_a_time_interpolated_in_a_sweep_is_explained_by_the_sweep() -> None:
     message = CommOp("sp", "all_gather", "tp", 1, "forward", 200, 8 * MIB, 4 * MIB, 4 * MIB)
     swept = with_messages(SEQUENCE, message, by=SWEEP)
     assert of("comm.sweep", job(), swept).value == 3 * MS / 200
 
 
-def test_gradients_summed_over_context_parallelism_are_on_all_of_its_ranks() -> None:
+def test_gradient_reduction_over_dp_and_cp_has_all_ranks_of_both() -> None:
     around = job(layout=ParallelConfig(cp=2, dp_replicate=4))
     call = CommOp("ddp", "all_reduce", "dp_cp", 0, "grad_sync", 2, 8 * MIB, 8 * MIB, 14 * MIB)
     rows = with_messages(DDP, call).communication

@@ -57,9 +57,7 @@ def test_recomputation_adds_forward_passes_of_layers_and_not_of_the_head(
     assert model_flops(small) == 32 * 3 * (768 + 256 + 1024)
 
 
-def test_selective_repeats_nothing_of_fused_attention_and_every_second_product_in_torchtitan() -> (
-    None
-):
+def test_selective_repeats_no_fused_attention_and_every_second_gemm_in_torchtitan() -> None:
     fused = job(SMALL, **STEP, recompute="selective")
     assert hardware_flops(fused) == model_flops(fused)
     titan = job(SMALL, **STEP, recompute="selective", framework="fsdp2")
@@ -128,7 +126,7 @@ def test_one_rank_does_its_share_of_a_chunk() -> None:
     ]
 
 
-def test_ranks_of_a_mixture_share_routed_tokens_whatever_experts_they_hold() -> None:
+def test_ranks_of_a_mixture_share_routed_tokens_whatever_their_experts() -> None:
     """The router (32 weights) runs on a rank's own tokens under sequence parallelism."""
     chunk = Chunk(dense_layers=0, expert_layers=1, embedding=False, head=False)
     spread = job(
@@ -148,7 +146,7 @@ def test_ranks_together_do_what_the_model_needs() -> None:
     assert 3 * forward * split.microbatches * 2 * 2 * 2 == model_flops(split)
 
 
-def test_utilization_is_work_over_what_the_peak_allows() -> None:
+def test_utilization_is_flops_over_those_of_the_peak() -> None:
     assert mfu(6e15, 2e9, 10, 1e15) == pytest.approx(0.3)
     assert mfu(6e15, 2e9, 10, None) is None
     assert mfu(6e15, 0, 10, 1e15) is None
@@ -177,7 +175,7 @@ def test_megatron_table_1_prints_the_share_and_the_sum_of_its_rates() -> None:
         assert rate * gpus / 1e3 == pytest.approx(float(row["aggregate_pflops"]), rel=0.005)
 
 
-def test_megatron_table_2_takes_the_days_that_equation_3_says() -> None:
+def test_megatron_table_2_takes_the_days_of_equation_3() -> None:
     for row in published("megatron_sc21_table2_zero3_vs_ptd"):
         trained = job(gpt_of(row), ParallelConfig(tp=8), seq_len=2048, recompute="full")
         rate, gpus = float(row["tflops_per_gpu"]) * 1e12, int(row["gpus"])

@@ -71,7 +71,7 @@ def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
     )
 
 
-def test_beside_ddp_zero_1_sums_whole_gradients_and_each_rank_hands_out_its_weights() -> None:
+def test_with_ddp_zero_1_all_reduces_gradients_and_broadcasts_weights() -> None:
     """A quarter of 11336 weights of 2 bytes from each of 4 ranks."""
     zero = job(layout=ParallelConfig(dp_replicate=4, zero=1), framework="ddp", global_batch=8)
     assert of(zero, "zero-1") == (
@@ -136,7 +136,7 @@ def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
         (2, "always", "fsdp2", 4, 2, 2),
     ],
 )
-def test_what_stays_gathered_is_not_gathered_again(
+def test_units_kept_gathered_are_not_gathered_again(
     pp: int, policy: str, framework: str, forward: int, backward: int, gradients: int
 ) -> None:
     """The layers of stage 0, m = 2. In a pipeline m + 1 gathers and one sum are left of each."""
@@ -179,7 +179,7 @@ def test_full_recomputation_sums_the_forward_pass_again() -> None:
     ]
 
 
-def test_a_layer_and_microbatch_sends_what_narayanan_et_al_say() -> None:
+def test_the_volume_of_a_layer_and_microbatch_is_that_of_narayanan_et_al() -> None:
     """SC'21, section 3.2: 8 b s h (t-1)/t elements, here of 2 bytes, with t = 4."""
     one, two = (
         of(job(replace(TINY, layers=layers), ParallelConfig(tp=4)), "tp") for layers in (1, 2)
@@ -201,7 +201,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
 
 
 def test_positions_that_each_rank_adds_to_its_tokens_are_summed_too() -> None:
-    """32 positions of 8 numbers beside the 72 of the norms; Megatron-LM adds them all first."""
+    """32 positions of 8 elements and the 72 of the norms; Megatron-LM adds them all first."""
     model = replace(TINY, positions=32)
     for framework, summed in (("fsdp2", 72 + 256), ("megatron", 72)):
         split = job(model, ParallelConfig(tp=2, sequence_parallel=True), framework=framework)
@@ -222,7 +222,7 @@ def test_megatron_gathers_inputs_again_for_the_gradients_of_weights() -> None:
     assert [each.count for each in found if each.phase == "backward"] == [9 + 9, 9]
 
 
-def test_only_the_first_stage_embeds_and_only_the_last_has_a_head() -> None:
+def test_only_the_first_stage_has_the_embedding_and_only_the_last_the_head() -> None:
     found = of(job(layout=ParallelConfig(tp=2, pp=2)), "tp", "loss")
     assert [(each.stage, each.strategy, each.phase, each.count) for each in found] == [
         (0, "tp", "forward", 5),
@@ -233,7 +233,7 @@ def test_only_the_first_stage_embeds_and_only_the_last_has_a_head() -> None:
     ]
 
 
-def test_stages_hand_activations_on_and_gradients_back() -> None:
+def test_stages_send_activations_forward_and_gradients_back() -> None:
     found = of(job(layout=ParallelConfig(pp=2), global_batch=3), "pp", "norm")
     assert found == (
         M("pp", "send", "pp", 0, "forward", 3, 256, 256, 256),
@@ -267,7 +267,7 @@ def test_a_rank_sends_for_each_chunk_whose_neighbor_is_elsewhere(
     assert [(counts[r, "send"], counts[r, "recv"]) for r in range(layout.pp)] == forward
 
 
-def test_sequence_parallel_stages_hand_on_their_part() -> None:
+def test_sequence_parallel_stages_send_their_part() -> None:
     found = of(job(layout=ParallelConfig(pp=2, tp=2, sequence_parallel=True)), "pp")
     assert {each.input_bytes for each in found} == {128}
 
@@ -355,7 +355,7 @@ def test_divided_experts_gather_their_tokens_and_scatter_the_sums() -> None:
     )
 
 
-def test_experts_are_sharded_over_the_ranks_that_hold_the_same() -> None:
+def test_experts_are_sharded_over_the_ranks_with_the_same_experts() -> None:
     """Four ranks, ep 2: each pair shares two experts, 512 parameters, 256 each."""
     layout = ParallelConfig(dp_shard=4, ep=2, zero=3, reshard_after_forward="always")
     found = of(job(MIXED, layout, global_batch=4, framework="fsdp2"), "fsdp")
@@ -366,7 +366,7 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same() -> None:
     ]
 
 
-def test_two_copies_of_tied_words_sum_their_gradients() -> None:
+def test_two_copies_of_a_tied_embedding_sum_their_gradients() -> None:
     tied = gpt(layers=2, hidden=8, heads=4, vocab=512, seq=16)
     size = 512 * 8 * 4
     assert of(job(tied, ParallelConfig(pp=2)), "tied") == (

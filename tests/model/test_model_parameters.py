@@ -38,7 +38,7 @@ def test_every_part_of_a_small_gpt_is_counted() -> None:
     assert total_parameters(SMALL_GPT) == 2 * (80 + 148 + 16) + 256 * 4 + 8 * 4 + 8
 
 
-def test_of_a_mixture_every_expert_is_held_and_top_k_are_used() -> None:
+def test_a_mixture_has_all_experts_and_top_k_active_ones() -> None:
     expert = 2 * 8 * 16
     layer = LayerParameters(256, 2 * 8 * 8, 16, 8 * 4, 4 * expert, 16 + 32)
     assert expert_layer(MIXED) == layer
@@ -134,16 +134,16 @@ def test_the_vocabulary_is_padded_as_megatron_does() -> None:
 
 def test_a_tied_head_on_another_rank_is_a_copy() -> None:
     tied = replace(TINY, tied=True)
-    assert [held.head for held in stage_parameters(job(tied, ParallelConfig(pp=2)))] == [0, 4096]
-    assert [held.head for held in stage_parameters(job(tied))] == [0]
+    assert [stage.head for stage in stage_parameters(job(tied, ParallelConfig(pp=2)))] == [0, 4096]
+    assert [stage.head for stage in stage_parameters(job(tied))] == [0]
     folded = ParallelConfig(pp=2, schedule="zb-v")
-    assert [held.head for held in stage_parameters(job(tied, folded))] == [0, 0]
+    assert [stage.head for stage in stage_parameters(job(tied, folded))] == [0, 0]
 
 
 def test_dualpipe_holds_everything_twice() -> None:
     one = stage_parameters(job(layout=ParallelConfig(pp=2)))
     both = stage_parameters(job(layout=ParallelConfig(pp=2, schedule="dualpipe")))
-    assert [held.total for held in both] == [sum(held.total for held in one)] * 2
+    assert [stage.total for stage in both] == [sum(stage.total for stage in one)] * 2
 
 
 def test_stages_of_a_mixture_add_up_to_the_model() -> None:

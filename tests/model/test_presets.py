@@ -116,11 +116,11 @@ def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> N
     )
 
 
-def test_the_link_between_nodes_and_the_size_of_a_node_can_be_told() -> None:
+def test_the_link_between_nodes_and_the_size_of_a_node_can_be_set() -> None:
     usual = hardware("h100-sxm")
-    told = hardware("h100-sxm", nodes_link="roce-400", gpus_per_node=4)
+    device = hardware("h100-sxm", nodes_link="roce-400", gpus_per_node=4)
     assert (usual.inter, usual.gpus_per_node) == (link("ib-ndr-400"), 8)
-    assert (told.inter, told.gpus_per_node) == (link("roce-400"), 4)
+    assert (device.inter, device.gpus_per_node) == (link("roce-400"), 4)
 
 
 @for_each("name", hardware_names())
@@ -138,13 +138,13 @@ def test_lower_precision_is_never_slower(name: str) -> None:
 
 
 @for_each("name", link_names())
-def test_a_ring_reaches_no_more_than_the_link_was_sold_for(name: str) -> None:
+def test_a_ring_reaches_at_most_the_rate_of_the_link(name: str) -> None:
     found = link(name)
     assert isinstance(found, Link) and found.name == name
     assert 0 < found.ring <= 1 and found.latency_ns > 0 and found.bytes_per_s > 0
 
 
-def test_nvlink_is_told_per_direction() -> None:
+def test_nvlink_rates_are_per_direction() -> None:
     assert [link(f"nvlink-{n}").bytes_per_s for n in (2, 3, 4, 5)] == [150e9, 300e9, 450e9, 900e9]
 
 
@@ -155,16 +155,17 @@ def test_no_family_reaches_more_than_its_peaks(family: str) -> None:
     assert 0 < max(found.gemm, found.attention, found.memory) <= 1
 
 
-def test_an_unknown_model_names_the_near_ones() -> None:
-    message = "no model preset 'llama-3-9b'; write llama-3-8b, llama-3-70b, llama-30b or llama-13b"
+def test_an_unknown_model_suggests_similar_names() -> None:
+    message = "unknown model preset 'llama-3-9b'; "
+    message += "write llama-3-8b, llama-3-70b, llama-30b or llama-13b"
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         transformer("llama-3-9b")
 
 
-def test_an_unknown_gpu_or_link_names_the_near_ones() -> None:
-    with pytest.raises(UsageError, match=r"^no hardware preset 'h100'; write h100-sxm, "):
+def test_an_unknown_gpu_or_link_suggests_similar_names() -> None:
+    with pytest.raises(UsageError, match=r"^unknown hardware preset 'h100'; write h100-sxm, "):
         hardware("h100")
-    with pytest.raises(UsageError, match=r"^no link 'ndr-400'; write ib-ndr-400, "):
+    with pytest.raises(UsageError, match=r"^unknown link 'ndr-400'; write ib-ndr-400, "):
         hardware("h100-sxm", nodes_link="ndr-400")
 
 

@@ -45,7 +45,7 @@ def run(
     training: dict[str, Any] | None = None,
     device: dict[str, Any] = H100,
 ) -> JobConfig:
-    """The job of TRAINING with the keys given, on whatever device."""
+    """The job of TRAINING with the keys given, on any device."""
     tables = {
         "model": model,
         "parallel": parallel or {},
@@ -61,7 +61,7 @@ def refusal(**tables: Any) -> str:
     return str(error.value)
 
 
-def test_a_run_file_states_model_layout_recipe_and_hardware(tmp_path: Path) -> None:
+def test_a_job_file_has_model_layout_training_and_hardware(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("""
 [model]
@@ -109,7 +109,7 @@ nodes_link = "roce-400"
     )
 
 
-def test_the_text_alone_will_do() -> None:
+def test_a_job_can_be_parsed_from_text() -> None:
     text = """
 model.preset = "gpt2-124m"
 training = { seq_len = 1024, micro_batch = 4, microbatches = 3 }
@@ -130,7 +130,7 @@ hardware.preset = "a100-sxm-40gb"
     )
 
 
-def test_a_model_of_sizes_is_a_gpt_where_nothing_else_is_said() -> None:
+def test_a_model_given_by_sizes_is_a_gpt_by_default() -> None:
     assert run(SMALL).model == ModelConfig(
         layers=4, hidden=256, heads=4, kv_heads=4, head_size=64, ffn=1024, vocab=1000
     )
@@ -159,7 +159,7 @@ def test_learned_positions_are_a_number_or_one_for_each_token() -> None:
     assert run(SMALL | {"learned_positions": False}).model.positions == 0
 
 
-def test_keys_beside_a_preset_replace_its_sizes() -> None:
+def test_keys_override_the_sizes_of_a_preset() -> None:
     model = run(LLAMA | {"layers": 12, "tied": True, "name": "cut"}).model
     assert (model.layers, model.tied, model.name) == (12, True, "cut")
     assert (model.hidden, model.kv_heads, model.ffn) == (4096, 8, 14336)
@@ -172,12 +172,12 @@ def test_keys_beside_a_preset_replace_its_sizes() -> None:
         {"experts": {"count": 8, "top_k": 2, "ffn": 512, "shared_ffn": 128, "dense_layers": 1}},
     ],
 )
-def test_experts_stand_beside_the_sizes_or_in_a_table_of_their_own(experts: Any) -> None:
+def test_experts_are_keys_of_model_or_a_table(experts: Any) -> None:
     found = run(SMALL | experts).model.experts
     assert found == Experts(count=8, top_k=2, ffn=512, shared_ffn=128, dense_layers=1)
 
 
-def test_experts_are_as_wide_as_the_mlp_unless_told() -> None:
+def test_experts_have_the_width_of_the_mlp_by_default() -> None:
     assert run(SMALL | {"experts": 8, "top_k": 2, "ffn": 300}).model.experts == Experts(8, 2, 300)
 
 
@@ -206,7 +206,7 @@ def test_latent_attention_has_a_table() -> None:
         ({}, "megatron", 1, 1, 0),
     ],
 )
-def test_data_parallelism_copies_or_shards_as_zero_says(
+def test_dp_is_replicated_or_sharded_depending_on_zero(
     parallel: Any, framework: str, replicate: int, shard: int, zero: int
 ) -> None:
     layout = run(parallel=parallel, training={"framework": framework}).parallel
@@ -229,11 +229,11 @@ def test_sharded_weights_without_a_framework_are_fsdp2() -> None:
         ({"overlap": ["tp"]}, "ddp", {"tp"}),
     ],
 )
-def test_overlap_is_the_framework_s_unless_told(stated: Any, framework: str, hidden: Any) -> None:
+def test_overlap_defaults_to_the_frameworks(stated: Any, framework: str, hidden: Any) -> None:
     assert run(parallel=stated, training={"framework": framework}).parallel.overlap == hidden
 
 
-def test_several_chunks_are_interleaved_unless_told() -> None:
+def test_several_chunks_are_interleaved_by_default() -> None:
     assert run(parallel={"pp": 2, "chunks": 4}).parallel.schedule == "interleaved"
 
 
@@ -241,7 +241,7 @@ def test_several_chunks_are_interleaved_unless_told() -> None:
     ("stated", "recompute", "every"),
     [("none", "none", 1), ("full", "full", 1), ("every-4", "every", 4), ("sqrt", "sqrt", 1)],
 )
-def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None:
+def test_recomputation_settings_are_decoded(stated: str, recompute: str, every: int) -> None:
     recipe = run(training={"recompute": stated}).training
     assert (recipe.recompute, recipe.recompute_every) == (recompute, every)
 
@@ -256,7 +256,9 @@ def test_recomputation_is_named(stated: str, recompute: str, every: int) -> None
         ({"offload": ["activations"], "offload_to": "nvme"}, {"activations"}, "nvme"),
     ],
 )
-def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -> None:
+def test_offloaded_states_and_their_target_are_decoded(
+    stated: Any, states: Any, target: str
+) -> None:
     recipe = run(training=stated).training
     assert (recipe.offload, recipe.offload_to) == (states, target)
 
@@ -274,14 +276,14 @@ def test_what_is_offloaded_and_where_to(stated: Any, states: Any, target: str) -
         ("megatron", "fp32", "fp32", "fp32"),
     ],
 )
-def test_gradients_are_summed_in_the_dtype_of_the_framework(
+def test_gradients_are_reduced_in_the_dtype_of_the_framework(
     framework: str, dtype: str, gradients: str, activations: str
 ) -> None:
     recipe = run(training={"framework": framework, "dtype": dtype}).training
     assert (recipe.gradient_dtype, recipe.activation_dtype) == (gradients, activations)
 
 
-def test_hardware_of_numbers() -> None:
+def test_hardware_can_be_given_by_numbers() -> None:
     device = {
         "name": "ours",
         "family": "hopper",
@@ -307,19 +309,21 @@ def test_hardware_of_numbers() -> None:
     )
 
 
-def test_numbers_beside_a_preset_replace_its_own() -> None:
+def test_numbers_override_those_of_a_preset() -> None:
     device = run(device=H100 | {"gpus_per_node": 4, "memory_bytes": 10**11}).hardware
     assert (device.gpus_per_node, device.memory_bytes) == (4, 10**11)
     assert device.intra == hardware("h100-sxm").intra
 
 
-def test_a_run_without_hardware_is_asked_for_it() -> None:
-    with pytest.raises(UsageError, match=r'^job.toml: on what\? write \[hardware\] preset = "'):
+def test_a_job_without_hardware_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"^job.toml: \[hardware\] is missing; write \[hardware\] preset"
+    ):
         job_of('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
 
 
 @for_each(
-    ("tables", "told"),
+    ("tables", "expected"),
     [
         (
             {"model": {"preset": "llama-3.1-8"}},
@@ -330,49 +334,51 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
         ({"model": SMALL | {"gated": True}}, "model.ffn: missing; give ffn"),
         (
             {"model": SMALL | {"heads": 3}},
-            "model.heads: hidden 256 / heads 3 = 85.3333 is no head size; "
+            "model.heads: hidden (256) must be divisible by heads (3); "
             "fix one of them or give head_size",
         ),
         ({"model": SMALL | {"layer": 4}}, "model.layer: unknown key; write layers, "),
-        ({"model": SMALL | {"top_k": 2}}, "model.top_k: of a model without experts; give experts"),
+        ({"model": SMALL | {"top_k": 2}}, "model.top_k: needs a model with experts; give experts"),
         ({"model": SMALL | {"experts": 8}}, "model.top_k: missing; give top_k"),
         (
             {"model": SMALL | {"layers": 0}},
-            "model.layers: 0 is no count; write a whole number from",
+            "model.layers: 0 is not a valid count; write an integer >= 1",
         ),
-        ({"model": SMALL | {"layers": True}}, "model.layers: True is no count; write a whole num"),
+        ({"model": SMALL | {"layers": True}}, "model.layers: True is not a valid count; write an"),
         ({"model": SMALL | {"tied": 1}}, "model.tied: 1 is neither true nor false; write true or"),
         ({"model": SMALL | {"norm": "l2"}}, "model.norm: 'l2' is unknown; write rms or layer"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor: unknown key; write "),
-        ({"parallel": {"zero": 4}}, "parallel.zero: 4 is no ZeRO stage; write 0, 1, 2 or 3"),
+        ({"parallel": {"zero": 4}}, "parallel.zero: 4 is not a valid ZeRO stage; write 0, 1, "),
         (
             {"parallel": {"dp": 8, "dp_shard": 2}},
-            "parallel.dp: stated beside dp_shard; give dp, or both of the others",
+            "parallel.dp: cannot be combined with dp_shard; "
+            "give either dp, or dp_replicate and dp_shard",
         ),
         (
             {"parallel": {"tp": 8, "dp": 4, "world_size": 64}},
-            "parallel.world_size: 64, but tp 8 x pp 1 x dp 4 x cp 1 = 32; "
+            "parallel.world_size: 64 does not match tp x pp x dp x cp (8 x 1 x 4 x 1 = 32); "
             "fix the axes or world_size",
         ),
         (
             {"parallel": {"tp": 8, "pp": 3, "gpus": 64}},
-            "parallel.gpus: 64 / (tp 8 x pp 3 x cp 1) = 2.66667; fix the axes or gpus",
+            "parallel.gpus: 64 is not divisible by tp x pp x cp (8 x 3 x 1 = 24); "
+            "fix the axes or gpus",
         ),
         (
             {"parallel": {"rank_order": "tp-dp"}},
-            "parallel.rank_order: 'tp-dp' is no order of the axes; "
-            'write "tp-cp-ep-dp-pp" in the order of the ranks, the fastest first',
+            "parallel.rank_order: 'tp-dp' is not a valid order of the axes; "
+            'write "tp-cp-ep-dp-pp" in the order of the ranks, fastest-varying first',
         ),
-        ({"parallel": {"overlap": 3}}, "parallel.overlap: 3 is no list; write words in [ ]"),
+        ({"parallel": {"overlap": 3}}, "parallel.overlap: 3 is not a list; write strings in [ ]"),
         (
             {"parallel": {"layers_per_stage": [1, -1]}},
-            "parallel.layers_per_stage[1]: -1 is no count; write a whole number from 0 up",
+            "parallel.layers_per_stage[1]: -1 is not a valid count; write an integer >= 0",
         ),
         ({"parallel": {"schedule": "1f1"}}, "parallel.schedule: '1f1' is unknown; write 1f1b, "),
         (
             {"training": {"microbatches": 3}},
-            "training.global_batch: 64, but microbatches 3 x micro_batch 1 x dp 1 = 3; "
-            "leave one of them out",
+            "training.global_batch: 64 does not match microbatches x micro_batch x dp "
+            "(3 x 1 x 1 = 3); remove one of them",
         ),
         (
             {"training": {"recompute": "every-0"}},
@@ -382,17 +388,17 @@ def test_a_run_without_hardware_is_asked_for_it() -> None:
         ({"training": {"offload": ["all"]}}, "training.offload: 'all' is unknown; write optimizer"),
         ({"training": {"dtype": "bf8"}}, "training.dtype: 'bf8' is unknown; write fp32, bf16, "),
         ({"device": {"family": "hopper"}}, "hardware.peaks: missing; give peaks"),
-        ({"device": H100 | {"peaks": {"bf16": "fast"}}}, "hardware.peaks.bf16: 'fast' is no amou"),
-        ({"device": H100 | {"peaks": 1e15}}, "hardware.peaks: 1000000000000000.0 is no table; wr"),
+        ({"device": H100 | {"peaks": {"bf16": "fast"}}}, "hardware.peaks.bf16: 'fast' is not a v"),
+        ({"device": H100 | {"peaks": 1e15}}, "hardware.peaks: 1000000000000000.0 is not a table"),
         (
             {"device": H100 | {"nodes_link": "ib"}},
             "hardware.nodes_link: 'ib' is unknown; write ib-",
         ),
-        ({"parallel": {"tp": 3}}, "heads 32 / tp 3 = 10.6667; fix heads or tp"),
+        ({"parallel": {"tp": 3}}, "heads (32) must be divisible by tp (3); fix heads or tp"),
     ],
 )
-def test_a_wrong_key_is_named_with_its_hint(tables: Any, told: str) -> None:
-    assert refusal(**tables).startswith(f"job.toml: {told}")
+def test_an_invalid_key_is_reported_with_its_hint(tables: Any, expected: str) -> None:
+    assert refusal(**tables).startswith(f"job.toml: {expected}")
 
 
 def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
@@ -404,7 +410,7 @@ def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
     )
     first, *others = re.findall(r"(?:model|parallel|training|hardware)\.[a-z0-9_.]+(?=:)", listed)
     assert listed.startswith(f"job.toml: {first}: unknown key; write hidden, ")
-    assert f"; and {len(others)} more: {others[0]}: 0 is no count;" in listed
+    assert f"; and {len(others)} more: {others[0]}: 0 is not a valid count;" in listed
     assert [first, *others] == [
         "model.hiden",
         "model.layers",
@@ -426,21 +432,21 @@ def test_all_mistakes_of_a_file_are_listed_in_one_line() -> None:
 @for_each(
     ("stated", "problem"),
     [
-        (10**19, "is no count"),
-        (-1, "is no count"),
-        (1.5, "is no count"),
-        (math.inf, "is no count"),
-        ("8", "is no count"),
-        ([8], "is no count"),
+        (10**19, "is not a valid count"),
+        (-1, "is not a valid count"),
+        (1.5, "is not a valid count"),
+        (math.inf, "is not a valid count"),
+        ("8", "is not a valid count"),
+        ([8], "is not a valid count"),
     ],
 )
-def test_a_count_is_a_whole_number_of_a_size_that_can_be(stated: Any, problem: str) -> None:
-    told = refusal(model=SMALL | {"vocab": stated})
-    assert told == f"job.toml: model.vocab: {stated!r} {problem}; write a whole number from 1 up"
+def test_a_count_is_an_integer_within_limits(stated: Any, problem: str) -> None:
+    refused = refusal(model=SMALL | {"vocab": stated})
+    assert refused == f"job.toml: model.vocab: {stated!r} {problem}; write an integer >= 1"
 
 
-def test_every_key_of_a_file_is_a_field_or_another_spelling_of_one() -> None:
-    """No key is listed twice: what is no field stands for several or for another."""
+def test_every_key_of_a_file_is_a_field_or_an_alias_of_one() -> None:
+    """No key is listed twice; a key that is not a field sets another field or several."""
     spellings = {"dp", "world_size", "gpus", "microbatches", "measured", "transfers", "file"}
     experts = {"top_k", "expert_ffn", "shared_ffn", "dense_layers"}
     stated = {*MODEL_KEYS, *PARALLEL_KEYS, *TRAINING_KEYS, *HARDWARE_KEYS} - spellings - experts
@@ -453,34 +459,34 @@ def test_every_error_is_one_line() -> None:
 
 
 @for_each(
-    ("text", "told"),
+    ("text", "expected"),
     [
-        (b"[model", "not TOML (Expected ']'"),
-        (b"\xff", "not TOML ("),
-        (b"layers = 1" + b"0" * 5000, "not TOML ("),
+        (b"[model", "not valid TOML (Expected ']'"),
+        (b"\xff", "not valid TOML ("),
+        (b"layers = 1" + b"0" * 5000, "not valid TOML ("),
         (b"[modl]\n", "modl: unknown key; write model, parallel, training or hardware"),
         (
             b"model = 3\ntraining = 1\nhardware = 1\n",
-            "model: 3 is no table; write [model]; and 2 more: ",
+            "model: 3 is not a table; write [model]; and 2 more: ",
         ),
         (b"hardware = 1\n", "model: missing; give model"),
     ],
 )
-def test_a_file_that_is_no_run_file_is_named(tmp_path: Path, text: bytes, told: str) -> None:
+def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: str) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(text)
     with pytest.raises(DataError) as error:
         read_job(path)
-    assert str(error.value).startswith(f"{path}: {told}")
+    assert str(error.value).startswith(f"{path}: {expected}")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.toml: No such file or directory; check the path$"):
         read_job(tmp_path / "none.toml")
 
 
 def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
-    """Stored scores, dropout, a loss that is not fused; nothing of it on H100."""
+    """Stored scores, dropout and a loss that is not fused; none of them on H100."""
     old, new = (
         run(SMALL, device={"preset": name}).training for name in ("a100-sxm-80gb", "h100-sxm")
     )
@@ -488,7 +494,7 @@ def test_gpt_of_megatron_on_a100_trains_as_its_papers_did() -> None:
     assert (new.flash_attention, new.dropout, new.fused_loss) == (True, False, True)
 
 
-def test_other_words_for_the_same_are_understood() -> None:
+def test_aliases_are_accepted() -> None:
     words = {"framework": "torchtitan", "optimizer": "adamw"}
     one = run(SMALL, training=words, parallel={"dp": 2, "overlap": "dp"})
     assert (one.training.framework, one.training.optimizer) == ("fsdp2", "adam")
@@ -497,7 +503,7 @@ def test_other_words_for_the_same_are_understood() -> None:
     assert run(SMALL, parallel=staged).parallel.schedule == "zb-h1"
 
 
-def test_megatron_cuts_experts_as_it_cuts_the_rest() -> None:
+def test_megatron_shards_experts_over_tp_by_default() -> None:
     mixture = {"preset": "mixtral-8x7b"}
     assert run(mixture, parallel={"tp": 2, "dp": 4}).parallel.expert_tp == 2
     assert run(mixture, parallel={"tp": 2, "dp": 4, "expert_tp": 1}).parallel.expert_tp == 1

@@ -156,7 +156,7 @@ def test_a_row_of_an_unknown_model_is_left_out_and_named(tmp_path: Path) -> None
     left_out = possible_cases(Published(tmp_path)).left_out
     assert len(left_out) == 8
     assert left_out[0].startswith("llm-foundry/71b_2048_512xh100_80gb")
-    assert "no model preset 'mpt-71b'" in left_out[0]
+    assert "unknown model preset 'mpt-71b'" in left_out[0]
 
 
 def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules of thumb: complete, cited, and in the product's own words."""
+"""Rules of thumb are complete and cited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stepsplit.analyzer import model
 from stepsplit.analyzer.model.formulas import Folk, Formula, folk_rules
 
 
-def test_a_rule_says_what_people_repeat_and_what_holds() -> None:
+def test_a_rule_has_its_verdict_reference_and_formulas() -> None:
     found = {rule.id: rule for rule in folk_rules()}
     assert found["hdr-400"] == Folk(
         id="hdr-400",
@@ -32,7 +32,7 @@ def test_every_rule_is_cited() -> None:
         assert rule.rule and rule.reference and rule.citation
 
 
-def test_every_rule_stands_beside_formulas_that_there_are() -> None:
+def test_the_formulas_of_every_rule_exist() -> None:
     ids = {formula.id for formula in formulas().values()}
     assert [rule.id for rule in folk_rules() if not ids.issuperset(rule.formulas)] == []
 

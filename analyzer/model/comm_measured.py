@@ -40,15 +40,17 @@ FARTHEST = 4
 class Rates:
     """Measured communication times of one cluster.
 
+    Without sweeps and tables, times come from the closed form.
+
     Args:
         sweeps: nccl-tests sweeps, one per op and group size. Default: none.
         tables: NCCL's tuning tables, one per group size. Default: none.
 
-    Without sweeps and tables, times come from the closed form.
-
     Example:
-        rates = read_rates("job.toml", read_job("job.toml").hardware)
-        prediction = predict(read_job("job.toml"), rates)
+        >>> from stepsplit.analyzer import predict, read_job, read_rates
+        >>> job = read_job("job.toml")
+        >>> rates = read_rates("job.toml", job.hardware)
+        >>> prediction = predict(job, rates)
     """
 
     sweeps: tuple[TransferSweep, ...] = ()

@@ -221,8 +221,10 @@ class HardwareConfig:
         learned: Memory correction calibrated on the user's own runs. Default: none.
 
     Example:
-        hardware = read_job("job.toml").hardware
-        peak = hardware.peak_flops_per_s("bf16")
+        >>> from stepsplit.analyzer import read_job
+        >>> hardware = read_job("job.toml").hardware
+        >>> hardware.gpus_per_node
+        8
     """
 
     name: str
@@ -480,8 +482,10 @@ class JobConfig:
         hardware: Accelerator and links.
 
     Example:
-        job = read_job("job.toml")
-        step_ns = predict(job).split.step_ns
+        >>> from stepsplit.analyzer import predict, read_job
+        >>> job = read_job("job.toml")
+        >>> predict(job).fits
+        True
     """
 
     model: ModelConfig

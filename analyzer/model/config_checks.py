@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
@@ -185,12 +184,12 @@ def _chunks(job: JobConfig) -> Fault | None:
         problem = f"chunks ({layout.chunks}) needs pp > 1"
         return Fault(problem, "remove chunks") if layout.chunks > 1 else None
     if layout.schedule in TWO_STAGES:
-        problem = f"chunks ({layout.chunks}) must be 2 with schedule {layout.schedule}"
+        problem = f"chunks ({layout.chunks}) must be <= 2 with schedule {layout.schedule}"
         return Fault(problem, "remove chunks") if layout.chunks > 2 else None
     if layout.schedule != "interleaved":
-        problem = f"chunks ({layout.chunks}) must be 1 with schedule {layout.schedule}"
+        problem = f"chunks ({layout.chunks}) needs schedule interleaved, not {layout.schedule}"
         return Fault(problem, 'set schedule = "interleaved"') if layout.chunks > 1 else None
-    problem = "chunks (1) must be at least 2 with schedule interleaved"
+    problem = "chunks (1) must be >= 2 with schedule interleaved"
     return Fault(problem, "raise chunks") if layout.chunks == 1 else None
 
 
@@ -208,7 +207,7 @@ def _layers(job: JobConfig) -> Fault | None:
 
 
 def _stages(job: JobConfig) -> str:
-    """The number of model stages as text: "pp (4)" or "pp x chunks (4 x 2 = 8)"."""
+    """The number of model stages as text: "pp (4)" or "pp (4) x chunks (2)"."""
     pp = job.parallel.pp
     if chunk_count(job) == pp:
         return f"pp ({pp})"
@@ -221,13 +220,12 @@ def _layers_per_stage(job: JobConfig) -> Fault | None:
     if stated is None:
         return None
     if len(stated) != chunk_count(job):
-        counts = f"({len(stated)} entries, {chunk_count(job)} stages)"
-        problem = f"layers_per_stage must have one entry per stage {counts}"
+        stages = chunk_count(job)
+        problem = f"entries of layers_per_stage ({len(stated)}) must match the stages ({stages})"
         return Fault(problem, "fix layers_per_stage or pp")
     if sum(stated) == job.model.layers:
         return None
-    total = f"{' + '.join(map(str, stated))} = {sum(stated)}"
-    problem = f"layers_per_stage ({total}) must sum to layers ({job.model.layers})"
+    problem = f"sum of layers_per_stage ({sum(stated)}) must equal layers ({job.model.layers})"
     return Fault(problem, "fix one of them")
 
 
@@ -287,7 +285,5 @@ def rest_of(what: str, count: int, over: str, parts: int, hint: str) -> Fault | 
 
 
 def _format_product(*axes: tuple[str, int]) -> str:
-    """The product of some axes as text: "cp x tp (2 x 4 = 8)"."""
-    names = " x ".join(name for name, _ in axes)
-    sizes = " x ".join(str(size) for _, size in axes)
-    return f"{names} ({sizes} = {math.prod(size for _, size in axes)})"
+    """The product of some axes as text: "cp (2) x tp (4)"."""
+    return " x ".join(f"{name} ({size})" for name, size in axes)

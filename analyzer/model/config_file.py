@@ -84,8 +84,9 @@ def read_job(path: str | Path) -> JobConfig:
         UsageError: The file has no [hardware].
 
     Example:
-        job = read_job("job.toml")
-        print(job.parallel.world_size, job.microbatches)
+        >>> job = read_job("job.toml")
+        >>> job.parallel.world_size
+        64
     """
     return job_in(read_table(path))
 
@@ -362,7 +363,7 @@ def _remaining_ranks(table: TomlTable) -> int:
         return 1
     world, tp, pp, cp = (stated.get(k, 1) for k in (key, "tp", "pp", "cp"))
     if world % (tp * pp * cp):
-        product = f"tp x pp x cp ({tp} x {pp} x {cp} = {tp * pp * cp})"
+        product = f"tp ({tp}) x pp ({pp}) x cp ({cp})"
         problem = f"{world} is not divisible by {product}"
         raise table.error(key, problem, f"fix the axes or {key}")
     return int(world // (tp * pp * cp))
@@ -372,8 +373,8 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
     stated = table.values
     for key in ("world_size", "gpus"):
         if stated.get(key, layout.world_size) != layout.world_size:
-            sizes = f"{layout.tp} x {layout.pp} x {layout.dp} x {layout.cp} = {layout.world_size}"
-            problem = f"{stated[key]} does not match tp x pp x dp x cp ({sizes})"
+            sizes = f"tp ({layout.tp}) x pp ({layout.pp}) x dp ({layout.dp}) x cp ({layout.cp})"
+            problem = f"{stated[key]} does not match {sizes} = {layout.world_size}"
             raise table.error(key, problem, f"fix the axes or {key}")
 
 
@@ -442,8 +443,8 @@ def _global_batch(table: TomlTable, dp: int) -> int:
     product = int(microbatches * micro_batch * dp)
     if stated.get("global_batch", product) != product:
         problem = (
-            f"{stated['global_batch']} does not match microbatches x micro_batch x dp "
-            f"({microbatches} x {micro_batch} x {dp} = {product})"
+            f"{stated['global_batch']} does not match microbatches ({microbatches}) x "
+            f"micro_batch ({micro_batch}) x dp ({dp}) = {product}"
         )
         raise table.error("global_batch", problem, "remove one of them")
     return product

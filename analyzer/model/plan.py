@@ -145,7 +145,7 @@ def _nothing(job: JobConfig, gpus: int, sifted: Sifted) -> str:
 
 # Which layouts can be and fit, how many do not, and what comes nearest.
 
-_NUMBERS = re.compile(r" \(\d[^)]*\)|\s=.*")
+_NUMBERS = re.compile(r"(?<=\w) \d[\d.e+]*\b|\s=.*")
 
 
 @dataclass(slots=True)
@@ -208,8 +208,8 @@ def _miss(found: Sifted, job: JobConfig, peak_bytes: int) -> None:
 
 
 def _kind(problem: str) -> str:
-    """The problem without numbers: "heads (96) must be divisible by tp (7)" -> "heads / tp"."""
-    return _NUMBERS.sub("", problem).replace(" must be divisible by", " /")
+    """A problem without its numbers: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
+    return _NUMBERS.sub("", problem)
 
 
 # The least that a step may take: what spares timing layouts that can't win.

@@ -227,7 +227,7 @@ def test_hardware_without_published_runs_is_doubtful() -> None:
 
 
 def test_an_impossible_job_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^heads \(32\) must be divisible by tp \(3\); "):
+    with pytest.raises(UsageError, match=r"^heads 32 / tp 3 = 10\.6667; fix heads or tp$"):
         predict(llama(ParallelConfig(tp=3)))
 
 

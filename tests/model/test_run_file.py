@@ -356,13 +356,12 @@ def test_a_job_without_hardware_is_refused() -> None:
         ),
         (
             {"parallel": {"tp": 8, "dp": 4, "world_size": 64}},
-            "parallel.world_size: 64 does not match tp x pp x dp x cp (8 x 1 x 4 x 1 = 32); "
+            "parallel.world_size: 64 does not match tp (8) x pp (1) x dp (4) x cp (1) = 32; "
             "fix the axes or world_size",
         ),
         (
             {"parallel": {"tp": 8, "pp": 3, "gpus": 64}},
-            "parallel.gpus: 64 is not divisible by tp x pp x cp (8 x 3 x 1 = 24); "
-            "fix the axes or gpus",
+            "parallel.gpus: 64 is not divisible by tp (8) x pp (3) x cp (1); fix the axes or gpus",
         ),
         (
             {"parallel": {"rank_order": "tp-dp"}},
@@ -377,8 +376,8 @@ def test_a_job_without_hardware_is_refused() -> None:
         ({"parallel": {"schedule": "1f1"}}, "parallel.schedule: '1f1' is unknown; write 1f1b, "),
         (
             {"training": {"microbatches": 3}},
-            "training.global_batch: 64 does not match microbatches x micro_batch x dp "
-            "(3 x 1 x 1 = 3); remove one of them",
+            "training.global_batch: 64 does not match "
+            "microbatches (3) x micro_batch (1) x dp (1) = 3; remove one of them",
         ),
         (
             {"training": {"recompute": "every-0"}},

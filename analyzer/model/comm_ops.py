@@ -26,7 +26,7 @@ SEQUENCE = Formula(
 
 LOSS = Formula(
     "comm.loss",
-    "3 all_reduces of 4 T bytes a microbatch: maximum, target's logit and sum over the vocabulary",
+    "3 all_reduces of 4 T bytes per microbatch: maximum, target logit, sum over the vocabulary",
     "NVIDIA/Megatron-LM, tensor_parallel/cross_entropy.py; Shoeybi et al., arXiv:1909.08053",
 )
 
@@ -133,7 +133,7 @@ def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
 CONTEXT_RING = Formula(
     "comm.context_ring",
     "(c-1) sends of keys and values forward, 2 (c-1) backward (them and their gradients):"
-    " 2 T k d/t numbers each",
+    " 2 T k d/t elements each",
     "Liu et al., Ring Attention, arXiv:2310.01889; NVIDIA/TransformerEngine, context_parallel.py",
 )
 
@@ -216,8 +216,8 @@ def _pair_bytes(job: JobConfig) -> int:
 
 EXPERT_ROUTING = Formula(
     "comm.experts",
-    "4 all_to_alls a layer and microbatch (dispatch and combine, forward and backward) of"
-    " (T/t) top_k h numbers; 6 with full recomputation; assumes balanced routing",
+    "4 all_to_alls per layer and microbatch (dispatch and combine, forward and backward) of"
+    " (T/t) top_k h elements; 6 with full recomputation; assumes balanced routing",
     "Lepikhin et al., GShard, arXiv:2006.16668; DeepSeek-V3, arXiv:2412.19437, section 3.2.2",
 )
 

@@ -112,7 +112,7 @@ SEND = Formula(
 
 ALL_TO_ALL = Formula(
     "comm.all_to_all",
-    "t = base + a + max((g-1)/n S / NVLink, (n-g)/n S / NIC); n ranks, g of them on a node",
+    "t = base + a + max((g-1)/n S / NVLink, (n-g)/n S / NIC); n ranks, g per node",
     "NVIDIA/nccl-tests doc/PERFORMANCE.md: every rank sends S/n to each other one",
 )
 
@@ -298,7 +298,7 @@ SIMPLE_BASE_NS = Constant(8_400.0, f"{_TUNING}: base latency of Simple")
 PLATEAU = Constant(1.4, f"{_TUNING}: what NCCL adds to a large ring's latency between nodes")
 
 NVLS_REFERENCE_RANKS = 8
-"""HardwareConfig.nvls is a busbw on this many ranks; the switch makes algbw the same on any."""
+"""HardwareConfig.nvls is a busbw on this many ranks; algbw is the same on any number."""
 
 
 def busbw(system: str, *calls: str) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
         Symbol("m", "microbatches per step", job.microbatches),
         Symbol("T", "tokens per microbatch and rank", job.tokens),
         Symbol("t", "tensor-parallel ranks", job.parallel.tp),
-        Symbol("number", "bytes of an element", each, "bytes"),
+        Symbol("element", "bytes of an element", each, "bytes"),
     )
 
 

@@ -25,7 +25,7 @@ TOTAL = Formula(
 
 STAGE = Formula(
     "parameters.stage",
-    "(attention + MLP)/t, experts/(e e_t), norms and row-parallel biases whole;"
+    "(attention + MLP)/t, experts/(e e_t), norms and row-parallel biases replicated;"
     " first stage + V'h/t, last stage + V'h/t",
     "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, arXiv:2104.04473",
 )

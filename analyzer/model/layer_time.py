@@ -11,17 +11,17 @@ from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import MASTER_BYTES, MOMENTS_BYTES
 from stepsplit.analyzer.model.parameters import StageParameters, share
 
-# How long one rank computes one model stage for one microbatch, recomputation included.
+# Compute time of one model stage and microbatch on one rank, recomputation included.
 
 LOSS_FORWARD_BYTES = 8
 
 LOSS_BACKWARD_BYTES = 6
-"""Bytes moved a logit: the loss reads and writes it in fp32, its backward reads and writes again
-in the training dtype."""
+"""Bytes moved per logit: the loss reads and writes it in fp32, its backward in the training
+dtype."""
 
 
 def chunk_passes(job: JobConfig, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[LayerPass, ...]:
-    """The compute of each chunk, in order."""
+    """Compute time of each chunk, in order."""
     dense = dense_layer(job, speed)
     experts = None if job.model.experts is None else expert_layer(job, speed, job.model.experts)
     found = []
@@ -34,7 +34,7 @@ def chunk_passes(job: JobConfig, speed: Speed, chunks: tuple[Chunk, ...]) -> tup
 
 
 def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
-    """Every layer between two kept inputs runs its forward again, however far apart they are."""
+    """Add the recomputation; every layer runs its forward again, however few inputs are saved."""
     match job.training.recompute:
         case "none":
             return layers
@@ -44,15 +44,17 @@ def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
 
 
 def _selected_ns(job: JobConfig, layers: LayerPass) -> float:
-    """Attention's core, of which fused attention keeps nothing; torchtitan's policy repeats every
-    second product instead, and what is computed between them."""
+    """Selective recomputation: attention's core, which costs nothing with fused attention.
+
+    torchtitan's policy repeats every second GEMM instead, and the kernels between them.
+    """
     if job.training.framework == "fsdp2":
         return (layers.forward_ns - layers.core_ns) / 2
     return 0.0 if job.training.flash_attention else layers.core_ns
 
 
 def _ends(job: JobConfig, speed: Speed, chunk: Chunk) -> LayerPass:
-    """Embedding before the layers, head and loss behind them."""
+    """Embedding before the layers, head and loss after them."""
     nothing = LayerPass(0.0, 0.0, 0.0)
     found = nothing
     if chunk.embedding:
@@ -74,31 +76,31 @@ def _head(job: JobConfig, speed: Speed) -> LayerPass:
     )
 
 
-# How long the host takes to launch a model stage, and how long the device waits for it.
+# Launch time of a model stage on the host, and how long the device waits for it.
 
 HOST = Formula(
     "step.host",
     "idle = max(0, launches of a pass - its compute and exposed communication); the backward"
-    " launches as much as the forward, and what is recomputed again; a CPU that computes launches"
-    " nothing meanwhile: all of them are idle",
+    " launches as much as the forward, plus the recomputation; a CPU cannot launch while it"
+    " computes, so all its launches are idle",
     "own; constants of the framework, or calibrated",
 )
 
 NEAR = 0.7
-"""From this share of the device's time on, the host is close enough to hold it up at times."""
+"""Launch time over compute time from which a pass counts as host-bound."""
 
 
 def launches(job: JobConfig, layers: int) -> LayerPass:
-    """What the host needs to launch one microbatch of so many layers."""
+    """Host time to launch one microbatch of a number of layers."""
     each = (job.hardware.efficiency.host_ns or traffic_of(job).host_ns) * layers
     again = 0.0 if job.training.recompute in ("none", "selective") else each
     return LayerPass(each, each + again, 0.0)
 
 
 def waits(device: LayerPass, host: LayerPass, alone: bool = False) -> LayerPass:
-    """How long the device idles in a pass, because its host launches more slowly.
+    """Device idle time of a pass because the host launches more slowly.
 
-    alone: one processor is both, and launches while it computes nothing.
+    alone: one processor (a CPU) is both, and does not compute while it launches.
     """
     if alone:
         return host
@@ -109,26 +111,26 @@ def waits(device: LayerPass, host: LayerPass, alone: bool = False) -> LayerPass:
 
 
 def host_bound(device: LayerPass, host: LayerPass) -> bool:
-    """Whether launching takes nearly as long as computing."""
+    """Whether launching takes about as long as computing."""
     computes = device.forward_ns + device.input_ns + device.weight_ns
     return host.forward_ns + host.input_ns > NEAR * computes
 
 
-# How long one rank computes one layer of one microbatch.
+# Compute time of one layer and microbatch on one rank.
 
 FUSED_BACKWARD = 2.5
-"""FLOPs of fused attention's backward over its forward: it forms the scores again (Dao, 2022)."""
+"""FLOPs of fused attention's backward over its forward: it recomputes the scores (Dao, 2022)."""
 
 ELEMENTWISE_KERNELS = 6
-"""Kernels a layer that only move data: two norms, two residuals, activation, rotation."""
+"""Memory-bound kernels per layer: two norms, two residuals, activation, rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """Compute of one microbatch in ns: forward, gradient of the input, gradient of the weights.
+    """Compute time of one microbatch in ns: forward, input gradient, weight gradient.
 
-    core_ns and core_backward_ns are attention's core, parts of the forward and of the input
-    gradient. formulas gave the times, in addition to KERNEL, which gives all of them.
+    core_ns and core_backward_ns are attention's core, parts of forward_ns and input_ns. formulas
+    are those used in addition to KERNEL.
     """
 
     forward_ns: float
@@ -157,14 +159,14 @@ class LayerPass:
 
 
 def dense_layer(job: JobConfig, speed: Speed) -> LayerPass:
-    """A layer with an MLP of the model's own width."""
+    """Time of a layer with a dense MLP."""
     products = (*attention_products(job), *mlp_products(job, job.model.ffn))
     mlp_width = share(job.model.ffn, job.parallel.tp)
     return _layer(job, speed, products, job.tokens * mlp_width)
 
 
 def expert_layer(job: JobConfig, speed: Speed, experts: Experts) -> LayerPass:
-    """A mixture-of-experts layer, every expert with its fair share of the tokens."""
+    """Time of a mixture-of-experts layer with balanced routing."""
     products = (*attention_products(job), *expert_products(job, experts))
     routed = routed_tokens(job, experts)
     wide = routed * share(experts.ffn, job.parallel.expert_tp)
@@ -196,7 +198,7 @@ def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> La
 
 
 def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
-    """Scores, softmax and weighted values; a causal kernel skips half of a fused one's work."""
+    """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
     heads = share(job.model.heads, job.parallel.tp)
     scores = float(job.tokens) * job.training.seq_len * heads
     work = 2 * scores * _head_width(job)
@@ -217,7 +219,7 @@ def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
 
 
 def _head_width(job: JobConfig) -> int:
-    """Width of a head's query and value together."""
+    """Sum of a head's query and value widths."""
     latent = job.model.latent
     if latent is None:
         return 2 * job.model.head_size
@@ -225,7 +227,7 @@ def _head_width(job: JobConfig) -> int:
 
 
 def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: float) -> LayerPass:
-    """Norms, residuals with dropout, rotation and activation: bytes read and written."""
+    """Memory-bound kernels: norms, residuals with dropout, rotary embedding, activation."""
     model, size = job.model, job.training.activation_bytes
     whole = job.tokens * model.hidden / job.parallel.sequence_split
     rotated = 0 if model.positions else 2 * _rotated(job)
@@ -242,19 +244,19 @@ def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: fl
 
 
 def _rotated(job: JobConfig) -> float:
-    """Numbers of queries and keys that rotary positions turn."""
+    """Elements of queries and keys with rotary embedding."""
     model, heads = job.model, share(job.model.heads, job.parallel.tp)
     if model.latent is not None:
         return job.tokens * (heads + 1) * model.latent.rope
     return job.tokens * (heads + share(model.kv_heads, job.parallel.tp)) * model.head_size
 
 
-# The matrix products of one layer and one microbatch on one rank.
+# The GEMMs of one layer and microbatch on one rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """count products (rows x inner) (inner x columns): activations times a weight."""
+    """count GEMMs (rows x inner) (inner x columns): activations times a weight."""
 
     rows: float
     columns: int
@@ -269,16 +271,16 @@ class Product:
         return self.count * speed.product_ns(self.rows, self.columns, self.inner)
 
     def input_ns(self, speed: Speed) -> float:
-        """The gradient of what went in."""
+        """Time of the input gradient."""
         return self.count * speed.product_ns(self.rows, self.inner, self.columns)
 
     def weight_ns(self, speed: Speed) -> float:
-        """The gradient of the weight."""
+        """Time of the weight gradient."""
         return self.count * speed.product_ns(self.inner, self.columns, self.rows)
 
 
 def attention_products(job: JobConfig) -> tuple[Product, ...]:
-    """The projections around attention; its core is not among them."""
+    """The projections around attention, without its core."""
     model, tokens, tp = job.model, job.tokens, job.parallel.tp
     if model.latent is not None:
         return _latent(job, model.latent)
@@ -291,7 +293,7 @@ def attention_products(job: JobConfig) -> tuple[Product, ...]:
 
 
 def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
-    """What compresses is whole on every rank, which applies it to its own part of the sequence."""
+    """MLA: each rank applies the whole compressing weights to its own part of the sequence."""
     tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.parallel.tp)
     own = tokens / job.parallel.sequence_split
     wide = heads * (latent.nope + latent.rope)
@@ -309,14 +311,14 @@ def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
 
 
 def mlp_products(job: JobConfig, ffn: int) -> tuple[Product, ...]:
-    """An MLP of that width, divided over tensor parallelism."""
+    """GEMMs of an MLP of width ffn, split over tensor parallelism."""
     width, h = share(ffn, job.parallel.tp), job.model.hidden
     first = (2 if job.model.gated else 1) * width
     return Product(job.tokens, first, h), Product(job.tokens, h, width)
 
 
 def expert_products(job: JobConfig, experts: Experts) -> tuple[Product, ...]:
-    """The router, the shared expert, and the rank's experts with balanced routing."""
+    """GEMMs of the router, the shared expert, and the rank's experts with balanced routing."""
     h, local = job.model.hidden, share(experts.count, job.parallel.ep)
     width = share(experts.ffn, job.parallel.expert_tp)
     rows = routed_tokens(job, experts) / local
@@ -330,31 +332,31 @@ def expert_products(job: JobConfig, experts: Experts) -> tuple[Product, ...]:
 
 
 def routed_tokens(job: JobConfig, experts: Experts) -> float:
-    """Tokens, counted once an expert, that all experts of one rank get in a microbatch.
+    """Tokens per microbatch in all experts of one rank, each counted once per expert.
 
-    Ranks of tensor parallelism see the same tokens and share them out.
+    Tensor-parallel ranks have the same tokens and split them.
     """
     return job.tokens / job.parallel.tp * experts.top_k * job.parallel.expert_tp
 
 
 def head_product(job: JobConfig) -> Product:
-    """The output layer of a tensor-parallel rank."""
+    """GEMM of the output layer of a tensor-parallel rank."""
     return Product(job.tokens, share(job.padded_vocab, job.parallel.vocab_split), job.model.hidden)
 
 
-# What a framework reads and writes beside the arithmetic: its constants, by name.
+# Memory traffic and launch time of each framework.
 
 ACCUMULATE = Formula(
     "step.accumulate",
-    "every microbatch but the first adds its gradients to those before: 3 b_g bytes a parameter,"
-    " 14 in DeepSpeed's bf16 optimizer, none where the product that makes them adds (Megatron-LM)",
+    "every microbatch but the first accumulates its gradients: 3 b_g bytes per parameter,"
+    " 14 in DeepSpeed's bf16 optimizer, 0 if the GEMM itself accumulates (Megatron-LM)",
     "arithmetic; Megatron-LM gradient_accumulation_fusion; DeepSpeed bf16_optimizer.py",
 )
 
 UNIT_COPIES = Formula(
     "step.fsdp_copies",
-    "16 bytes a parameter and microbatch: gathered weights are copied out twice (2 x 4),"
-    " gradients copied in and cast to fp32 (8), where they are summed",
+    "16 bytes per parameter and microbatch: gathered weights are copied out twice (2 x 4),"
+    " gradients copied in and cast to fp32 (8), in which they are summed",
     "arithmetic; Zhao et al., PyTorch FSDP, arXiv:2304.11277, section 3.2",
 )
 
@@ -363,11 +365,10 @@ UNIT_COPIES = Formula(
 class Traffic:
     """Constants of a framework.
 
-    elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 where they are
-    fused into one read and one write each. accumulate_bytes are moved on average for each
-    parameter and microbatch to add its gradient up, unit_bytes to gather a sharded parameter and
-    to scatter its gradient. host_ns is what the host needs to launch one layer's forward, a guess:
-    some 30 kernels of about 10 us.
+    elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 if each is fused
+    into one read and one write. accumulate_bytes are moved per parameter and microbatch for
+    gradient accumulation, unit_bytes for the copies around FSDP's collectives. host_ns is the
+    host's launch time of one layer's forward, an estimate (about 30 kernels of 10 us).
     """
 
     elementwise: float
@@ -377,8 +378,8 @@ class Traffic:
 
 
 EAGER = 1.6
-"""Operations that are not fused read and write that much more than fused ones. Of 1.4 to 2.2 in
-steps of 0.2 the value of least loss on the fitted rows of presets/efficiency.toml."""
+"""Memory traffic of unfused operations over fused ones: the value from 1.4 to 2.2, in steps of 0.2,
+with the least loss on the fitted rows of presets/efficiency.toml."""
 
 
 def traffic_of(job: JobConfig) -> Traffic:
@@ -398,23 +399,23 @@ def traffic_of(job: JobConfig) -> Traffic:
             return Traffic(EAGER, 3.0 * job.training.gradient_bytes * later, 0.0, 400e3)
 
 
-# How long the optimizer's update takes, and what offloading adds to it.
+# Time of the optimizer step, and of offloading.
 
 UPDATE = Formula(
     "step.optimizer",
     "bytes of gradient, master weight and moments read, master and moments written, weight"
-    " written, over memory bandwidth: 30 bytes a parameter for Adam",
+    " written, over memory bandwidth: 30 bytes per parameter for Adam",
     "arithmetic over Kingma and Ba, arXiv:1412.6980",
 )
 
 
 def updated_parameters(job: JobConfig, stage: StageParameters) -> float:
-    """Parameters that one rank updates: its share where ZeRO spreads the states."""
+    """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
     return stage.dense / job.parallel.shard_size + stage.experts / job.parallel.expert_shards
 
 
 def optimizer_ns(job: JobConfig, speed: Speed, stage: StageParameters) -> float:
-    """The update of one rank, on the device; nothing where the host does it."""
+    """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
     if "optimizer" in job.training.offload:
         return 0.0
     count = updated_parameters(job, stage)
@@ -424,10 +425,10 @@ def optimizer_ns(job: JobConfig, speed: Speed, stage: StageParameters) -> float:
 
 
 def offload_ns(job: JobConfig, stage: StageParameters) -> float:
-    """Gradients to the host and weights back, over the host's link, once a step.
+    """Time to copy gradients to the host and weights back, once per step.
 
-    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's own update
-    is taken to hide behind them.
+    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's update is
+    assumed to overlap them.
     """
     if "optimizer" not in job.training.offload:
         return 0.0
@@ -436,37 +437,37 @@ def offload_ns(job: JobConfig, stage: StageParameters) -> float:
     return moved / (link.bytes_per_s * link.ring) * 1e9
 
 
-# What a ring of context parallelism computes beside attention: its result comes in pieces.
+# Ring attention computes its result in pieces, which it has to merge.
 
 PIECES = Formula(
     "step.ring_pieces",
-    "each of the c-1 further pieces is added to an fp32 sum: 10 bytes a number of the output"
+    "each of the c-1 further pieces is added to an fp32 sum: 10 bytes per element of the output"
     " forward, of the gradients of queries, keys and values backward, and 2 or 3 more launches",
     "Liu et al., Ring Attention, arXiv:2310.01889, section 3; PyTorch 2.13,"
     " _context_parallel/_attention.py, _SDPAMerger and _templated_ring_attention_backward",
 )
 
 MERGED_BYTES = 10
-"""A piece is read in 16 bits, the fp32 sum read and written."""
+"""Bytes per element: a piece is read in 16 bits, the fp32 sum is read and written."""
 
 FORWARD_KERNELS = 2
 
 BACKWARD_KERNELS = 3
-"""Attention itself, and what adds its results up: one sum forward, backward that of queries and
-that of keys and values."""
+"""Kernels per piece: attention itself, and one sum in the forward, or two in the backward (queries;
+keys and values)."""
 
 
 def comes_in_pieces(job: JobConfig) -> bool:
-    """Whether fused attention goes round a ring."""
+    """Whether attention is fused and runs as ring attention."""
     layout = job.parallel
     return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
 
 
 def time_pieces(job: JobConfig, speed: Speed) -> LayerPass:
-    """What the further pieces of one layer's attention take in a ring (PIECES).
+    """Time to merge the further pieces of one layer's ring attention (PIECES).
 
-    The last rank, for which the others wait, attends to all earlier tokens and so adds whole
-    pieces.
+    Counted for the last rank, which attends to all earlier tokens and merges whole pieces; the
+    others wait for it.
     """
     layout, model = job.parallel, job.model
     latent, heads = model.latent, share(model.heads, layout.tp)
@@ -480,7 +481,7 @@ def time_pieces(job: JobConfig, speed: Speed) -> LayerPass:
     return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
 
-# How fast one device runs a kernel: a roofline whose two sides add up.
+# Kernel time on one device: a roofline with the sum of its two sides.
 
 KERNEL = Formula(
     "step.kernel",
@@ -490,13 +491,13 @@ KERNEL = Formula(
 )
 
 BACKWARD_ATTENTION = 0.8
-"""Fused attention's backward reaches this share of its forward's rate.
+"""Rate of fused attention's backward over that of its forward.
 Dao, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What the job's kernels reach on its device: FLOP and bytes in a ns."""
+    """FLOP/s and memory bandwidth that the job's kernels reach, per ns."""
 
     linear_flops_per_ns: float
     head_flops_per_ns: float
@@ -508,29 +509,29 @@ class Speed:
 
     @property
     def of_head(self) -> Speed:
-        """The same for the head, whose products fp8 training leaves in bf16."""
+        """Speed of the head, whose GEMMs stay in bf16 with fp8 training."""
         return replace(self, linear_flops_per_ns=self.head_flops_per_ns)
 
     def product_ns(self, rows: float, columns: float, inner: float, size: int = 2) -> float:
-        """One matrix product (rows x inner) (inner x columns) of numbers of size bytes."""
+        """Time of one GEMM (rows x inner) (inner x columns) with size bytes per element."""
         moved = size * (rows * inner + inner * columns + rows * columns)
         work = 2.0 * rows * columns * inner * _waves(rows, columns, self.tile, self.multiprocessors)
         return work / self.linear_flops_per_ns + moved / self.bytes_per_ns + self.launch_ns
 
     def moved_ns(self, count_bytes: float, kernels: int = 0) -> float:
-        """Kernels that read and write count_bytes in all."""
+        """Time of a number of kernels that read and write count_bytes in total."""
         return count_bytes / self.bytes_per_ns + kernels * self.launch_ns
 
 
 def speed_of(job: JobConfig) -> Speed:
-    """The rates of the job's device at its dtype. Raises UsageError where no peak is known."""
+    """Speed of the job's device at its dtype. Raises UsageError if its peak is unknown."""
     hardware, recipe = job.hardware, job.training
     efficiency = hardware.efficiency
     peak = hardware.peak_flops_per_s(recipe.dtype)
     wide = hardware.peak_flops_per_s("bf16" if recipe.dtype == "fp8" else recipe.dtype)
     if peak is None or wide is None:
         known = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
-        raise UsageError(f"{hardware.name} has no peak at {recipe.dtype}; known: {known}")
+        raise UsageError(f"{hardware.name} has no peak FLOP/s at {recipe.dtype}; known: {known}")
     fused = efficiency.attention if recipe.flash_attention else efficiency.unfused_attention
     return Speed(
         linear_flops_per_ns=peak * efficiency.gemm / 1e9,
@@ -544,7 +545,7 @@ def speed_of(job: JobConfig) -> Speed:
 
 
 def _waves(rows: float, columns: float, tile: int, multiprocessors: int) -> float:
-    """How much longer a product takes because its last wave of tiles is not full, a ratio >= 1."""
+    """Slowdown of a GEMM because its last wave of tiles is not full, a ratio >= 1."""
     if not tile or not multiprocessors:
         return 1.0
     tiles = math.ceil(rows / tile) * math.ceil(columns / tile)

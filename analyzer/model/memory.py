@@ -31,16 +31,16 @@ from stepsplit.analyzer.model.parameters import StageParameters, stage_parameter
 from stepsplit.analyzer.model.prediction import StageMemory
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
 
-# The peak memory of every stage of a job, by what it is for.
+# The peak memory of every stage of a job, by category.
 
 
 def memory_of(
     job: JobConfig, calibration: MemoryCalibration | None = None
 ) -> tuple[StageMemory, ...]:
-    """Peak bytes allocated on one rank of every pp coordinate.
+    """Peak allocated bytes of one rank of every pipeline stage.
 
-    activations and transient are those of the stage's worst moment (Needs); other holds
-    workspaces, and what the calibration adds.
+    activations and transient are those at the moment of the peak; other is the framework's
+    workspaces and the constant of the calibration.
     """
     learned = job.hardware.learned
     own = MemoryCalibration("", learned.activations, learned.constant_bytes)
@@ -51,13 +51,13 @@ def memory_of(
 
 
 def fits(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
-    """Whether every stage's reserved bytes and the context are within the device's memory."""
+    """Whether reserved memory and the CUDA context of every stage fit on the device."""
     most = max(reserved_bytes(stage.total_bytes).bytes for stage in memory)
     return most + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
 def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
-    """Of each stage; those that hold the same are weighed once, but for the first."""
+    """States and needs of each stage; equal stages, the first one apart, are computed once."""
     layers, held = layers_of(job), stage_parameters(job)
     known: dict[tuple[int, bool], tuple[States, Needs]] = {}
     found = []
@@ -89,7 +89,7 @@ def _stage_memory(
     )
 
 
-# The moment at which a rank needs the most memory beside its states.
+# The moment at which a rank needs the most memory on top of its states.
 
 PEAK = Formula(
     "memory.peak",
@@ -103,7 +103,7 @@ MomentName = Literal["loss", "backward", "embedding", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes beside the states, at one moment of the step."""
+    """Memory on top of the states at one moment of the step, in bytes."""
 
     name: MomentName
     activations_bytes: int
@@ -116,10 +116,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What every rank that holds the same needs: each_bytes of one chunk of one microbatch in
-    flight, of all of them at most_bytes where they are offloaded.
+    """Memory that a rank needs on top of its states; equal for all equal ranks.
 
-    moments hold as activations what comes to those in flight; idle is when none are.
+    each_bytes are the activations of one chunk and microbatch in flight, most_bytes the limit for
+    all of them together if they are offloaded. The activations of moments come on top of those in
+    flight; idle is the moment without any in flight.
     """
 
     each_bytes: int
@@ -129,11 +130,11 @@ class Needs:
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def at(self, in_flight: int) -> tuple[Moment, ...]:
-        """Every moment that can be the peak, in the order of the step."""
+        """The candidate moments for the peak, in the order of the step."""
         return (*(self._with(moment, in_flight) for moment in self.moments), self.idle)
 
     def peak(self, in_flight: int) -> Moment:
-        """The worst moment; however many are in flight, the same one is the worst of the passes."""
+        """The moment of the peak; which of the passes it is does not depend on in_flight."""
         busy = self._with(max(self.moments, key=_total_bytes), in_flight)
         return max(busy, self.idle, key=_total_bytes)
 
@@ -150,7 +151,7 @@ def _total_bytes(moment: Moment) -> int:
 def needs_of(
     job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
 ) -> Needs:
-    """The same for all ranks that hold the same, but for the first, which hands nothing back."""
+    """Needs of a stage, and of all equal ones except the first, which sends no input gradient."""
     chunk = stage_activations(job, stage, layers)
     each, kept = _held_each(job, stage, chunk), count_standing_bytes(job, parameters)
     found, formulas = [_backward(job, stage, chunk, kept.bytes)], [chunk.formula, *kept.formulas]
@@ -168,19 +169,19 @@ def needs_of(
 def moments_of(
     job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
 ) -> tuple[Moment, ...]:
-    """Every moment of one rank that can be the peak, in the order of the step."""
+    """The candidate moments for the peak of one rank, in the order of the step."""
     return needs_of(job, stage, parameters, layers).at(chunks_in_flight(job, stage.index))
 
 
 def _most(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int | None:
-    """Of offloaded activations those of two layers stay."""
+    """Limit of activations on the GPU: offloaded ones stay for two layers."""
     if "activations" not in job.training.offload:
         return None
     return 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers)
 
 
 def _held_each(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
-    """One chunk of one microbatch, with the output it hands on and its embedding's mask."""
+    """Saved activations of a chunk and microbatch, with its output and the embedding's mask."""
     elements = input_bytes(job) // job.training.activation_bytes
     beside = 0.0
     if job.parallel.pp > 1 and not stage.head:
@@ -191,20 +192,20 @@ def _held_each(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> i
 
 
 def _loss(job: JobConfig, stage: StageConfig, standing: int) -> Moment:
-    """The head's backward pass: final norm in and out, logits, and what transient adds."""
+    """The head's backward pass: input and output of the final norm, logits, working memory."""
     saved, working = logits_bytes(job)
     around = head_bytes(job) + handed_on_bytes(job, stage.index)
     return Moment("loss", saved + 2 * input_bytes(job), standing + working + around)
 
 
 def _backward(job: JobConfig, stage: StageConfig, chunk: StageActivations, standing: int) -> Moment:
-    """The last layer's backward pass, after it has run forward again where that is asked."""
+    """The last layer's backward pass, after its recomputation if there is any."""
     needs = layer_backward_bytes(job, stage) + chunk.rerun_bytes
     needs += handed_on_bytes(job, stage.index)
     return Moment("backward", 0, standing + needs)
 
 
-# How sure a predicted peak is, and what the allocator takes from the device for it.
+# Error band of a predicted peak, and the memory that the allocator reserves for it.
 
 RESERVED = Formula(
     "memory.reserved",
@@ -215,15 +216,15 @@ RESERVED = Formula(
 RESERVED_OVER_ALLOCATED = (1.03, 1.05, 1.09)
 
 CALIBRATED = (0.9, 1.1)
-"""What a measured peak may be over a calibrated one."""
+"""Error band of a calibrated peak: measured over predicted."""
 
 CONTEXT_BYTES = 1 << 30
-"""Outside PyTorch's allocator: the CUDA context and NCCL's buffers, 0.5 to 2 GiB a rank."""
+"""Outside PyTorch's allocator: the CUDA context and NCCL's buffers, 0.5 to 2 GiB per rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class BytesBand:
-    """Bytes with what they may well be instead: low_bytes <= bytes <= high_bytes."""
+    """Bytes with their error band: low_bytes <= bytes <= high_bytes."""
 
     bytes: int
     low_bytes: int
@@ -231,7 +232,7 @@ class BytesBand:
 
 
 def reserved_bytes(allocated_bytes: int) -> BytesBand:
-    """What PyTorch's allocator takes from the device to serve so many allocated bytes."""
+    """Estimate the memory that PyTorch's allocator reserves for a number of allocated bytes."""
     low, middle, high = (round(allocated_bytes * ratio) for ratio in RESERVED_OVER_ALLOCATED)
     return BytesBand(middle, low, high)
 
@@ -239,14 +240,14 @@ def reserved_bytes(allocated_bytes: int) -> BytesBand:
 def allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
-    """A stage's predicted peak with what a measurement may show, by framework or calibration."""
+    """A stage's predicted peak with its error band, from the framework or the calibration."""
     found = coefficients(job.training.framework)
     low, high = CALIBRATED if calibration else (found.low, found.high)
     total = stage.total_bytes
     return BytesBand(total, round(total * low), round(total * high))
 
 
-# What a rank holds only while something runs: gathered weights, gradients, logits.
+# Transient memory: gathered weights, gradients, logits.
 
 GATHERED = Formula(
     "memory.gathered",
@@ -259,30 +260,30 @@ GATHERED = Formula(
 LOGITS = Formula(
     "memory.logits",
     "2TV'/t with a fused loss (its gradient takes their place), else (4 + working) TV'/t;"
-    " beside them the head's gradient 2V'h/t",
+    " plus the head's gradient 2V'h/t",
     "Korthikanti et al., arXiv:2205.05198, section 4.3; Hsu et al., Liger Kernel, arXiv:2410.10989",
 )
 
 DUMMY = Formula(
     "memory.layer_gradient",
-    "2 bytes for each weight of one layer (one buffer a shape) beside the fp32 gradients",
+    "2 bytes for each weight of one layer (one buffer per shape) besides the fp32 gradients",
     "Transformer Engine, get_dummy_wgrad",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Bytes that stay allocated throughout the passes, and what they are counted by."""
+    """Bytes that stay allocated throughout the passes, and their formulas."""
 
     bytes: int
     formulas: tuple[Formula, ...] = ()
 
 
 def count_standing_bytes(job: JobConfig, parameters: StageParameters) -> Standing:
-    """What stays allocated throughout the passes: see GATHERED and DUMMY.
+    """Count the bytes that stay allocated throughout the passes (GATHERED and DUMMY).
 
-    Under autocast (ddp, huggingface) every weight's 16-bit copy lives as long as the graph, and
-    DistributedDataParallel has buckets beside the gradients.
+    Under autocast (ddp, huggingface) the 16-bit copies of all weights live as long as the graph,
+    and DistributedDataParallel keeps buckets in addition to the gradients.
     """
     if _stays_gathered(job):
         return Standing(_kept_gathered(job, parameters.total), (GATHERED,))
@@ -304,24 +305,24 @@ def _autocast(job: JobConfig) -> int:
 
 
 def _buckets(job: JobConfig) -> int:
-    """Bytes of each gradient that DistributedDataParallel holds a second time."""
+    """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
     plain = job.training.framework in KEEPS_FP32 and job.parallel.zero < 2
     return 4 if plain and job.parallel.gradient_ranks > 1 else 0
 
 
 def _stays_gathered(job: JobConfig) -> bool:
-    """torchtitan gathers the weights of a pipeline stage once a step."""
+    """Whether weights stay gathered: torchtitan gathers those of a pipeline stage once per step."""
     return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
 
 
 def _kept_gathered(job: JobConfig, parameters: int) -> int:
-    """All weights, and the gradients that microbatches sum before they are reduced."""
+    """All weights, and the unreduced gradients that microbatches accumulate."""
     sums = job.training.gradient_bytes if job.microbatches > 1 else job.training.weight_bytes
     return parameters * (job.training.weight_bytes + sums)
 
 
 def _gathered(job: JobConfig, unit: int) -> int:
-    """A gathered unit, the next one, and the gradients of the first."""
+    """A gathered FSDP unit, the prefetched next one, and the gradients of the first."""
     if job.training.framework == "deepspeed":
         return 2 * 2 * unit
     return 2 * job.training.weight_bytes * unit + _unit_gradients(job, unit)
@@ -337,7 +338,7 @@ def _fp32_gradients(job: JobConfig) -> bool:
 
 
 def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
-    """Weights of one layer, of one expert in it: the experts of a rank share a shape."""
+    """Weights of one layer with one of its experts, because all experts have the same shapes."""
     layer = parameters.expert_layer or parameters.dense_layer
     found = layer.attention + layer.mlp
     if parameters.expert_layer is not None and job.model.experts is not None:
@@ -347,7 +348,7 @@ def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
 
 
 def logits_bytes(job: JobConfig) -> tuple[int, int]:
-    """The logits of one microbatch kept for the loss's backward pass, and what it needs beside."""
+    """Logits of one microbatch saved for the loss's backward, and its working memory."""
     found = coefficients(job.training.framework)
     logits = job.tokens * (vocabulary_share(job) // job.model.hidden)
     if job.training.fused_loss:
@@ -357,7 +358,7 @@ def logits_bytes(job: JobConfig) -> tuple[int, int]:
 
 
 def head_bytes(job: JobConfig) -> int:
-    """Around the head's product: the gradient of its weight, of its input, and, with sequence
+    """Memory around the head's GEMM: gradients of its weight and its input and, with sequence
     parallelism, the gathered input and the reduced gradient."""
     part = input_bytes(job)
     whole = part * job.parallel.sequence_split
@@ -365,7 +366,7 @@ def head_bytes(job: JobConfig) -> int:
 
 
 def _vocabulary_bytes(job: JobConfig) -> int:
-    """The gradient of the head or embedding, with the gathered weight where that is sharded."""
+    """Gradient of the head or embedding, with the gathered weight if that is sharded."""
     each = vocabulary_share(job)
     if job.parallel.zero < 3 or _stays_gathered(job):
         return each * job.training.weight_bytes
@@ -373,11 +374,11 @@ def _vocabulary_bytes(job: JobConfig) -> int:
 
 
 def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
-    """The most that the backward pass of one layer needs beside what it saved.
+    """Peak working memory of one layer's backward pass, on top of saved activations.
 
-    At the activation of the MLP: the gradient of the layer's output and of the first products (that
-    of the activated values takes the place of the values, which are no longer needed). With
-    sequence parallelism, perhaps at the first product: its gathered input and that one's gradient.
+    At the MLP's activation function: gradients of the layer's output and of the first GEMMs (that
+    of the activated values replaces the values). With sequence parallelism the peak may be at the
+    first GEMM: its gathered input and the gradient of that.
     """
     hidden = input_bytes(job)
     width = job.model.ffn / job.parallel.tp
@@ -392,23 +393,23 @@ def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
 
 
 def embedding_bytes(job: JobConfig) -> int:
-    """The embedding's own gradient, as wide as the table."""
+    """Gradient of the embedding table."""
     return _vocabulary_bytes(job)
 
 
 def handed_on_bytes(job: JobConfig, rank: int) -> int:
-    """The input gradient that a stage still sends to the stage before it."""
+    """The input gradient that a stage sends to the stage before it."""
     return input_bytes(job) if job.parallel.pp > 1 and rank > 0 else 0
 
 
 def optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
-    """What the optimizer step needs beside its states."""
+    """Working memory of the optimizer step."""
     each = coefficients(job.training.framework).optimizer_working
     shared = round(each * parameters.total / job.parallel.shard_size)
     return shared + _buckets(job) * parameters.total
 
 
-# What offloading moves from the GPU to the host, and how much the host must hold.
+# Memory that offloading moves from the GPU to the host.
 
 OFFLOAD = Formula(
     "memory.offload",
@@ -418,19 +419,19 @@ OFFLOAD = Formula(
 )
 
 SLACK = 1.5
-"""DeepSpeed's own factor for what the host needs beside the states."""
+"""DeepSpeed's own factor for additional host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """What stays on the GPU, and the bytes that one rank leaves on the host (or its NVMe)."""
+    """States that stay on the GPU, and the bytes that one rank moves to the host (or its NVMe)."""
 
     states: States
     moved_bytes: int
 
 
 def offload(states: States, recipe: TrainingConfig) -> Offloaded:
-    """States of one rank after recipe.offload ("optimizer", "parameters") has taken its share."""
+    """Remove the offloaded states ("optimizer", "parameters") of one rank from the GPU."""
     stays = states
     if "optimizer" in recipe.offload:
         gradients = 0 if recipe.framework == "deepspeed" else stays.gradients_bytes
@@ -450,10 +451,10 @@ def deepspeed_host_bytes(
     moved: frozenset[str],
     largest_layer: int | None = None,
 ) -> int:
-    """Host memory of one node by DeepSpeed's estimator, in bytes.
+    """Host memory of one node in bytes, as DeepSpeed's estimator computes it.
 
-    largest_layer is given where zero.Init builds the model in shards (ZeRO-3); otherwise every
-    process first holds an fp32 copy of the whole.
+    largest_layer is given if zero.Init builds the model in shards (ZeRO-3); otherwise every process
+    starts with an fp32 copy of the whole model.
     """
     whole = 4 * gpus_per_node
     if zero < 3:
@@ -467,16 +468,18 @@ def deepspeed_host_bytes(
     return round(parameters * each * SLACK)
 
 
-# What one measured run teaches about the memory of other runs of its kind.
+# Calibration of the memory model on one measured run.
 
-LEAST, MOST = 0.5, 3.0
-"""What a factor on the activations may be; what lies outside is taken for a constant."""
+LEAST = 0.5
+
+MOST = 3.0
+"""Limits of the factor on the activations; outside of them a constant is fitted instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCalibration:
-    """Learned from one run, which run names: a factor on the activations of every stage, and
-    bytes that every rank needs beside what is predicted."""
+    """Fitted on one run, named by run: a factor on the activations of every stage, and a constant
+    added to the predicted bytes of every rank."""
 
     run: str
     activations: float
@@ -489,12 +492,12 @@ NONE = MemoryCalibration("", 1.0, 0)
 def calibrate_memory(
     predicted: tuple[StageMemory, ...], measured_bytes: tuple[int, ...], run: str
 ) -> MemoryCalibration:
-    """From a measured peak of allocated bytes a stage, or the one of the fullest stage.
+    """Fit the calibration to measured peaks of allocated bytes: one per stage, or only the largest.
 
-    predicted is memory_of the same job without a calibration. One number gives the factor alone; a
-    number a stage gives factor and constant by least squares. A factor outside LEAST..MOST says
-    that something else than activations is missing: then the difference becomes the constant.
-    Raises UsageError where there are neither one number nor as many as stages.
+    predicted is the memory of the same job without a calibration. One peak gives the factor; one
+    per stage gives factor and constant by least squares. If the factor is outside LEAST..MOST,
+    something other than activations is missing, and the difference becomes the constant. Raises
+    UsageError for any other number of peaks.
     """
     if len(measured_bytes) == 1:
         found = _of_fullest(predicted, measured_bytes[0])
@@ -502,7 +505,7 @@ def calibrate_memory(
         found = _of_stages(predicted, measured_bytes)
     else:
         given, stages = len(measured_bytes), len(predicted)
-        raise UsageError(f"{given} measured peaks for {stages} stages: give 1 or {stages}")
+        raise UsageError(f"{given} measured peaks for {stages} stages; give 1 or {stages}")
     if LEAST <= found[0] <= MOST:
         return MemoryCalibration(run, found[0], round(found[1]))
     above = max(measured_bytes) - max(stage.total_bytes for stage in predicted)
@@ -510,7 +513,7 @@ def calibrate_memory(
 
 
 def _of_fullest(predicted: tuple[StageMemory, ...], measured: int) -> tuple[float, float]:
-    """The factor at which the first stage reaches the measured peak."""
+    """The smallest factor with which any stage reaches the measured peak."""
     factors = [
         (measured - stage.total_bytes) / stage.activations_bytes + 1
         for stage in predicted
@@ -522,7 +525,7 @@ def _of_fullest(predicted: tuple[StageMemory, ...], measured: int) -> tuple[floa
 def _of_stages(
     predicted: tuple[StageMemory, ...], measured: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Slope and intercept of what is not states over the predicted activations."""
+    """Slope and intercept of the memory other than states over the predicted activations."""
     held = [float(stage.activations_bytes) for stage in predicted]
     rest = [
         total - (stage.total_bytes - stage.activations_bytes)

@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.schedule import in_flight
 
-# How many bytes the weights, gradients and optimizer of one rank take.
+# Weights, gradients and optimizer states of one rank.
 
 STATES = Formula(
     "memory.states",
@@ -52,24 +52,24 @@ MASTER_BYTES = 4
 MOMENTS_BYTES = {
     "adam": 8, "adam-8bit": 2, "sgd": 0, "sgd-momentum": 4, "muon": 4, "lion": 4,
 }  # fmt: skip
-"""Of one parameter. Two moments of Adam, fp32 or 8 bits (Dettmers et al., arXiv:2110.02861,
-without its scales, 3 % of that); one of SGD, Muon and Lion."""
+"""Bytes of optimizer moments per parameter. Adam has two, fp32 or 8 bits (Dettmers et al.,
+arXiv:2110.02861, without its scales, 3 % of that); SGD with momentum, Muon and Lion have one."""
 
 KEEPS_FP32 = ("fsdp2", "ddp", "huggingface")
-"""Frameworks whose weights stay fp32; each layer is cast as it runs."""
+"""Frameworks with fp32 weights, which cast each layer as it runs."""
 
 
 FORMULA_OF_FRAMEWORK = {
     "megatron": MEGATRON, "deepspeed": DEEPSPEED, **dict.fromkeys(KEEPS_FP32, FSDP_STATES),
 }  # fmt: skip
-"""Frameworks that keep weights, gradients and optimizer otherwise than STATES says."""
+"""Frameworks whose states do not follow STATES."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
     """Bytes of one parameter before sharding.
 
-    The fp32 weights beside 16-bit ones count with the optimizer. adam_beside is what Muon adds for
+    The fp32 copy of 16-bit weights counts with the optimizer. adam_beside is the extra of Muon for
     a parameter outside the layers' matrices, which Adam trains (Jordan et al., 2024).
     """
 
@@ -82,7 +82,7 @@ class ParameterBytes:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of one rank."""
+    """Weights, gradients and optimizer states of one rank, in bytes."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -103,10 +103,10 @@ class States:
 
 
 def parameter_bytes(recipe: TrainingConfig) -> ParameterBytes:
-    """What one parameter costs in the framework's own convention, in bytes, unsharded.
+    """Bytes of one parameter, unsharded, in the framework's convention.
 
-    zero-paper and nanotron: 16-bit weights, gradients of gradient_dtype (fp16 and bf16 recipes of
-    the paper: 2). nanotron adds the fp32 buffer into which it accumulates 16-bit gradients.
+    zero-paper and nanotron have 16-bit weights and gradients; nanotron adds the fp32 buffer into
+    which it accumulates them.
     """
     moments = MOMENTS_BYTES[recipe.optimizer]
     beside = MOMENTS_BYTES["adam"] - moments if recipe.optimizer == "muon" else 0
@@ -133,7 +133,7 @@ def _mixed(recipe: TrainingConfig) -> tuple[int, int]:
 def share(
     parameters: int, shards: int, each: ParameterBytes, recipe: TrainingConfig, zero: int
 ) -> States:
-    """States of parameters that shards ranks spread as the ZeRO stage says (N = shards)."""
+    """States per rank of parameters sharded over N = shards ranks as the ZeRO stage says."""
     deepspeed = recipe.framework == "deepspeed"
     weights = shards if zero >= 3 else 1
     gradients = shards if zero >= 2 and not deepspeed else 1
@@ -147,11 +147,12 @@ def share(
 
 
 def states_of(job: JobConfig, stage: StageParameters) -> States:
-    """Weights, gradients and optimizer of one rank of a stage, at rest between passes.
+    """Weights, gradients and optimizer states of one rank of a stage between steps.
 
-    Dense parameters and experts are spread over groups of their own (ParallelConfig.shard_size, and
-    N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP: it only keeps the
-    gathered weights until the backward pass ends). Adds what Muon keeps for embedding, head, norms.
+    Dense parameters and experts are sharded over different groups (ParallelConfig.shard_size, and
+    N_e = d c t / (e e_t)). FSDP shards everything at ZeRO-2 too (SHARD_GRAD_OP only keeps the
+    gathered weights until the end of the backward pass). Includes the Adam states that Muon keeps
+    for embedding, head and norms.
     """
     each, zero = parameter_bytes(job.training), sharding_stage(job)
     dense = share(stage.dense, job.parallel.shard_size, each, job.training, zero)
@@ -161,7 +162,7 @@ def states_of(job: JobConfig, stage: StageParameters) -> States:
 
 
 def sharding_stage(job: JobConfig) -> int:
-    """The ZeRO stage by which states are spread; FSDP2's second shards at rest like the third."""
+    """The ZeRO stage by which states are sharded; with FSDP2, stage 2 shards them like stage 3."""
     zero = job.parallel.zero
     return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
 
@@ -170,11 +171,11 @@ def _part(whole: int, shards: int) -> int:
     return -(-whole // shards)
 
 
-# What recomputation leaves of a stage's activations, and what it needs while it runs again.
+# Saved activations of a stage, and memory of the recomputation.
 
 FULL = Formula(
     "memory.recompute_full",
-    "2sbh a layer in flight (2sbh/t with sequence parallelism) + all of one layer",
+    "2sbh per layer in flight (2sbh/t with sequence parallelism) + all of one layer",
     "Korthikanti et al., arXiv:2205.05198, table 2; Chen et al., arXiv:1604.06174",
 )
 
@@ -187,8 +188,8 @@ EVERY = Formula(
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """held_bytes of one microbatch in one chunk between its two passes; rerun_bytes while the
-    backward pass of one group of layers runs it forward again."""
+    """held_bytes are saved for one microbatch in one chunk between its forward and backward;
+    rerun_bytes are needed while a group of layers is recomputed."""
 
     held_bytes: int
     rerun_bytes: int
@@ -198,9 +199,9 @@ class StageActivations:
 def stage_activations(
     job: JobConfig, stage: StageConfig, layers: LayersByKind | None = None
 ) -> StageActivations:
-    """Activations of one chunk of the stage (the mean of its chunks) by the job's recomputation.
+    """Saved activations of one chunk of the stage (mean of its chunks).
 
-    layers are layers_of(job), where the caller has them.
+    layers are those of the job, computed here if the caller does not have them.
     """
     layers = layers or layers_of(job)
     count, chunks = max(1, stage.layers), len(stage.chunks)
@@ -214,7 +215,7 @@ def stage_activations(
 
 
 def inputs_kept(job: JobConfig, layers: float, layer_bytes: float) -> float:
-    """Layer inputs kept of one chunk of so many layers: all, every k-th, or the best number."""
+    """Number of layer inputs saved in a chunk of layers: all, every k-th, or the optimum."""
     match job.training.recompute:
         case "every":
             return math.ceil(layers / job.training.recompute_every)
@@ -235,12 +236,12 @@ def _largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
     return max(dense, expert)
 
 
-# How many bytes a layer saves for its backward pass, item by item.
+# Saved activations of a layer, item by item.
 
 LAYER_ACTIVATIONS = Formula(
     "memory.activations",
-    "8h (norms; /t with sequence parallelism) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes a"
-    " token, times T = sb/c",
+    "8h (norms; /t with sequence parallelism) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes"
+    " per token, times T = sb/c",
     "Korthikanti et al., arXiv:2205.05198, section 4, with flash attention, gated MLP and GQA",
 )
 
@@ -251,16 +252,16 @@ KORTHIKANTI = Formula(
 )
 
 MASK_BYTES = 1
-"""A dropout mask holds one byte an element."""
+"""A dropout mask has one byte per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes of one layer, microbatch and rank.
+    """Saved activations of one layer, microbatch and rank, in bytes.
 
-    heads: queries, keys, values (with MLA, their compressed forms too); attention: what attention
-    itself keeps beside them (the log-sum-exp, or the scores) and its output; routed: what tokens
-    cost in the experts that they are sent to, and the router.
+    heads: queries, keys and values (with MLA also their compressed forms); attention: the output of
+    attention and its log-sum-exp or scores; routed: the tokens' activations in the experts, and the
+    router.
     """
 
     norms: int
@@ -278,23 +279,23 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True)
 class LayersByKind:
-    """One layer of each kind: with an MLP, and with experts where the model has them."""
+    """One layer with an MLP, and one with experts if the model has any."""
 
     dense: LayerActivations
     expert: LayerActivations | None
 
 
 def layers_of(job: JobConfig) -> LayersByKind:
-    """What one layer of each kind saves."""
+    """Saved activations of one layer of each kind."""
     expert = layer_activations(job, expert=True) if job.model.experts is not None else None
     return LayersByKind(layer_activations(job), expert)
 
 
 def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
-    """What one layer saves of one microbatch, in bytes on one rank, unless all is recomputed.
+    """Saved activations of one layer and microbatch on one rank, without full recomputation.
 
-    Without flash attention, with dropout and G = 2 these are the formulas of Korthikanti et al.,
-    table 2; selective recomputation drops what the framework's coefficients say.
+    Without flash attention, with dropout and G = 2, these are the formulas of Korthikanti et al.,
+    table 2. What selective recomputation drops is in the framework's coefficients.
     """
     saved, routed, mlp = saved_of(job), 0, 0
     if expert and job.model.experts is not None:
@@ -314,12 +315,12 @@ def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
 
 
 def _is_gpt(job: JobConfig) -> bool:
-    """Whether a layer saves what Korthikanti et al. list, the attention scores among it."""
+    """Whether the layer is of the kind in Korthikanti et al., which saves the attention scores."""
     return not (job.training.flash_attention or job.model.gated or job.model.experts)
 
 
 def saved_of(job: JobConfig) -> Saved:
-    """What the job's framework saves of a layer, by the job's recomputation."""
+    """What the framework saves of a layer with the job's recomputation."""
     found = coefficients(job.training.framework)
     return found.selective if job.training.recompute == "selective" else found.saved
 
@@ -330,7 +331,7 @@ def input_bytes(job: JobConfig) -> int:
 
 
 def _hidden(job: JobConfig) -> int:
-    """Elements that a layer hands on: T h / s."""
+    """Elements of a layer's output: T h / s."""
     return job.tokens * job.model.hidden // job.parallel.sequence_split
 
 
@@ -339,12 +340,12 @@ def _scale(job: JobConfig) -> float:
 
 
 def _input_share(job: JobConfig, saved: Saved) -> float:
-    """What is left of the input of a matrix product that keeps it in fp8."""
+    """Size of a GEMM's saved input relative to 16 bits: 0.5 if it is saved in fp8."""
     return 0.5 if job.training.dtype == "fp8" and saved.fp8_inputs else 1.0
 
 
 def _norms(job: JobConfig, saved: Saved) -> int:
-    """The inputs and outputs of both norms, and what else keeps the hidden size."""
+    """Inputs and outputs of both norms, and other tensors of the hidden size."""
     whole = 2 * (saved.norm_input + saved.norm_output * _input_share(job, saved))
     whole += saved.residual + saved.projection + saved.mlp_output
     return round(_hidden(job) * whole * _scale(job))
@@ -361,7 +362,7 @@ def _heads(job: JobConfig, saved: Saved) -> int:
 
 
 def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
-    """MLA: the compressed forms before and after their norms, then whole heads.
+    """MLA: the compressed forms before and after their norms, then the heads.
 
     DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
     """
@@ -372,9 +373,9 @@ def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
 
 
 def _attention(job: JobConfig, saved: Saved) -> int:
-    """Output, and fp32 log-sum-exp of flash attention (4a), or the scores: softmax, and with
-    dropout its mask and output (2as + as + 2as). Ulysses keeps the output on both sides of its
-    all-to-all, fp8 products a copy of their own."""
+    """Output, and the fp32 log-sum-exp of flash attention (4a) or the scores: softmax, and with
+    dropout its mask and output (2as + as + 2as). Ulysses saves the output before and after its
+    all-to-all, fp8 GEMMs a further copy."""
     model, recipe, layout = job.model, job.training, job.parallel
     size = model.latent.value if model.latent is not None else model.head_size
     copies = 2.0 if layout.context_kind == "ulysses" and layout.cp > 1 else 1.0
@@ -388,12 +389,12 @@ def _attention(job: JobConfig, saved: Saved) -> int:
 
 
 def _mlp(job: JobConfig, saved: Saved, ffn: int) -> int:
-    """Outputs of the first products and the input of the last."""
+    """Outputs of the first GEMMs and the input of the last."""
     return round(job.tokens * ffn / job.parallel.tp * _mlp_each(job, saved))
 
 
 def _mlp_each(job: JobConfig, saved: Saved) -> float:
-    """Bytes saved for each unit of width."""
+    """Bytes saved per token and unit of width."""
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
     return (first + saved.mlp_second * _input_share(job, saved)) * _scale(job)
 
@@ -401,7 +402,7 @@ def _mlp_each(job: JobConfig, saved: Saved) -> float:
 def _routed(job: JobConfig, saved: Saved, experts: Experts) -> int:
     """top_k copies of every token through an expert, and fp32 logits of the router (4E).
 
-    Balanced routing: each rank works on as many copies as it sends.
+    Balanced routing: each rank receives as many copies as it sends.
     """
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
     hidden = saved.norm_output * job.model.hidden * (2 if saved.routed_output else 1)
@@ -410,19 +411,19 @@ def _routed(job: JobConfig, saved: Saved, experts: Experts) -> int:
     return round(copies * (hidden * _scale(job) + inside) + router)
 
 
-# What each framework keeps for the backward pass, read from presets/frameworks.toml.
+# What each framework saves for the backward pass, read from presets/frameworks.toml.
 
 FILE = Path(__file__).parent / "presets" / "frameworks.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Bytes kept of each element of a layer where activations have 16 bits.
+    """Bytes saved per element of a layer with 16-bit activations.
 
-    norm_input and norm_output count for each of two norms, mlp_first for each first product of
-    the MLP. The flags: scores, the attention matrix of unfused attention; expand_kv, keys and
-    values copied to every query head; routed_output, what the experts hand back; fp8_inputs, matrix
-    products in fp8 keep their inputs in fp8.
+    norm_input and norm_output count for each of two norms, mlp_first for each of the MLP's first
+    GEMMs. Flags: scores, the attention matrix of unfused attention; expand_kv, keys and values
+    copied to every query head; routed_output, the output of the experts; fp8_inputs, fp8 GEMMs save
+    their inputs in fp8.
     """
 
     norm_input: float
@@ -445,10 +446,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What one framework allocates; frameworks.toml says what each number counts, and its source.
+    """What one framework allocates; frameworks.toml documents each number and its source.
 
-    rows names the published runs that a number was fitted on; low and high bound a measured peak
-    over the predicted one.
+    rows names the published runs on which numbers were fitted; low and high are the error band of a
+    measured peak over the predicted one.
     """
 
     framework: str
@@ -489,10 +490,10 @@ def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
     return Coefficients(framework=name, **table)
 
 
-# How many microbatches a job's pipeline ranks hold between their two passes.
+# Activations in flight on a job's pipeline ranks.
 
 
 def chunks_in_flight(job: JobConfig, rank: int) -> int:
-    """Pairs of microbatch and chunk whose activations the rank holds at its peak."""
+    """Number of (microbatch, chunk) pairs whose activations are in flight at the rank's peak."""
     layout = job.parallel
     return in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)

@@ -1,4 +1,4 @@
-"""Layout search: the layouts of a job that fit a number of GPUs, the fastest first."""
+"""Layout search: the fastest parallel layouts of a job that fit on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from stepsplit.analyzer.model.predict import call_ns, predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.step_time import straggling
 
-# plan: a job and a number of GPUs in, its Plan out.
+# plan: a job and a number of GPUs in, a Plan out.
 
 TOP = 8
-"""Splits of the GPUs that are shown unless more are asked for."""
+"""Default number of layouts in a plan, one per split of the GPUs."""
 
 Raced = tuple[Candidate, JobConfig]
-"""A layout that was timed, and the job with it."""
+"""A predicted layout and its job."""
 
 
 def plan(
@@ -56,14 +56,36 @@ def plan(
     top: int = TOP,
     rates: Rates | None = None,
 ) -> Plan:
-    """The fastest layouts of the job that fit so many GPUs.
+    """Find the fastest layouts of a job that fit on a number of GPUs.
 
-    The job gives model, sequence, batch, precision, framework and hardware; its layout, microbatch
-    and recomputation count only where keep names them (KEYS). The top splits of the GPUs are
-    exact: no layout that could be among them is left untimed. Raises UsageError where none fits.
+    The search is exact: a layout is skipped only if a lower bound of its step time is above the
+    slowest layout of the result.
+
+    Args:
+        job: gives model, sequence, batch, precision, framework and hardware. Its layout, microbatch
+            size and recomputation are ignored unless keep names them.
+        gpus: number of GPUs, 1 or more.
+        keep: settings to keep as the job has them, out of "tp", "pp", "cp", "ep", "expert_tp",
+            "zero", "sequence_parallel", "schedule", "chunks", "micro_batch", "recompute"; default
+            none.
+        top: layouts to return, each with a different split of the GPUs; default 8.
+        rates: measured collective times, as read_rates returns them; default None: the constants
+            of the hardware preset.
+
+    Returns:
+        The Plan: the best layout, the runners-up and why they are slower.
+
+    Raises:
+        UsageError: gpus is below 1, or no layout is valid and fits in memory.
+
+    Example:
+        from stepsplit.analyzer import plan, read_job
+
+        best = plan(read_job("job.toml"), gpus=64).best
+        print(best.choice.tp, best.choice.pp, f"{best.step_ns / 1e6:.1f} ms")
     """
     if gpus < 1:
-        raise UsageError(f"{gpus} GPUs hold no model; give --gpus 1 or more")
+        raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
     sifted = sift(job, gpus, keep)
     if not sifted.fitting:
         raise UsageError(_nothing(job, gpus, sifted))
@@ -80,9 +102,10 @@ def plan(
 
 
 def _race(fitting: list[JobConfig], top: int, rates: Rates) -> tuple[list[Raced], int]:
-    """The best of each split of the GPUs, in order, and how many layouts were timed.
+    """The best layout of each split of the GPUs, fastest first, and how many layouts were timed.
 
-    The most promising first, until what is left can't reach the top: its floor is above it.
+    Layouts are timed in the order of their lower bounds, until the next bound is above the slowest
+    layout of the result.
     """
     floor = Floor(rates)
     ahead = sorted((floor.step_ns(job), n) for n, job in enumerate(fitting))
@@ -100,8 +123,8 @@ def _race(fitting: list[JobConfig], top: int, rates: Rates) -> tuple[list[Raced]
 
 
 def _apart(found: Iterable[Raced]) -> list[Raced]:
-    """In order, without those that a split shown before them makes needless: the same tp, pp and ep
-    with less context parallelism, at least as fast and as small."""
+    """Sort, and drop layouts that a faster one dominates: the same tp, pp and ep with less context
+    parallelism, and not larger in memory."""
     kept: list[Raced] = []
     for one, job in sorted(found, key=lambda raced: _order(raced[0])):
         if not any(_spares(before, one) for before, _ in kept):
@@ -116,8 +139,8 @@ def _spares(before: Candidate, one: Candidate) -> bool:
 
 
 def _order(one: Candidate) -> tuple[int, ...]:
-    """The fastest; of equals the one with the fewest axes, then the smallest in memory, then that
-    with the plainest settings."""
+    """Sort key: step time, then number of model-parallel ranks, peak memory, and number of settings
+    that differ from the default."""
     choice = one.choice
     axes = choice.cp * choice.ep * choice.pp * choice.tp
     settings = choice.zero + choice.chunks + choice.sequence_parallel + (choice.recompute != "none")
@@ -130,27 +153,27 @@ def _searched(sifted: Sifted, timed: int) -> Searched:
 
 
 def _nothing(job: JobConfig, gpus: int, sifted: Sifted) -> str:
-    """Why no layout is left: what comes nearest, and the hint."""
+    """The error message if no layout is left: the closest layout, and a hint."""
     where = f"no layout on {gpus} x {job.hardware.name}"
     if sifted.nearest is None:
         why = ", ".join(kind for kind, _ in sifted.refused.most_common(2)) or "global_batch"
-        return f"{where} can be ({why}); give another number of GPUs, or another global_batch"
+        return f"{where} is valid ({why}); change the number of GPUs or global_batch"
     near = choice_of(sifted.nearest)
     axes = f"tp {near.tp} pp {near.pp} cp {near.cp} dp {near.dp_replicate * near.dp_shard}"
     lacks = (
         f"{units.gibibytes(sifted.nearest_bytes)} of {units.gibibytes(job.hardware.memory_bytes)}"
     )
-    return f"{where} fits; the nearest is {axes} with {lacks}; give more GPUs or a shorter seq_len"
+    return f"{where} fits; the closest is {axes} with {lacks}; use more GPUs or a shorter seq_len"
 
 
-# Which layouts can be and fit, how many do not, and what comes nearest.
+# Which layouts are valid and fit in memory.
 
 _NUMBERS = re.compile(r"(?<=\w) \d[\d.e+]*\b|\s=.*")
 
 
 @dataclass(slots=True)
 class Sifted:
-    """All layouts of the search by what became of them. nearest is the one that lacks least."""
+    """Feasible layouts, counts of the others, and the layout closest to fitting."""
 
     fitting: list[JobConfig] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -164,7 +187,7 @@ class Sifted:
 
 
 def sift(job: JobConfig, gpus: int, keep: frozenset[str]) -> Sifted:
-    """Every layout of the space, checked and weighed."""
+    """Check every layout of the search space for validity and memory."""
     found = Sifted()
     for family in families(job, gpus, keep):
         _weigh(found, family)
@@ -172,9 +195,10 @@ def sift(job: JobConfig, gpus: int, keep: frozenset[str]) -> Sifted:
 
 
 def _weigh(found: Sifted, family: tuple[JobConfig, ...]) -> None:
-    """A family's jobs, the smallest microbatch first: where one does not fit no larger does.
+    """Filter jobs that differ only in the microbatch, smallest first; stop at the first too big.
 
-    But a whole batch at once may: it adds no gradients up, so FSDP needs no fp32 sums.
+    The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
+    needs no fp32 sums.
     """
     for at, job in enumerate(family):
         if _take(found, job):
@@ -188,7 +212,7 @@ def _weigh(found: Sifted, family: tuple[JobConfig, ...]) -> None:
 
 
 def _take(found: Sifted, job: JobConfig) -> bool:
-    """Counts one job; whether larger ones are worth weighing."""
+    """Count one job. Returns False if it is too big, so that larger ones can be skipped."""
     fault = first_fault(job)
     if fault is not None:
         found.refused[_kind(fault.problem)] += 1
@@ -212,20 +236,20 @@ def _kind(problem: str) -> str:
     return _NUMBERS.sub("", problem)
 
 
-# The least that a step may take: what spares timing layouts that can't win.
+# A lower bound of the step time, to skip layouts that can't be among the fastest.
 
 _IN_LAYERS = ("forward", "backward", "recompute")
 
 SLACK = 1e-9
-"""Sums in another order differ by less."""
+"""Rounding of sums in a different order stays below this ratio."""
 
 _Alike = tuple[object, ...]
-"""What of a layout a layer's time hangs on."""
+"""The settings that decide a layer's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFloors:
-    """What one layer takes for certain, of each kind, in ns; expert_ns is 0 without experts."""
+    """Lower bound of one layer's time by kind, in ns; expert_ns is 0 without experts."""
 
     dense_ns: float
     expert_ns: float
@@ -236,18 +260,19 @@ class LayerFloors:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Of the layouts of one job; remembers what a layer takes, which all with the same tp, cp and
-    experts share."""
+    """Lower bounds of step times for the layouts of one job.
+
+    Caches the time of a layer, which layouts with the same tp, cp and experts share.
+    """
 
     rates: Rates
     known: dict[_Alike, float] = field(default_factory=dict)
 
     def step_ns(self, job: JobConfig) -> float:
-        """No more than the model says that the job's step takes.
+        """Lower bound of the predicted step time.
 
-        Without embedding, head, messages between stages, sums of gradients and optimizer: for each
-        rank its microbatches, and the first chunks of the ranks before it, which have to be filled
-        and drained.
+        Leaves out embedding, head, pipeline messages, gradient reduction and optimizer. Counts the
+        microbatches of each rank, plus the fill and drain of the first chunks before it.
         """
         layers, m = self._layers(job), job.microbatches
         held = [[layers.of(chunk) for chunk in stage.chunks] for stage in stages_of(job)]
@@ -283,9 +308,9 @@ class Floor:
 
 
 def _one_layer(job: JobConfig) -> JobConfig:
-    """Three layers in three stages, one microbatch: the middle one has nothing but its layer.
+    """A job of three layers in three stages with one microbatch: the middle stage is one layer.
 
-    As few data-parallel ranks as its experts are spread over.
+    It has only as many data-parallel ranks as its experts need.
     """
     spread = job.parallel.ep * job.parallel.expert_tp
     dp = spread // math.gcd(spread, job.parallel.tp * job.parallel.cp)
@@ -307,10 +332,10 @@ def _all_with_experts(one: JobConfig, experts: Experts) -> JobConfig:
 
 
 def _middle_ns(one: JobConfig, rates: Rates) -> float:
-    """What the middle layer takes for certain: compute with what nothing can hide, or the host's
-    launching, whichever is longer.
+    """Lower bound of the middle layer's time: compute plus communication that never overlaps, or
+    the host's launch time if that is longer.
 
-    What compute may hide, it hides the better the more microbatches there are.
+    More microbatches can only increase overlap, so communication that may overlap is left out.
     """
     stage = stages_of(one)[1]
     (device,) = chunk_passes(one, speed_of(one), stage.chunks)
@@ -321,7 +346,7 @@ def _middle_ns(one: JobConfig, rates: Rates) -> float:
 
 
 def _sent_ns(one: JobConfig, stage: StageConfig, rates: Rates) -> float:
-    """The messages inside the layer that nothing hides; a ring of cp hides behind attention."""
+    """Time of the layer's messages that never overlap; a cp ring overlaps attention."""
     ring = {"cp"} if one.parallel.context_kind == "ring" else set()
     shown = {"tp", "ep", "cp"} - one.parallel.overlap - ring
     messages = (
@@ -336,11 +361,11 @@ def _sent_ns(one: JobConfig, stage: StageConfig, rates: Rates) -> float:
     )
 
 
-# A job and its prediction -> the Candidate that a plan ranks.
+# A job and its prediction -> a Candidate.
 
 
 def candidate_of(job: JobConfig, rates: Rates) -> Candidate:
-    """The job as predicted."""
+    """Predict the job and build its candidate."""
     prediction = predict(job, rates)
     return Candidate(
         choice=choice_of(job),
@@ -374,13 +399,13 @@ def choice_of(job: JobConfig) -> Choice:
 
 
 def _recompute(job: JobConfig) -> str:
-    """As job.toml writes it."""
+    """The value of recompute in a job.toml."""
     recipe = job.training
     return f"every-{recipe.recompute_every}" if recipe.recompute == "every" else recipe.recompute
 
 
 def _exposed(prediction: Prediction) -> tuple[tuple[str, int], ...]:
-    """What the slowest stage's compute can't hide, by axis; data parallelism under one name."""
+    """Exposed communication of the slowest stage by axis, with all data-parallel axes as dp."""
     stage = prediction.splits.index(prediction.split)
     found: Counter[str] = Counter()
     for one in prediction.communication:
@@ -390,15 +415,15 @@ def _exposed(prediction: Prediction) -> tuple[tuple[str, int], ...]:
     return tuple(found.most_common())
 
 
-# A plan as JSON, in and out, in the keys that scripts rely on.
+# Plan <-> JSON. Scripts rely on these keys.
 
 _HINT = "plan the job again"
 
 
 def to_json(plan: Plan) -> str:
-    """The plan as JSON text of the schema stepsplit.plan/1; times are whole ns.
+    """Write the plan as JSON (schema stepsplit.plan/1, times in whole ns).
 
-    Each part of the top level has a line of its own.
+    Each top-level key has its own line.
     """
     body = {
         "schema": SCHEMA,
@@ -414,14 +439,14 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str, source: object = "plan.json") -> Plan:
-    """The plan of the text. Raises DataError where the text is none of this schema."""
+    """Read a plan from JSON. Raises DataError if the text is not of this schema."""
     try:
         body = json.loads(text)
         if body["schema"] == SCHEMA:
             return _plan(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(source, f"not a stepsplit plan ({error})", _HINT) from None
-    raise DataError(source, f"of schema {body['schema']}, not {SCHEMA}", _HINT)
+    raise DataError(source, f"schema is {body['schema']}, expected {SCHEMA}", _HINT)
 
 
 def _candidate_row(one: Candidate) -> dict[str, Any]:
@@ -458,7 +483,7 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
     told["exposed_ns"] = tuple(row["exposed_ns"].items())
     found = Candidate(**told)
     if found.step_ns != row["step_ns"]:
-        raise ValueError(f"step_ns {row['step_ns']} where its buckets add up to {found.step_ns}")
+        raise ValueError(f"step_ns is {row['step_ns']}, but its buckets add up to {found.step_ns}")
     return found
 
 

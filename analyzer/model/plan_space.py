@@ -1,4 +1,4 @@
-"""The search space of layouts, its types, and why runner-ups lose."""
+"""The types and the search space of a plan, and why its runners-up are slower."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stepsplit.analyzer.model.config_checks import first_fault
 from stepsplit.analyzer.model.config_file import default_activation_dtype
 from stepsplit.analyzer.model.memory import fits, memory_of
 
-# Plan: the layouts that fit a number of GPUs, the fastest first, and why the others lost.
+# The types of a plan.
 
 SCHEMA = "stepsplit.plan/1"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a plan chooses: the axes of the ranks and the settings that go with them."""
+    """A layout: sizes of the parallel axes, and the settings that go with them."""
 
     tp: int
     pp: int
@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """How the GPUs are split, whatever the settings: tp, pp, cp, dp, ep."""
+        """The split of the GPUs: tp, pp, cp, dp, ep."""
         return self.tp, self.pp, self.cp, self.dp_replicate * self.dp_shard, self.ep
 
 
@@ -57,8 +57,9 @@ class Choice:
 class Candidate:
     """A layout that fits, with its prediction.
 
-    split is the slowest stage's, exposed_ns its exposed communication by axis, the largest first;
-    peak_bytes is the fullest stage's peak; mfu is None where no peak is known at the dtype.
+    split is that of the slowest stage and exposed_ns its exposed communication by axis, largest
+    first. peak_bytes is the peak of the stage with the most memory. mfu is None if the peak FLOP/s
+    at the dtype is unknown.
     """
 
     choice: Choice
@@ -76,9 +77,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """How much longer a bucket of the step is than the best's, in ns; less than 0: shorter.
+    """Difference of one bucket to the best layout, in ns; below 0 it is shorter.
 
-    axis names whose communication it is, "" outside collective and p2p.
+    axis is that of the communication, "" for other buckets than collective and p2p.
     """
 
     bucket: str
@@ -88,8 +89,11 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class RunnerUp:
-    """The best layout of another split of the GPUs. reasons: the longest first, what it gains last;
-    more_bytes is its peak less the best's."""
+    """The best layout of another split of the GPUs, compared with the best of all.
+
+    behind_ns and more_bytes are the differences in step time and peak memory. reasons are sorted
+    from the largest loss to the largest gain.
+    """
 
     candidate: Candidate
     behind_ns: int
@@ -99,9 +103,9 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One question of the tree that people decide by: does this much of the cluster hold the model?
+    """One step of the usual decision tree: does the model fit on this part of the cluster?
 
-    The layout is the leanest of its kind: one sequence at a time, all recomputed.
+    The layout is the one with the least memory of its kind: micro_batch 1, full recomputation.
     """
 
     question: str
@@ -115,7 +119,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class AxisPlacement:
-    """Where an axis of the best layout lies: its neighbors' link, and how many nodes it spans."""
+    """Placement of an axis of the best layout: its slowest link and the nodes of a group."""
 
     axis: str
     ranks: int
@@ -125,10 +129,10 @@ class AxisPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What became of the layouts: considered = refused + too_big + fit; timed of those that fit.
+    """Counts of the search: considered = refused + too_big + fit, timed of those that fit.
 
-    Those that fit and were not timed can't be among the shown: even the least that they may take
-    is longer. refused is counted by the arithmetic that fails.
+    Layouts that fit and were not timed have a lower bound above the slowest layout of the plan.
+    refused counts invalid layouts by the rule that they break.
     """
 
     considered: int
@@ -140,7 +144,23 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best layout of a job on so many GPUs, and the best of each other split of them."""
+    """The best layout of a job on a number of GPUs, and the best of each other split of them.
+
+    Args:
+        gpus: number of GPUs.
+        best: the fastest layout, with its predicted step in ns and its peak memory in bytes.
+        runners_up: the fastest layouts of other splits, with the reasons why they are slower.
+        tree: the usual decision tree (one GPU, ZeRO, one node, a pipeline) up to the first fit.
+        places: link and number of nodes of each axis of the best layout.
+        searched: how many layouts were considered, invalid, too big and timed.
+
+    Example:
+        from stepsplit.analyzer import plan, read_job
+
+        found = plan(read_job("job.toml"), gpus=64)
+        for runner in found.runners_up:
+            print(runner.candidate.choice.axes, runner.behind_ns)
+    """
 
     gpus: int
     best: Candidate
@@ -150,14 +170,14 @@ class Plan:
     searched: Searched
 
 
-# How people choose a layout by hand, with this job's numbers.
+# The usual decision tree, with this job's numbers.
 
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
 def tree_of(job: JobConfig, gpus: int) -> tuple[Trial, ...]:
-    """The questions in order, up to the first yes: one GPU, its states spread by ZeRO, one node
-    by tensor parallelism, then more and more nodes by a pipeline."""
+    """The decision tree up to the first fit: one GPU, ZeRO, one node with tensor parallelism, then
+    a pipeline over more and more nodes."""
     asked: list[Trial] = []
     for trial in _trials(job, gpus):
         asked.append(trial)
@@ -167,7 +187,7 @@ def tree_of(job: JobConfig, gpus: int) -> tuple[Trial, ...]:
 
 
 def places_of(job: JobConfig) -> tuple[AxisPlacement, ...]:
-    """Each axis of more than one rank, the fastest link first."""
+    """Each axis of more than one rank, those inside a node first."""
     found = []
     for axis in AXES:
         span = span_of(job, axis)
@@ -195,7 +215,7 @@ def _trials(job: JobConfig, gpus: int) -> Iterator[Trial]:
 
 
 def _trial(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
-    """The leanest job of this kind: all recomputed, one sequence a microbatch, p of them."""
+    """Try the job with the least memory: full recomputation, pp microbatches of one sequence."""
     one = _leanest(job, tp, pp, dp)
     if first_fault(one) is not None:
         return
@@ -221,27 +241,27 @@ def _possible(job: JobConfig, tp: int, pp: int) -> bool:
     return first_fault(_leanest(job, tp, pp, 1)) is None
 
 
-# Every layout that is considered: all ways to split the GPUs, with all settings.
+# The search space: all splits of the GPUs, with all settings.
 
 _T = TypeVar("_T")
 
 SHORT = 2
-"""Layers by which an uneven interleaved pipeline may be short: embedding and head take their place
-(Llama 3, arXiv:2407.21783, section 3.3.2)."""
+"""Layers that an interleaved pipeline may lack at its ends, where embedding and head take their
+place (Llama 3, arXiv:2407.21783, section 3.3.2)."""
 
 KEYS = (
     "tp", "pp", "cp", "ep", "expert_tp", "zero", "sequence_parallel", "schedule", "chunks",
     "micro_batch", "recompute",
 )  # fmt: skip
-"""What is free, unless it is kept as the job has it."""
+"""The settings that the search varies, unless the caller keeps them."""
 
 
 def families(
     job: JobConfig, gpus: int, keep: frozenset[str] = frozenset()
 ) -> Iterator[tuple[JobConfig, ...]]:
-    """All jobs of a layout and its settings but for the microbatch, which grows along a family.
+    """All jobs of the search space, in tuples that differ only in the microbatch (ascending).
 
-    Tensor parallelism stays inside the node's fast link. keep names what stays as the job has it.
+    Tensor parallelism stays inside a node. keep names the settings to take from the job.
     """
     for layout in _layouts(job, gpus, keep):
         recipe = recipe_on(job, layout)
@@ -272,7 +292,7 @@ def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[Parall
 
 
 def _layouts_by_axes(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
-    """tp, pp, cp and the rest as copies; with experts, how those lie on the same ranks."""
+    """Sizes of tp, pp and cp, the other ranks as replicas; with experts also ep and expert_tp."""
     node = min(job.hardware.gpus_per_node, gpus)
     bare = replace(job.parallel, dp_shard=1, zero=0)
     for tp in _kept(job.parallel.tp, _divisors(node), "tp", keep):
@@ -305,7 +325,7 @@ def _layouts_of_experts(
 
 
 def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterator[ParallelConfig]:
-    """What ZeRO spreads, and over how many ranks: all, or those of a node (HSDP)."""
+    """ZeRO stages, and for stage 3 the ranks of a shard group: all, or those of a node (HSDP)."""
     dp = axes.dp_replicate
     for zero in _kept(job.parallel.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
         if zero != 3:
@@ -320,7 +340,7 @@ def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterato
 def _pipelines(
     job: JobConfig, pp: int, keep: frozenset[str]
 ) -> Iterator[tuple[Schedule, int, tuple[int, ...] | None]]:
-    """Schedules with their chunks and, where layers don't divide, the layers of each stage."""
+    """Schedules with their chunks and, if the layers don't divide evenly, the layers per stage."""
     if pp == 1:
         yield "1f1b", 1, None
         return
@@ -339,9 +359,9 @@ def _chunks(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int, ...]:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
-    """Layers of each stage where they don't divide: the middle ones take the rest, since embedding
-    and head weigh on the ends, which may hold nothing else. None where they divide, or are too few
-    for the stages between."""
+    """Layers per stage if they don't divide evenly: the middle stages take the remainder, because
+    embedding and head load the ends, which may have no layer. None if they divide evenly or are too
+    few for the stages between the ends."""
     each, rest = divmod(layers, stages)
     if rest == 0 or layers < stages - SHORT:
         return None
@@ -350,7 +370,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
 
 
 def _micro_batches(job: JobConfig, layout: ParallelConfig, keep: frozenset[str]) -> tuple[int, ...]:
-    """Powers of two that divide a rank's sequences, and the job's own; 1 where none does."""
+    """Powers of two that divide a rank's sequences, and the job's own; 1 if there is none."""
     whole, rest = divmod(job.training.global_batch, layout.dp)
     if "micro_batch" in keep or rest:
         return (job.training.micro_batch if "micro_batch" in keep else 1,)
@@ -368,7 +388,7 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-# What each framework can run, and so what is worth considering in it.
+# What each framework supports.
 
 ZEROS: Mapping[Framework, tuple[int, ...]] = {
     "megatron": (0, 1), "fsdp2": (0, 2, 3), "deepspeed": (0, 1, 2, 3), "ddp": (0, 1),
@@ -379,9 +399,9 @@ SCHEDULES: Mapping[Framework, tuple[Schedule, ...]] = {
     "megatron": ("1f1b", "interleaved"),
     "fsdp2": ("1f1b", "interleaved"),
 }
-"""gpipe and naive take no less time than 1f1b and no less memory. PyTorch's zb-v and dualpipe-v
-refuse torch.compile (2.13, pipelining/schedules.py, _check_torch_compile_compatibility), under
-which fsdp2's memory is counted. Others have 1f1b alone."""
+"""gpipe and naive are never faster or smaller than 1f1b. PyTorch's zb-v and dualpipe-v reject
+torch.compile (2.13, pipelining/schedules.py, _check_torch_compile_compatibility), which the memory
+of fsdp2 assumes. Other frameworks have only 1f1b."""
 
 SEQUENCE_PARALLEL: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron")
 
@@ -389,7 +409,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def zeros(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
-    """ZeRO stages that make a difference; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
+    """ZeRO stages to consider; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
     if data_ranks == 1:
         return (0,)
     known = {*ZEROS[job.training.framework], job.parallel.zero}
@@ -398,7 +418,7 @@ def zeros(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
 
 
 def schedules(job: JobConfig) -> tuple[Schedule, ...]:
-    """The framework's, and the one that the job names."""
+    """The schedules of the framework, and that of the job."""
     known = SCHEDULES.get(job.training.framework, ("1f1b",))
     return tuple(dict.fromkeys((*known, job.parallel.schedule)))
 
@@ -411,8 +431,8 @@ def sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
 
 
 def recomputes(job: JobConfig) -> tuple[Recompute, ...]:
-    """The job's own among them. Where attention is fused, selective has nothing left to drop but
-    in torchtitan, whose policy drops more."""
+    """Kinds of recomputation to consider, the job's own included. With fused attention, selective
+    recomputation saves memory only in torchtitan, whose policy drops more than attention."""
     fused = job.training.flash_attention and job.training.framework != "fsdp2"
     known = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
     own = job.training.recompute
@@ -420,7 +440,7 @@ def recomputes(job: JobConfig) -> tuple[Recompute, ...]:
 
 
 def recipe_on(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
-    """The job's recipe on another layout; what the framework chooses by the layout follows it."""
+    """The job's training settings on another layout, with the activation dtype that it implies."""
     recipe = job.training
     usual, here = _activations(job, job.parallel), _activations(job, layout)
     if usual == here or recipe.activation_dtype != usual:
@@ -433,14 +453,14 @@ def _activations(job: JobConfig, layout: ParallelConfig) -> Dtype:
     return default_activation_dtype(recipe.framework, recipe.dtype, layout)
 
 
-# Why a runner-up lost: what its step has more of than the best's.
+# Why a runner-up is slower than the best layout.
 
 BY_AXIS = ("collective", "p2p")
-"""Buckets that are told axis by axis."""
+"""Buckets that are reported by axis."""
 
 
 def runner_up(best: Candidate, other: Candidate) -> RunnerUp:
-    """The other one, with what each bucket of its step takes longer."""
+    """Compare a candidate with the best, bucket by bucket."""
     return RunnerUp(
         candidate=other,
         behind_ns=other.step_ns - best.step_ns,
@@ -450,7 +470,7 @@ def runner_up(best: Candidate, other: Candidate) -> RunnerUp:
 
 
 def reasons_of(best: Candidate, other: Candidate) -> tuple[Reason, ...]:
-    """Every difference; they add up to that of the steps but for a ns of rounding a message."""
+    """All differences; they add up to that of the steps, up to 1 ns of rounding per message."""
     more = other.split - best.split
     found = [
         Reason(bucket, "", ns)
@@ -469,14 +489,16 @@ def reasons_of(best: Candidate, other: Candidate) -> tuple[Reason, ...]:
 
 
 def toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
-    """What the plan chose for [parallel] and [training], to be pasted; what a job.toml takes for
-    granted is left out. experts: the model has some."""
+    """The layout as [parallel] and [training] of a job.toml, without default values.
+
+    experts: whether the model has experts.
+    """
     parallel = [*_axis_lines(choice), *_expert_lines(choice, experts), *_pipeline(choice)]
     return "[parallel]", *parallel, "[training]", *_training(choice)
 
 
 def _axis_lines(choice: Choice) -> list[str]:
-    """zero always stands: its default hangs on the framework."""
+    """Lines of the axes; zero is always written because its default depends on the framework."""
     lines = [f"{key} = {getattr(choice, key)}" for key in ("tp", "pp", "cp", "ep")]
     lines = [line for line in lines if not line.endswith(" = 1")]
     shards = choice.zero == 3
@@ -491,7 +513,7 @@ def _axis_lines(choice: Choice) -> list[str]:
 
 
 def _expert_lines(choice: Choice, experts: bool) -> list[str]:
-    """Megatron cuts experts by tp unless told not to."""
+    """expert_tp is written because Megatron splits experts by tp by default."""
     return [f"expert_tp = {choice.expert_tp}"] if experts and choice.tp > 1 else []
 
 

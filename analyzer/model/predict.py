@@ -1,4 +1,4 @@
-"""The prediction of a job: the whole model on one page."""
+"""Prediction of a job's step: combines memory, FLOPs, communication and schedule."""
 
 from __future__ import annotations
 
@@ -66,18 +66,33 @@ from stepsplit.analyzer.model.step_time import (
     straggling,
 )
 
-# predict: a job in, its Prediction out; the whole model on one page.
+# predict: a job in, its Prediction out.
 
 CONVENTION: Convention = "C1"
 
 _Alike = tuple[int, tuple[object, ...]]
-"""The first stage that holds the same, and what is sent how often at which cost."""
+"""Stages with the same key take the same time: first equal stage, and its messages' costs."""
 
 
 def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
-    """What the job's step should cost; rates hold what was measured of its links.
+    """Predict the time, memory and utilization of one training step.
 
-    Raises UsageError for a job that cannot be.
+    Args:
+        job: model, layout, training settings and hardware, as read_job returns them.
+        rates: measured collective times of the cluster, as read_rates returns them; default None:
+            the constants of the hardware preset.
+
+    Returns:
+        The Prediction: times in ns, memory in bytes, one Split per pipeline stage.
+
+    Raises:
+        UsageError: the job is not valid, for example when tp does not divide the heads.
+
+    Example:
+        from stepsplit.analyzer import predict, read_job
+
+        prediction = predict(read_job("job.toml"))
+        print(f"{prediction.split.step_ns / 1e6:.1f} ms, fits: {prediction.fits}")
     """
     check(job)
     timed = timed_messages(job, rates or Rates())
@@ -117,7 +132,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
 
 
 def timed_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[Timed, ...]]:
-    """Every message of every stage with the time of one call."""
+    """Time one call of every message, by stage."""
     found: dict[int, list[Timed]] = {stage: [] for stage in range(job.parallel.pp)}
     known: dict[tuple[str, str, str, int], Band] = {}
     for message in messages_of(job):
@@ -129,7 +144,7 @@ def timed_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[Timed, ...]]
 
 
 def call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
-    """What one call takes. A ring's message costs its time where it is sent: sending and receiving
+    """Time of one call. Messages of a ring are counted at the sender, because sending and receiving
     overlap."""
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
@@ -140,7 +155,7 @@ def call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
 def stage_times(
     job: JobConfig, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> tuple[StageTime, ...]:
-    """What each stage computes, and what its compute cannot hide."""
+    """Compute and exposed communication of each stage."""
     speed, found = speed_of(job), list[StageTime]()
     known: dict[_Alike, StageTime] = {}
     for stage, first in zip(stages_of(job), first_alike(job), strict=True):
@@ -158,7 +173,7 @@ def _communication(
     timed: dict[int, tuple[Timed, ...]],
     pipeline: Pipelined,
 ) -> tuple[Communication, ...]:
-    """All messages, stage by stage, by the mesh's own axes."""
+    """All messages, stage by stage, with the axes of the mesh."""
     found: list[Communication] = []
     for stage in stages:
         index = stage.stage.index
@@ -168,17 +183,17 @@ def _communication(
 
 
 def _on_mesh(job: JobConfig, one: Communication) -> Communication:
-    """dp, all ranks that sum gradients, is dp_replicate unless context parallelism joins them."""
+    """Replace dp by dp_replicate, or by dp_cp when gradient reduction spans context parallelism."""
     if one.message.axis != "dp":
         return one
     axis = "dp_replicate" if job.parallel.cp == 1 else GRADIENT_AXIS
     return replace(one, message=replace(one.message, axis=axis))
 
 
-# The formulas that these computations chose, in the order in which a prediction lists them.
+# The formulas used, in the order in which a prediction lists them.
 
 ALWAYS = (parameters.TOTAL, flops.MFU, memory.RESERVED)
-"""What every prediction rests on, whatever the job."""
+"""Formulas of every prediction."""
 
 ORDER = (
     parameters.TOTAL, parameters.STAGE, parameters.LAYER_PARAMETERS, parameters.LATENT,
@@ -210,7 +225,7 @@ def collect_formulas(
     pipeline: Pipelined,
     skew: Skew,
 ) -> tuple[Formula, ...]:
-    """The formulas that a prediction's parts carry, each once, in ORDER."""
+    """The formulas of a prediction's parts, each once, in ORDER."""
     sent = [each for stage in timed.values() for each in stage]
     groups = [
         ALWAYS, counted.formulas, pipeline.formulas, skew.formulas,
@@ -220,32 +235,53 @@ def collect_formulas(
     ]  # fmt: skip
     if sent:
         groups.append((comm_ops.WIRE,))
-    # Most messages share their formulas: each tuple is looked into once.
+    # Most messages share a tuple of formulas: read each tuple once.
     once = {id(group): group for group in groups}.values()
     found = {formula.id for group in once for formula in group}
     if comm_ops.TENSOR.id in found:
-        # Listed with tensor parallelism, also where the vocabulary is whole and the loss sends
-        # nothing.
+        # Listed with tensor parallelism even if the vocabulary is not split and the loss sends no
+        # message.
         found.add(comm_ops.LOSS.id)
     return tuple(formula for formula in ORDER if formula.id in found)
 
 
-# What was measured on a job.toml's cluster: nccl-tests sweeps, NCCL logs, own runs -> Rates.
+# Measurements that a job.toml names (nccl-tests sweeps, NCCL logs, calibrated runs) -> Rates.
 
-_MEND_RATES = "name the output of nccl-tests, or a log of NCCL with NCCL_DEBUG_SUBSYS=TUNING"
+_MEND_RATES = "use the output of nccl-tests, or an NCCL log written with NCCL_DEBUG_SUBSYS=TUNING"
 
 
 def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
-    """The measurements that [hardware] of the file names, as rates_of. Raises DataError."""
+    """Read the measured collective times that [hardware] of a job.toml names.
+
+    Uses the keys measured (output of nccl-tests, NCCL logs), transfers (written by a calibration)
+    and file. If several give the same op and number of ranks, measured wins.
+
+    Args:
+        path: the job.toml; paths in it are relative to its folder.
+        hardware: the hardware of the job (job.hardware); its GPUs per node decide which sweeps ran
+            on several full nodes.
+
+    Returns:
+        The Rates for predict and plan; empty when the file names no measurement.
+
+    Raises:
+        DataError: a named file is missing, cannot be read or contains no measurement.
+
+    Example:
+        from stepsplit.analyzer import predict, read_job, read_rates
+
+        job = read_job("job.toml")
+        prediction = predict(job, read_rates("job.toml", job.hardware))
+    """
     return rates_of(read_table(path), hardware)
 
 
 def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
-    """The measurements that [hardware] measured, transfers and file of a job.toml name.
+    """Read the measurements that [hardware] names: measured, transfers and file.
 
-    Paths are relative to the job.toml. A sweep of more ranks than the hardware has in a node ran on
-    full nodes. Of one op and ranks, measured counts before the file. Raises DataError for a file
-    that holds no measurement.
+    Paths are relative to the job.toml. A sweep over more ranks than one node has is taken to run on
+    full nodes. For the same op and ranks, measured wins over file. Raises DataError for a file
+    without a measurement.
     """
     table = run.inner("hardware")
     places = [Path(table.where).parent / name for name in measured_files(table)]
@@ -256,7 +292,7 @@ def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
 
 
 def _transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
-    """The sweeps that a calibration took from recorded runs."""
+    """The sweeps that a calibration wrote from recorded runs."""
     stated = decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
     path = table.path("transfers")
     return tuple(
@@ -274,7 +310,7 @@ def _transfer(table: TomlTable) -> TransferSweep:
 
 
 def _measured(places: list[Path], ranks_per_node: int) -> Rates:
-    """The readers bring numpy along, so they are loaded only where something was measured."""
+    """Read the files. The readers import numpy, so they are imported only here."""
     from stepsplit.analyzer.model.comm_measured import sweeps_of, tuner_tables
     from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
     from stepsplit.analyzer.readers.nccl.records import NcclLog
@@ -287,6 +323,6 @@ def _measured(places: list[Path], ranks_per_node: int) -> Rates:
         tables = [table for one in read if isinstance(one, NcclLog) for table in tuner_tables(one)]
         known = sweeps_of(sweeps, ranks_per_node)
         if not known and not tables:
-            raise DataError(place, "holds no sweep and no table of times", _MEND_RATES)
+            raise DataError(place, "contains no sweep and no tuner table", _MEND_RATES)
         found = Rates((*found.sweeps, *known), (*found.tables, *tables))
     return found

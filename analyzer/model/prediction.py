@@ -1,4 +1,4 @@
-"""Prediction: the modelled step in the same terms as a measured one, and its JSON."""
+"""Prediction of one step in the same terms as a measured one, and its JSON."""
 
 from __future__ import annotations
 
@@ -12,26 +12,39 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.formulas import Formula
 
-# Prediction: what a step should cost, by the same words as what it did cost.
+# The parts of a prediction.
 
 SCHEMA = "stepsplit.prediction/1"
 
 Confidence = Literal["calibrated", "high", "low"]
 
 GRADIENT_AXIS = "dp_cp"
-"""The axis of all ranks that sum gradients, where those of cp are among them."""
+"""The axis of gradient reduction when it also spans the ranks of context parallelism."""
 
 
 def group_axis(axis: str) -> str:
-    """The axis of a predicted message as config.span_of knows it."""
+    """Name of a predicted message's axis in config.span_of."""
     return "dp" if axis == GRADIENT_AXIS else axis
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Peak bytes allocated on one rank of a pipeline stage, by what they are for.
+    """Peak allocated memory on one rank of a pipeline stage, in bytes by category.
 
-    formulas gave them; a prediction read from a file has them in Prediction.formulas alone.
+    Args:
+        stage: pipeline coordinate, from 0.
+        weights_bytes: weights.
+        gradients_bytes: gradients.
+        optimizer_bytes: optimizer states, with the fp32 copy of 16-bit weights.
+        activations_bytes: saved activations at the peak.
+        transient_bytes: gathered weights, logits and working memory at the peak.
+        other_bytes: workspaces and the constant of a calibration.
+        formulas: the formulas used, default (); empty when the prediction was read from a file,
+            which keeps them in Prediction.formulas.
+
+    Example:
+        >>> StageMemory(0, 4, 4, 12, 8, 2, 1).total_bytes
+        31
     """
 
     stage: int
@@ -45,6 +58,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
+        """Sum of all categories, in bytes."""
         return (
             self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
             + self.activations_bytes + self.transient_bytes + self.other_bytes
@@ -53,10 +67,18 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A time in ns with what it may well be instead: low_ns <= ns <= high_ns.
+    """A time in ns with its error band: low_ns <= ns <= high_ns.
 
-    The first of formulas gave the time, the others are those that it was chosen from. They are
-    empty for what takes no time, and in a prediction that was read from a file.
+    Args:
+        ns: the expected time.
+        low_ns: lower end of the error band.
+        high_ns: upper end of the error band.
+        formulas: the formula of the time first, then the alternatives it was chosen from; default
+            (), as for a zero time and in a prediction read from a file.
+
+    Example:
+        >>> (Band(100.0, 80.0, 125.0) * 2).high_ns
+        250.0
     """
 
     ns: float
@@ -70,7 +92,17 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """A message, the time of all its calls in a step, and how much of that compute cannot hide."""
+    """One kind of message of a stage: its time in a step and the exposed part of it.
+
+    Args:
+        message: op, axis, phase, bytes and number of calls in a step (CommOp).
+        time: time of all calls in a step, with its error band.
+        exposed_ns: the part of the time that compute does not overlap.
+
+    Example:
+        largest = max(prediction.communication, key=lambda each: each.exposed_ns)
+        print(largest.message.op, largest.message.axis, largest.exposed_ns)
+    """
 
     message: CommOp
     time: Band
@@ -79,11 +111,35 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the model says of one step. Bytes and splits are a rank's, FLOPs the whole job's.
+    """The predicted step of a job. Bytes and splits are per rank, FLOPs of the whole job.
 
-    splits holds one Split a pipeline stage, split the slowest stage's. mfu and hfu follow
-    convention (flops.CONVENTIONS), None where no peak is known at the dtype. confidence is low
-    where the model is known to fail, and notes say why.
+    Args:
+        parameters: parameters of the model.
+        parameters_per_stage: parameters on one rank of each pipeline stage.
+        memory: peak memory of one rank of each stage.
+        model_flops: FLOPs of a step without recomputation.
+        hardware_flops: FLOPs of a step with recomputation.
+        communication: every message of every stage.
+        bubble_fraction: pipeline bubble / window, 0..1.
+        bubble_overhead: pipeline bubble / useful time.
+        splits: one Split per stage, in ns.
+        split: the Split of the slowest stage.
+        low_ns: lower end of the step time's error band.
+        high_ns: upper end of the step time's error band.
+        convention: how model FLOPs are counted ("C1").
+        mfu: model FLOPs utilization, 0..1; None when the peak at the dtype is unknown.
+        hfu: hardware FLOPs utilization, likewise.
+        tokens_per_s_per_gpu: throughput of one GPU.
+        fits: whether every stage fits in the device memory.
+        confidence: "calibrated", "high" or "low".
+        notes: the caveats behind a low confidence.
+        formulas: the formulas used, with citations.
+
+    Example:
+        from stepsplit.analyzer import predict, read_job
+
+        prediction = predict(read_job("job.toml"))
+        print(prediction.split.step_ns, prediction.mfu, prediction.fits)
     """
 
     parameters: int
@@ -108,7 +164,7 @@ class Prediction:
     formulas: tuple[Formula, ...]
 
 
-# A prediction as JSON, in and out, in the keys that scripts rely on.
+# Prediction <-> JSON. Scripts rely on these keys.
 
 PREDICTION_NAME = "prediction.json"
 
@@ -121,7 +177,7 @@ _WORDS = ("strategy", "op", "axis", "phase")
 _BUCKETS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 
 _FORMULAS = "formulas"
-"""What a row carries beside its numbers; the JSON has the formulas once, for all rows."""
+"""The field that rows leave out: the JSON lists the formulas once, at the top level."""
 
 _MEMORY = tuple(each.name for each in fields(StageMemory) if each.name != _FORMULAS)
 
@@ -129,9 +185,9 @@ _MESSAGE = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
 
 
 def prediction_to_json(prediction: Prediction) -> str:
-    """The prediction as JSON text of the schema stepsplit.prediction/1; times are whole ns.
+    """Write the prediction as JSON (schema stepsplit.prediction/1, times in whole ns).
 
-    Each part of the top level has a line of its own, so that a diff can be read.
+    Each top-level key has its own line, for readable diffs.
     """
     parts = (
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
@@ -141,7 +197,7 @@ def prediction_to_json(prediction: Prediction) -> str:
 
 
 def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Prediction:
-    """The prediction of the text. Raises DataError where the text is none of this schema."""
+    """Read a prediction from JSON. Raises DataError if the text is not of this schema."""
     try:
         body = json.loads(text)
         schema = body["schema"]
@@ -150,11 +206,11 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
     except (KeyError, TypeError, ValueError) as error:
         problem = f"not a stepsplit prediction ({_told(error)})"
         raise DataError(source, problem, _MEND_PREDICTION) from None
-    raise DataError(source, f"of schema {schema}, not {SCHEMA}", _MEND_PREDICTION)
+    raise DataError(source, f"schema is {schema}, expected {SCHEMA}", _MEND_PREDICTION)
 
 
 def _told(error: Exception) -> str:
-    return f"no {error}" if isinstance(error, KeyError) else str(error)
+    return f"missing {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _body(prediction: Prediction) -> dict[str, Any]:
@@ -186,7 +242,7 @@ def _body(prediction: Prediction) -> dict[str, Any]:
 
 
 def _split_row(split: Split) -> dict[str, int]:
-    """The buckets, their sum, and behind them the memos."""
+    """The buckets, their sum, then the memos."""
     buckets = dict(zip(_BUCKETS, split.buckets_ns, strict=True))
     memos = {name: getattr(split, name) for name in MEMOS}
     return buckets | {"step_ns": split.step_ns} | memos
@@ -204,7 +260,7 @@ def _communication_row(row: Communication) -> dict[str, Any]:
 
 
 def _prediction(body: Mapping[str, Any]) -> Prediction:
-    """The prediction of a body; KeyError, TypeError and ValueError say what is amiss."""
+    """Parse a body. Raises KeyError, TypeError or ValueError."""
     return Prediction(
         **{name: _whole(body, name) for name in _WHOLE},
         parameters_per_stage=tuple(map(_as_whole, body["parameters_per_stage"])),
@@ -253,7 +309,7 @@ def _confidence(word: object) -> Confidence:
     for known in get_args(Confidence):
         if word == known:
             return cast(Confidence, known)
-    raise ValueError(f"confidence {word!r} is none of {get_args(Confidence)}")
+    raise ValueError(f"confidence is {word!r}, expected one of {get_args(Confidence)}")
 
 
 def _whole(row: Mapping[str, Any], name: str) -> int:
@@ -262,17 +318,17 @@ def _whole(row: Mapping[str, Any], name: str) -> int:
 
 def _as_whole(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
     value = row[name]
     if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return float(value)
 
 
 def _must_add_up(row: Mapping[str, Any], name: str, total: int) -> None:
     if row[name] != total:
-        raise ValueError(f"{name} {row[name]} where its parts add up to {total}")
+        raise ValueError(f"{name} is {row[name]}, but its parts add up to {total}")

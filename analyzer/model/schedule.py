@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order each rank runs its passes, and what that keeps in memory."""
+"""Pipeline schedules: the order of each rank's passes, and the activations in flight."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
 from stepsplit.analyzer.model.formulas import Formula
 
-# In which order each rank of a pipeline does its passes, and which model stages it holds.
+# The order of passes of each pipeline rank, and the model stages of its chunks.
 
 Places = tuple[tuple[int, ...], ...]
-"""For each rank the positions in the model of its chunks."""
+"""For each rank, the positions of its chunks in the model."""
 
 
 @lru_cache(maxsize=256)
 def orders(
     schedule: Schedule, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Order, ...]:
-    """What each of so many ranks does, first to last.
+    """The passes of each rank, in order.
 
-    chunks counts the model stages of a rank in interleaved; zb-v, dualpipe and dualpipe-v hold two
-    whatever it says. A pipeline of one rank runs microbatch by microbatch. microbatches are those
-    of both directions in dualpipe. Raises UsageError where the schedule is not defined.
+    chunks is the number of model stages per rank in interleaved; zb-v, dualpipe and dualpipe-v
+    always have two. In dualpipe, microbatches counts both directions. A pipeline of one rank runs
+    microbatch by microbatch. Raises UsageError if the schedule is not defined for these sizes.
     """
     _check(schedule, stages, microbatches, chunks)
     ranks = range(stages)
@@ -35,9 +35,9 @@ def orders(
 
 
 def places(schedule: Schedule, stages: int, chunks: int = 1) -> Places:
-    """Positions in the model of each rank's chunks, in the order of Pass.chunk.
+    """Positions of each rank's chunks in the model, in the order of Pass.chunk.
 
-    dualpipe's two chunks lie in two copies of a model of so many stages, see dualpipe.
+    The two chunks of dualpipe belong to two copies of the model.
     """
     p = stages
     if p > 1 and schedule in ("zb-v", "dualpipe-v"):
@@ -75,16 +75,16 @@ def _check(schedule: str, p: int, m: int, chunks: int) -> None:
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r} is unknown; write one of {', '.join(SCHEDULES)}")
     if min(p, m, chunks) < 1:
-        raise UsageError(f"{p} stages, {m} microbatches, {chunks} chunks: each must be 1 or more")
+        raise UsageError(f"{p} stages, {m} microbatches, {chunks} chunks: all must be 1 or more")
     if chunks > 1 and p > 1 and schedule != "interleaved" and schedule not in TWO_STAGES:
-        raise UsageError(f"{schedule} holds 1 chunk a rank, not {chunks}; use interleaved")
+        raise UsageError(f"{schedule} has 1 chunk per rank, not {chunks}; use interleaved")
     if p > 1 and schedule == "dualpipe" and (p % 2 or m % 2):
-        raise UsageError(f"dualpipe halves pp = {p} and microbatches = {m}; make both even")
+        raise UsageError(f"dualpipe needs an even pp and number of microbatches, not {p} and {m}")
     if p > 1 and schedule.startswith("dualpipe") and m < 2 * p:
-        raise UsageError(f"{schedule} needs 2 pp = {2 * p} microbatches, not {m}; use {2 * p}")
+        raise UsageError(f"{schedule} needs at least 2 pp = {2 * p} microbatches, not {m}")
 
 
-# Orders of the schedules that run a forward and a backward at once: DualPipe and DualPipeV.
+# Schedules that overlap a forward and a backward: DualPipe and DualPipeV.
 
 
 def dualpipe(rank: int, p: int, m: int) -> Order:
@@ -106,9 +106,9 @@ def dualpipe_v(rank: int, p: int, m: int) -> Order:
 
 
 def _phases(rank: int, p: int, m: int) -> list[Phase]:
-    """The eight steps, from the end of the V (or of the half pipeline) at rank p - 1 outward.
+    """The eight phases, from the turn of the V (or of the half pipeline) at rank p - 1 outward.
 
-    The rank at the turn does its first forward and backward one after the other.
+    The rank at the turn runs its first forward and backward one after the other.
     """
     outer, inner = p - rank - 1, rank + 1
     steady = m - 2 * p + inner
@@ -133,11 +133,11 @@ def _swapped(words: str) -> str:
     return words.translate(str.maketrans("01", "10"))
 
 
-# Orders of the schedules that split the backward to fill holes: ZB-H1, ZB-H2 and ZB-V.
+# Schedules that split the backward to fill bubbles: ZB-H1, ZB-H2 and ZB-V.
 
 
 def zb_h1(rank: int, p: int, m: int) -> Order:
-    """As 1F1B, with weight gradients that lag by one microbatch for each rank before this one.
+    """1F1B with weight gradients delayed by one microbatch for each rank before this one.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1, figure 3 (top).
     """
@@ -145,12 +145,12 @@ def zb_h1(rank: int, p: int, m: int) -> Order:
 
 
 def zb_h2(rank: int, p: int, m: int) -> Order:
-    """Twice the warm-up and twice the lag of ZB-H1 (same paper, section 2.2, figure 3)."""
+    """Twice the warm-up and twice the delay of ZB-H1 (same paper, section 2.2, figure 3)."""
     return _lagging(2 * (p - rank - 1), 2 * rank, m)
 
 
 def _lagging(warm: int, lag: int, m: int) -> Order:
-    """warm forwards ahead; weight gradients that lag as long as there are further microbatches."""
+    """warm forwards first; weight gradients are delayed by lag while microbatches remain."""
     full = max(m, warm + lag + 1)
     phases = [("F0", warm), ("F0 I0", lag), ("F0 I0 W0", full - warm - lag)]
     return played([*phases, ("I0 W0", warm), ("W0", lag)], [range(m)])
@@ -168,7 +168,7 @@ def zb_v(rank: int, p: int, m: int) -> Order:
     return played([*warm, ("F0 I0 W F1 I1 W", full - p), *cool], [range(m)] * 2)
 
 
-# How many activations a pipeline rank holds at its peak.
+# Activations in flight on a pipeline rank.
 
 IN_FLIGHT = Formula(
     "schedule.in_flight",
@@ -183,13 +183,13 @@ IN_FLIGHT = Formula(
 def in_flight(
     schedule: Schedule, stages: int, microbatches: int, chunks: int = 1, rank: int = 0
 ) -> int:
-    """Activations of a microbatch in a chunk that rank holds at its peak.
+    """Peak number of (microbatch, chunk) activations in flight on a rank.
 
-    Each is worth the layers of one chunk of that rank: a v-th of the rank's layers in interleaved,
-    half of them in zb-v and dualpipe-v; in dualpipe those of one stage of one copy of the model,
-    all of the rank's elsewhere. An activation lives from the start of its forward to the end of
-    its backward, or of its weight gradient where that is split off. A pipeline of one rank holds
-    one microbatch, in all chunks. Raises UsageError where interleaved groups cannot be made.
+    The layers of one activation are those of one chunk: 1/v of the rank's layers in interleaved,
+    half of them in zb-v and dualpipe-v, one stage of one copy of the model in dualpipe, all of them
+    in the others. An activation lives from the start of its forward to the end of its backward, or
+    of its weight gradient if the backward is split. A pipeline of one rank has one microbatch in
+    flight, in all chunks. Raises UsageError if interleaved cannot form equal groups.
     """
     p, m, v, left = stages, microbatches, chunks, stages - rank
     if p == 1:
@@ -216,16 +216,16 @@ def in_flight(
 
 
 def peak(order: Iterable[Pass]) -> int:
-    """The same, counted in the order of a rank's passes: no times can change it."""
+    """Count the peak from the order of a rank's passes; it does not depend on their times."""
     changes = ({"F": 1, "I": 0}.get(one.kind, -1) for one in order)
     return max(accumulate(changes), default=0)
 
 
-# Orders of the schedules that run each backward whole: naive, GPipe, 1F1B and interleaved.
+# Schedules with whole backwards: naive, GPipe, 1F1B and interleaved.
 
 
 def alone(microbatches: int, chunks: int) -> Order:
-    """A pipeline of one rank: forth through all chunks and back, microbatch by microbatch."""
+    """A pipeline of one rank: forward and backward through all chunks, by microbatch."""
     there, back = range(chunks), range(chunks - 1, -1, -1)
     pattern = " ".join([*(f"F{c}" for c in there), *(f"B{c}" for c in back)])
     return played([(pattern, microbatches)], [range(microbatches)] * chunks)
@@ -248,15 +248,15 @@ def one_forward_one_backward(rank: int, p: int, m: int) -> Order:
 
 
 def group_size(p: int, m: int) -> int:
-    """Microbatches that pass one chunk before the next chunk's turn comes.
+    """Microbatches that run in one chunk before the next chunk's turn.
 
-    p where it divides m, as Megatron-LM demands; else those of torch.distributed.pipelining's
-    Interleaved1F1B: m // p rounds of equal size, one round where m < p. Raises UsageError.
+    p if it divides m, as Megatron-LM requires; else as in torch.distributed.pipelining's
+    Interleaved1F1B: m // p rounds of equal size, one round if m < p. Raises UsageError.
     """
     rounds = max(1, m // p)
     if m % rounds:
         raise UsageError(
-            f"interleaved: {m} microbatches do not make {m} // {p} = {rounds} equal rounds; "
+            f"interleaved: can't split {m} microbatches into {m} // {p} = {rounds} equal rounds; "
             f"use {rounds * p} or {(rounds + 1) * p} microbatches, a multiple of pp = {p}"
         )
     return m // rounds
@@ -265,8 +265,8 @@ def group_size(p: int, m: int) -> int:
 def interleaved(rank: int, p: int, m: int, chunks: int) -> Order:
     """Groups of microbatches walk through the chunks (Narayanan et al., SC'21, section 2.2.2).
 
-    Warm-up of 2 (p - rank - 1) + (v - 1) g forwards with groups of g, as Megatron-LM's
-    schedules.py. Raises UsageError where no groups can be made.
+    Warm-up of 2 (p - rank - 1) + (v - 1) g forwards with groups of g, as in Megatron-LM's
+    schedules.py. Raises UsageError if it cannot form equal groups.
     """
     group, total = group_size(p, m), m * chunks
     warm = min(2 * (p - rank - 1) + (chunks - 1) * group, total)
@@ -282,7 +282,7 @@ def interleaved(rank: int, p: int, m: int, chunks: int) -> Order:
     return (*forwards[:warm], *(one for pair in steady for one in pair), *backwards[total - warm :])
 
 
-# What a pipeline rank does next: passes, and the patterns that write their order.
+# Passes, and the patterns that describe their order.
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -292,9 +292,9 @@ class Pass:
     """Work of a rank on one microbatch in one of its chunks.
 
     kind is F (forward), B (whole backward), I (input gradient) or W (weight gradient, at any time
-    after its I). joined passes run at once with the next pass of the rank: both start when both
-    can, and both end after the sum of their times (DualPipe's overlapped forward and backward,
-    where the overlap hides communication and makes no compute faster).
+    after its I). A joined pass overlaps the next pass of the rank: both start when both can, and
+    both end after the sum of their times (DualPipe's overlapped forward and backward, which hides
+    communication but makes no compute faster).
     """
 
     kind: Kind
@@ -305,23 +305,23 @@ class Pass:
 
 @lru_cache(maxsize=1 << 14)
 def one_pass(kind: Kind, microbatch: int, chunk: int = 0, joined: bool = False) -> Pass:
-    """The same Pass for the same words: ranks share passes, which is faster than more of them."""
+    """A cached Pass: ranks share equal passes, which is faster than creating more."""
     return Pass(kind, microbatch, chunk, joined)
 
 
 Order = tuple[Pass, ...]
-"""What one rank does, first to last."""
+"""The passes of one rank, first to last."""
 
 Phase = tuple[str, int]
-"""A pattern such as "F0 I1 W" and how often it comes: kinds with their chunks, W without one for
-the oldest input gradient that waits, and F0&B1 for two passes that run at once."""
+"""A pattern such as "F0 I1 W" and its number of repeats: kinds with their chunks, W without a chunk
+for the oldest pending input gradient, and F0&B1 for two passes that overlap."""
 
 
 def played(phases: Iterable[Phase], lanes: Sequence[range]) -> Order:
-    """The order that the patterns write; lanes are the microbatches of each chunk.
+    """Expand patterns to an order; lanes are the microbatches of each chunk.
 
-    F counts up in its chunk, B and I count up together; what lies beyond the last microbatch of
-    the chunk is left out.
+    F counts up in its chunk, B and I count up together; passes beyond the last microbatch of the
+    chunk are dropped.
     """
     forwards, backwards = [0] * len(lanes), [0] * len(lanes)
     waiting: deque[tuple[int, int]] = deque()
@@ -341,7 +341,7 @@ def played(phases: Iterable[Phase], lanes: Sequence[range]) -> Order:
 
 
 def _words(phases: Iterable[Phase]) -> Iterator[tuple[Kind, int, bool]]:
-    """Kind, chunk (-1: any) and whether it is joined with the next."""
+    """Kind, chunk (-1: any) and whether the pass overlaps the next."""
     for pattern, times in phases:
         words = [
             (cast(Kind, part[0]), int(part[1:] or -1), joined)

@@ -11,40 +11,40 @@ from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.schedule import Kind, Order, Pass, Places, orders, places
 
-# How long a pipeline takes and how long each rank stands still in it, as fast as may be.
+# Time and bubbles of a pipeline, by the fastest method.
 
 FRACTION = Formula(
     "pipeline.bubble_fraction",
-    "holes / (holes + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
+    "bubble / (bubble + useful time); equal stages: (p-1)/(m+p-1), interleaved (p-1)/(v m + p-1)",
     "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
 )
 
 OVERHEAD = Formula(
     "pipeline.bubble_overhead",
-    "holes / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
+    "bubble / useful time; equal stages: (p-1)/m, interleaved (p-1)/(v m)",
     "Narayanan et al., SC'21, arXiv:2104.04473, sections 2.2.1 and 2.2.2",
 )
 
 _ALIKE = 1e-12
-"""Times this close in relation to their size are the same but for rounding."""
+"""Relative difference up to which times are equal except for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTime:
-    """makespan_ns is first forward to last backward over all ranks, holes_ns what each rank does
-    not work of it."""
+    """makespan_ns is the time from the first forward to the last backward of all ranks, holes_ns
+    the bubble of each rank within it."""
 
     makespan_ns: float
     holes_ns: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
-        """Holes / window, over all ranks (FRACTION)."""
+        """Bubble / window, over all ranks (FRACTION)."""
         return sum(self.holes_ns) / (self.makespan_ns * len(self.holes_ns))
 
     @property
     def bubble_overhead(self) -> float:
-        """Holes / useful time, over all ranks (OVERHEAD)."""
+        """Bubble / useful time, over all ranks (OVERHEAD)."""
         holes_ns = sum(self.holes_ns)
         return holes_ns / (self.makespan_ns * len(self.holes_ns) - holes_ns)
 
@@ -59,11 +59,11 @@ def pipeline_ns(
     transfer_ns: float = 0.0,
     blocking: bool = False,
 ) -> PipelineTime:
-    """The time of the schedule on so many ranks (stages), with costs for each model stage.
+    """Time a schedule on a number of ranks (stages), with costs for each model stage.
 
-    The result is that of simulate on all microbatches up to rounding: by arithmetic where
-    the longest path is known, by repetition where the ranks have fallen into step, else by
-    simulation of all. Raises UsageError for what orders or simulate refuse.
+    Gives the result of a simulation of all microbatches up to rounding: from a closed form if the
+    longest path is known, by extrapolation if the schedule reaches a steady state, else by
+    simulation. Raises UsageError for an invalid schedule or number of costs.
     """
     few = _fewer(schedule, stages, microbatches)
     start = graph(schedule, stages, few, chunks)
@@ -89,10 +89,9 @@ def _repeated(
     transfer_ns: float,
     blocking: bool,
 ) -> float | None:
-    """The makespan by that of fewer microbatches, and of twice as many until one will do.
+    """Extrapolate the makespan from fewer microbatches, doubled until there is a steady state.
 
-    None where the ranks drift apart as long as there are microbatches: those that run ahead of a
-    slower one, in schedules that let them.
+    None if there is none: in some schedules ranks keep running ahead of a slower one.
     """
     few, repeat = _fewer(schedule, p, m), _repeats(schedule, p)
     while few < m:
@@ -106,10 +105,10 @@ def _repeated(
 
 
 def _known(schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float) -> float | None:
-    """The longest path where it is the same for all costs, if senders are not held up.
+    """The longest path in closed form, without blocking sends; None if there is no closed form.
 
-    One rank, and naive: all of it, m times. GPipe: equal jobs through p machines in a row, all of
-    them there and then back.
+    One rank and naive: m times the whole path. GPipe: m equal jobs through p machines in a row,
+    forward and then backward.
     """
     forwards = [forward for forward, _, _ in costs]
     backwards = [inputs + weights for _, inputs, weights in costs]
@@ -122,14 +121,14 @@ def _known(schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float)
 
 
 def _repeats(schedule: Schedule, p: int) -> int:
-    """Microbatches after which the order of every rank repeats."""
+    """Number of microbatches after which the order of every rank repeats."""
     return {"interleaved": p, "dualpipe": 2}.get(schedule, 1)
 
 
 def _fewer(schedule: Schedule, p: int, m: int) -> int:
-    """As few microbatches as the start, the end and some repeats between them need, or m.
+    """The fewest microbatches for start, end and some repeats between them, or m.
 
-    The rest of a division by the repeat stays.
+    Its remainder modulo the repeat is that of m.
     """
     repeat = _repeats(schedule, p)
     few = (3 if schedule == "1f1b" else 5) * p + repeat
@@ -141,10 +140,10 @@ def _fewer(schedule: Schedule, p: int, m: int) -> int:
 def _period_ns(
     of: ScheduleGraph, order_of: tuple[Order, ...], schedule: Schedule, ends: list[float]
 ) -> float | None:
-    """How much later everything happens with each repeat; None while ranks still drift apart.
+    """Time that each repeat adds in the steady state; None if there is no steady state yet.
 
-    Times are sums and maxima of earlier ones. Where a whole stretch, longer than any pass reaches
-    back, comes later by the same time on all ranks, whatever follows does.
+    Times are sums and maxima of earlier ones. If a stretch longer than any dependency is shifted by
+    the same time on all ranks, everything after it is too.
     """
     shifts: list[float] = []
     for ends_of, order in zip(by_rank(of, ends), order_of, strict=True):
@@ -153,10 +152,10 @@ def _period_ns(
 
 
 def _shifts(ends: list[float], order: Order, schedule: Schedule, p: int) -> list[float]:
-    """By how much passes come later than those one repeat before, over p microbatches and more.
+    """Delays of passes relative to one repeat before, over a stretch of at least p microbatches.
 
-    The stretch ends with the last forward of some chunk: up to there a rank does the same however
-    many microbatches follow.
+    The stretch ends with the first chunk's last forward: up to there the order does not depend on
+    the number of microbatches that follow.
     """
     last = {one.chunk: at for at, one in enumerate(order) if one.kind == "F"}
     until, repeat = 1 + min(last.values()), _repeats(schedule, p)
@@ -166,7 +165,7 @@ def _shifts(ends: list[float], order: Order, schedule: Schedule, p: int) -> list
     return [ends[at] - ends[at - length] for at in range(since, until)]
 
 
-# When each pass of a pipeline of unequal stages runs.
+# Simulation of a pipeline with unequal stages.
 
 Costs = tuple[tuple[float, float, float], ...]
 """For each model stage, first to last: forward, input gradient and weight gradient of one
@@ -183,22 +182,22 @@ class ScheduleTimeline:
 
     @property
     def makespan_ns(self) -> float:
-        """First forward to last backward over all ranks: the window of the bubble."""
+        """First forward to last backward of all ranks: the window of the bubble."""
         return max(ends[-1] for ends in self.ends_ns)
 
     @property
     def holes_ns(self) -> tuple[float, ...]:
-        """For each rank the window less its passes."""
+        """The bubble of each rank: the window less its passes."""
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
 
 def simulate(
     graph: ScheduleGraph, costs: Costs, transfer_ns: float = 0.0, blocking: bool = False
 ) -> ScheduleTimeline:
-    """Every pass starts when its rank is free and what it waits for is there.
+    """Simulate the graph: a pass starts when its rank is free and its input has arrived.
 
-    What one rank sends to another arrives transfer_ns later. Meanwhile the sender goes on, unless
-    blocking holds it up. Raises UsageError where costs are not those of the graph's stages.
+    Messages between ranks take transfer_ns; the sender continues meanwhile, unless blocking is set.
+    Raises UsageError if there is not one cost per stage of the graph.
     """
     check(graph, costs)
     times = table(graph, costs)
@@ -212,22 +211,22 @@ def simulate(
 
 
 def check(graph: ScheduleGraph, costs: Costs) -> None:
-    """Raises UsageError where costs are not one for each model stage."""
+    """Raise UsageError if there is not one cost per model stage."""
     if len(costs) != graph.positions:
         raise UsageError(
-            f"costs of {len(costs)} stages for a pipeline of {graph.positions}; give one a stage"
+            f"{len(costs)} costs for a pipeline of {graph.positions} stages; give one per stage"
         )
 
 
 def busy_ns(graph: ScheduleGraph, times: Sequence[float]) -> tuple[float, ...]:
-    """What the passes of each rank take together."""
+    """Total time of the passes of each rank."""
     return tuple(sum(times[cost] for cost in costs) for costs in graph.cost_of)
 
 
 def node_ends(
     graph: ScheduleGraph, times: Sequence[float], transfer_ns: float, blocking: bool
 ) -> list[float]:
-    """The end of each node: the longest path to it."""
+    """End time of each node: the longest path to it."""
     free = [0.0] * len(graph.node_of)
     ends: list[float] = []
     held_ns = transfer_ns if blocking else 0.0
@@ -244,31 +243,31 @@ def node_ends(
 
 
 def table(graph: ScheduleGraph, costs: Costs) -> list[float]:
-    """The time of every cost of the graph, and 0 at the end for gates."""
+    """The time of every cost of the graph, and a final 0 for gates."""
     each = [t for f, i, w in costs for t in (f, i + w, i, w)]
     return [*each, *(each[one] + each[other] for one, other in graph.pairs), 0.0]
 
 
 def by_rank(graph: ScheduleGraph, values: Sequence[float]) -> Iterator[list[float]]:
-    """The values of each rank's passes, from those of the nodes."""
+    """Group the values of nodes by rank."""
     return ([values[node] for node in nodes] for nodes in graph.node_of)
 
 
-# Which pass waits for which: the orders of all ranks as one sequence that can be timed.
+# The dependency graph of all ranks' passes, in an order in which it can be timed.
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 Node = tuple[int, int, int, bool, bool]
 """rank, cost, the node it waits for (-1: none), whether that is on another rank, whether another
-rank waits for this one. Cost is 4 position + kind, or counts on from there through pairs."""
+rank waits for this one. cost is 4 position + kind; the costs of pairs follow after those."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleGraph:
-    """nodes in an order in which each comes after what it waits for.
+    """The dependency graph, with nodes in topological order.
 
-    positions is the number of model stages; pairs are the two costs of joined passes, which share
-    a node; node_of and cost_of give node and cost of each rank's passes.
+    positions is the number of model stages; pairs are the two costs of overlapped passes, which
+    share a node; node_of and cost_of are node and cost of each rank's passes.
     """
 
     positions: int
@@ -280,17 +279,17 @@ class ScheduleGraph:
 
 @lru_cache(maxsize=128)
 def graph(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> ScheduleGraph:
-    """The graph of a schedule's own orders. Raises UsageError as orders does."""
+    """The graph of a schedule. Raises UsageError if the schedule is not valid."""
     held = places(schedule, stages, chunks)
     return linked(orders(schedule, stages, microbatches, chunks), held)
 
 
 def linked(orders: Sequence[Order], places: Places) -> ScheduleGraph:
-    """The graph of these orders, with the stages of each rank at these places of the model.
+    """The graph of the ranks' orders, with their chunks at the given positions of the model.
 
-    A forward waits for that of the stage before, a backward for that of the stage behind and for
-    its own forward, a weight gradient for its input gradient. Raises UsageError where some pass
-    waits forever.
+    A forward waits for the forward of the stage before, a backward for the backward of the stage
+    after and for its own forward, a weight gradient for its input gradient. Raises UsageError for
+    a deadlock.
     """
     building = _Building(orders, places)
     while sum(building.advances(rank) for rank in range(len(orders))):
@@ -304,10 +303,10 @@ _UNDONE, _NOTHING = -2, -1
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What passes of one kind and chunk have in common; slots are those of microbatch 0.
+    """Dependencies of passes of one kind and chunk, as slots of microbatch 0.
 
     Every forward and backward of the model has a slot for its node; own is the pass of the same
-    rank that must be done before, need the one that the start is counted from.
+    rank that must be done before, need the pass whose end the start depends on.
     """
 
     cost: int
@@ -319,7 +318,7 @@ class _Shape:
 
 
 class _Building:
-    """The nodes so far, and how far each rank has come."""
+    """Builds the graph rank by rank, as far as dependencies allow."""
 
     def __init__(self, orders: Sequence[Order], places: Places) -> None:
         self.orders = orders
@@ -333,7 +332,7 @@ class _Building:
         self.node_of: list[list[int]] = [[] for _ in orders]
 
     def advances(self, rank: int) -> bool:
-        """Places the passes of a rank until one must wait; whether there was any."""
+        """Add the passes of a rank until one must wait. Returns whether any was added."""
         placed, order, shapes = self.node_of[rank], self.orders[rank], self.shapes[rank]
         slots, nodes, before = self.slots, self.nodes, len(self.node_of[rank])
         while (at := len(placed)) < len(order):
@@ -356,9 +355,9 @@ class _Building:
             at = len(self.node_of[rank])
             if at < len(order):
                 raise UsageError(
-                    f"rank {rank} never gets past its pass {at + 1} of {len(order)}, "
-                    f"{order[at].kind} of microbatch {order[at].microbatch}: what that waits for "
-                    "comes later; fix the order"
+                    f"deadlock: rank {rank} blocks at pass {at + 1} of {len(order)}, "
+                    f"{order[at].kind} of microbatch {order[at].microbatch}, which needs a later "
+                    "pass; fix the order"
                 )
 
     def graph(self) -> ScheduleGraph:
@@ -370,7 +369,7 @@ class _Building:
         return ScheduleGraph(self.positions, tuple(self.nodes), tuple(self.pairs), node_of, costs)
 
     def _joined(self, rank: int, first: _Shape, one: Pass, other: Pass) -> bool:
-        """A gate that waits for what the first needs, and a node of both after it."""
+        """Add a gate for the first pass's dependency, and after it one node for both passes."""
         second = self.shapes[rank][other.kind, other.chunk]
         slot = second.need + other.microbatch
         if _UNDONE in (self.slots[slot], self.slots[second.own + other.microbatch]):
@@ -450,16 +449,17 @@ def bubble_ns(
     chunks: int = 1,
     transfer_ns: float = 0.0,
 ) -> float | None:
-    """What the rank that idles longest idles between its own first forward and its own last pass.
+    """Largest bubble of any rank between its own first forward and its own last pass.
 
-    times_ns are the forward, input gradient and weight gradient (TF, TB, TW) of one microbatch in
-    all chunks of a rank, transfer_ns (Tc) that of one message, which delays the receiver only and
-    is short beside a pass. Weight gradients are no longer than forwards and input gradients.
-    None where there is no closed form: the V shapes, DualPipe, unequal groups of interleaved.
+    times_ns are forward, input gradient and weight gradient (TF, TB, TW) of one microbatch in all
+    chunks of a rank. transfer_ns (Tc) is the time of one message, which delays only the receiver
+    and is short compared with a pass. Weight gradients are assumed not to be longer than forwards
+    and input gradients. None if there is no closed form: V shapes, DualPipe, unequal groups of
+    interleaved.
 
-    It is the window's hole too, but in zb-h2: there the last rank is through (p-1) times TF + Tc
-    later than the first. In interleaved the paper's Tc is p less than what simulate finds
-    for Megatron-LM's order, whose longest path has 2 (p v - 1) messages.
+    It equals the bubble in the window of all ranks except in zb-h2, where the last rank ends
+    (p-1) (TF + Tc) after the first. In interleaved the paper counts p fewer Tc than a simulation of
+    Megatron-LM's order, whose longest path has 2 (p v - 1) messages.
     """
     p, m, v = stages, microbatches, chunks
     forward, inputs, weights = times_ns
@@ -491,7 +491,7 @@ def bubble_rate(
     chunks: int = 1,
     transfer_ns: float = 0.0,
 ) -> float | None:
-    """bubble / (bubble + m T), as Qi et al. (arXiv:2401.10241) print it; None as bubble_ns."""
+    """bubble / (bubble + m T), as in Qi et al. (arXiv:2401.10241); None without a closed form."""
     idle_ns = bubble_ns(schedule, stages, microbatches, times_ns, chunks, transfer_ns)
     if idle_ns is None:
         return None
@@ -499,13 +499,13 @@ def bubble_rate(
 
 
 def _messages_1f1b(p: int, m: int) -> int:
-    """Messages on the longest path: there and back, and p-1 more each way with each further p
-    microbatches; 2 (p-1) (m+p) / p - 2 where p divides m."""
+    """Messages on the longest path: forward and backward, and p-1 more in each direction for each
+    further p microbatches; 2 (p-1) (m+p) / p - 2 if p divides m."""
     rounds, rest = divmod(m - 1, p)
     return 2 * (p - 1) + 2 * (rounds * (p - 1) + max(0, rest - 1))
 
 
-# What a pipeline schedule costs even when every stage is equally fast.
+# Bubble of a schedule with equal stages, in the window of all ranks.
 
 Times = tuple[float, float, float]
 """One microbatch on one stage: its forward, input gradient and weight gradient, in one unit."""
@@ -518,12 +518,12 @@ def ideal_bubble_fraction(
     chunks: int = 1,
     times_ns: Times | None = None,
 ) -> float | None:
-    """Holes / window of the schedule with equal stages and no communication, a ratio.
+    """Bubble / window of the schedule with equal stages and no communication, a ratio.
 
-    stages counts the ranks of a pipeline (p), chunks the stages on each (v); microbatches (m) are
-    those of both directions in dualpipe. The window begins with the first forward of any rank and
-    ends with the last backward of any. None for a schedule not modelled, and where it splits the
-    backward and times_ns is not known.
+    stages is the number of pipeline ranks (p), chunks the number of stages on each (v);
+    microbatches (m) counts both directions in dualpipe. The window is from the first forward to the
+    last backward of all ranks. None if the schedule is not modelled, or if it splits the backward
+    and times_ns is unknown.
     """
     if min(stages, microbatches, chunks) < 1:
         return None
@@ -540,11 +540,11 @@ def ideal_bubble_fraction(
 
 
 def _holes_in_passes(schedule: str, p: int, m: int, v: int) -> int | None:
-    """A rank's holes, in forward and backward passes of one stage; None for other schedules.
+    """A rank's bubble in forward-backward passes of one stage; None for other schedules.
 
     Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, SC'21: sections 2.2.1 (GPipe and 1F1B: p-1) and 2.2.2 (interleaved: p-1 passes of
-    a stage that is v times smaller). Fewer microbatches than ranks leave a hole in each further
+    a stage that is v times smaller). Fewer microbatches than ranks leave a bubble in each further
     round of chunks. naive runs one microbatch at a time: each rank works 1/p of the time.
     """
     match schedule:
@@ -558,15 +558,15 @@ def _holes_in_passes(schedule: str, p: int, m: int, v: int) -> int | None:
 
 
 def _holes_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
-    """A rank's holes where the backward is split; None for schedules that are not modelled.
+    """A rank's bubble with a split backward; None for schedules that are not modelled.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241: table 2 (ZB-H1: (p-1)(F+I-W),
     ZB-H2: (p-1)(F+I-2W)), appendix H (m <= p), section 6 (ZB-V: none where F = I = W). DeepSeek,
-    README of DualPipe: (p/2-1)(F&B + B - 3W) with B = I + W and F&B the time of both at once, which
-    end together; here nothing is gained by that, so F&B = F + B. DualPipeV folds its p stages onto
-    p/2 ranks.
-    These count each rank from its own first forward. The window is the whole pipeline's, so that
-    the farthest rank's holes are at least the forwards it waits for.
+    README of DualPipe: (p/2-1)(F&B + B - 3W) with B = I + W and F&B the time of both overlapped;
+    here the overlap makes neither faster, so F&B = F + B. DualPipeV folds its p stages onto p/2
+    ranks.
+    These count each rank from its own first forward. The window is that of the whole pipeline, so
+    that the last rank's bubble is at least the forwards it waits for.
     """
     forward, inputs, weights = times_ns
     match schedule:

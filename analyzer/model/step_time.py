@@ -1,4 +1,4 @@
-"""Step time: stages, exposed communication, pipeline, stragglers, and the confidence in it."""
+"""Step time: stages, exposed communication, pipeline, stragglers, caveats and error band."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from stepsplit.analyzer.model.schedule_time import (
     pipeline_ns,
 )
 
-# The pipeline's window, holes and transfers, from the times of its stages.
+# The pipeline's window, bubbles and messages, from the times of its stages.
 
 OWN = "pp"
-"""The strategy of the messages between neighbors."""
+"""The strategy of messages between pipeline stages."""
 
 
 def pipelined(
     job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
 ) -> Pipelined:
-    """The schedule run on the stages' times, with its messages and without."""
+    """Time the schedule with the stages' times, with and without its messages."""
     layout, costs = job.parallel, costs_of(job, stages)
     if layout.pp == 1:
         alone = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
@@ -67,7 +67,7 @@ def pipelined(
 
 
 def costs_of(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
-    """One entry a model stage: forward, input gradient and weight gradient of a microbatch."""
+    """Forward, input gradient and weight gradient of a microbatch for each model stage, in ns."""
     found: dict[int, tuple[float, float, float]] = {}
     for stage in stages:
         for chunk, place in enumerate(chunks_of_rank(job, stage.stage.index)):
@@ -77,14 +77,14 @@ def costs_of(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
 
 
 def transfer_ns(timed: dict[int, tuple[Timed, ...]]) -> float:
-    """The time of one message between neighbors."""
+    """The time of one message between pipeline stages."""
     return max(
         (each.each.ns for stage in timed.values() for each in stage if _own(each)), default=0.0
     )
 
 
 def between_stages(timed: tuple[Timed, ...], exposed_ns: int) -> tuple[Communication, ...]:
-    """A stage's messages to its neighbors; what they add to it is shared out by their times."""
+    """A stage's pipeline messages; the exposed time is split in proportion to their times."""
     own = [each for each in timed if _own(each)]
     total_ns = sum(each.time.ns for each in own)
     return tuple(
@@ -110,10 +110,10 @@ STRAGGLERS = Formula(
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
-    """The pipeline's time, and what its own messages take of it.
+    """The pipeline's time and its messages' part of it.
 
-    transfers_ns is how much shorter it would be with free messages, moving_ns how long each rank's
-    own messages take.
+    transfers_ns is how much shorter the pipeline would be without message time, moving_ns the time
+    of each rank's own messages.
     """
 
     time: PipelineTime
@@ -122,14 +122,14 @@ class Pipelined:
     formulas: tuple[Formula, ...] = ()
 
     def exposed_ns(self, rank: int) -> int:
-        """What a rank's own messages add to its holes: the rest of those is waiting."""
+        """The part of a rank's bubble that is its own messages; the rest is waiting."""
         return round(min(self.transfers_ns, self.moving_ns[rank], self.time.holes_ns[rank]))
 
 
 def splits_of(
     job: JobConfig, stages: tuple[StageTime, ...], pipeline: Pipelined, skew: Skew
 ) -> tuple[Split, ...]:
-    """One Split a stage; all stages end the step together, so that the early ones wait."""
+    """One Split per stage. All stages end the step together, so faster ones wait (bubble)."""
     whole = tuple(
         _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
         for stage, holes in zip(stages, pipeline.time.holes_ns, strict=True)
@@ -141,16 +141,16 @@ def splits_of(
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """What waiting for the slowest node adds to a step, a share of it, and by which formula."""
+    """Wait for the slowest node as a share of the step, and its formula."""
 
     share: float
     formulas: tuple[Formula, ...]
 
 
 def straggling(job: JobConfig) -> Skew:
-    """What waiting for the slowest node adds to a step.
+    """Wait for the slowest node as a share of the step.
 
-    CPU ranks vary one by one, and those of another pp coordinate are waited for in the bubble.
+    On CPU each rank varies on its own; waits for other pp coordinates count as bubble.
     """
     nodes = max(1.0, job.parallel.world_size / job.hardware.gpus_per_node)
     formulas = (STRAGGLERS,) if nodes > 1 else ()
@@ -174,40 +174,40 @@ def _split(job: JobConfig, stage: StageTime, between_ns: int, holes_ns: float) -
 
 
 def _until(split: Split, step_ns: int) -> Split:
-    """The same, waiting for the slowest stage at the step's end."""
+    """Add the wait for the slowest stage at the end of the step to the bubble."""
     return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
 
 
-# Where the model is known to fail, and says so.
+# Caveats: cases in which the model is known to be wrong.
 
 MOSTLY = 0.4
-"""A step of which communication takes more rests on link constants, not on measured kernels."""
+"""Share of communication above which a step depends more on link constants than on kernels."""
 
 UNSURE = 0.25
-"""What each reason to doubt adds to the error, a ratio: the published runs of a framework that was
-not fitted (nanotron's on H100) are off by as much on average."""
+"""What each caveat adds to the error, a ratio: the mean error on published runs of a framework
+that was not fitted (nanotron on H100)."""
 
 
 def doubts(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
-    """Why the step time may be far off; empty where nothing says so."""
+    """Reasons why the step time may be far off."""
     found = []
     if any(_host_bound(job, stage) for stage in stages):
         found.append("host-bound: launching a layer takes about as long as computing it")
     found += [
         f"{axis} crosses nodes: a group of {span_of(job, axis).ranks} over"
-        f" {span_of(job, axis).nodes} nodes waits for the network inside every layer"
+        f" {span_of(job, axis).nodes} nodes communicates over the network in every layer"
         for axis in ("tp", "cp", "ep")
         if span_of(job, axis).nodes > 1
     ]
     if job.training.offload & {"parameters", "activations"}:
-        found.append("moving offloaded parameters and activations is not timed")
+        found.append("transfers of offloaded parameters and activations are not modelled")
     if split.exposed_comm_ns > MOSTLY * split.step_ns:
-        found.append("communication takes most of the step: it rests on the links' constants")
+        found.append("communication takes most of the step: the estimate depends on link constants")
     return (*found, *_unfitted(job))
 
 
 def _host_bound(job: JobConfig, stage: StageTime) -> bool:
-    """A host whose launches were calibrated holds the device up as predicted."""
+    """Whether launching takes about as long as computing and the launch time is not calibrated."""
     return not job.hardware.efficiency.host_ns and any(
         host_bound(one, launches(job, chunk.layers))
         for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
@@ -215,12 +215,12 @@ def _host_bound(job: JobConfig, stage: StageTime) -> bool:
 
 
 def _unfitted(job: JobConfig) -> tuple[str, ...]:
-    """What the fitted runs were, where the job is something else."""
+    """Framework, device and dtype for which the efficiencies are not calibrated."""
     known, hardware = job.hardware.efficiency, job.hardware
     if not known.rows:
-        return (f"{hardware.name}: efficiencies are guesses, no published run was fitted",)
+        return (f"{hardware.name}: efficiencies are not calibrated",)
     return tuple(
-        f"{hardware.family} efficiencies come from runs of {' and '.join(fitted)}, not {this}"
+        f"{hardware.family} efficiencies are calibrated on {' and '.join(fitted)}, not {this}"
         for fitted, this in (
             (known.frameworks, job.training.framework),
             (known.devices, hardware.name),
@@ -231,7 +231,7 @@ def _unfitted(job: JobConfig) -> tuple[str, ...]:
 
 
 def confidence_of(job: JobConfig, reasons: tuple[str, ...]) -> Confidence:
-    """low with any reason to doubt; calibrated where the user's own runs set the constants."""
+    """low with any caveat; calibrated if the user's own runs set the constants."""
     if reasons:
         return "low"
     calibrated = any(row.startswith("run:") for row in job.hardware.efficiency.rows)
@@ -239,21 +239,22 @@ def confidence_of(job: JobConfig, reasons: tuple[str, ...]) -> Confidence:
 
 
 def band_of(job: JobConfig, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
-    """What the step may well take instead, in ns: 9 of 10 published runs lie that near."""
+    """Error band of the step time in ns, which contains 9 of 10 published runs."""
     off = job.hardware.efficiency.error + UNSURE * len(reasons)
     return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))
 
 
-# The time of one microbatch on one rank of a stage, and what comes once a step.
+# The time of one microbatch on one rank of a stage, and of what runs once per step.
 
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One rank of a pipeline stage, chunk by chunk: passes compute, comm is the exposed
-    communication and idle the waiting for the host of one microbatch.
+    """Times of one rank of a pipeline stage.
 
-    communication lists every message but the pipeline's own. idle_overlapped_ns is the part of a
-    step's idle time in which communication that runs once a step is under way.
+    passes, comm and idle have one entry per chunk, for one microbatch: compute, exposed
+    communication and waits for the host. communication lists every message except the pipeline's.
+    idle_overlapped_ns is the idle time of a step that overlaps communication which runs once per
+    step.
     """
 
     stage: StageConfig
@@ -267,7 +268,7 @@ class StageTime:
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     def on(self, stage: StageConfig) -> StageTime:
-        """The same on a stage that holds and sends the same."""
+        """The same times for another, equal stage."""
         if stage == self.stage:
             return self
         moved = tuple(
@@ -283,11 +284,11 @@ class StageTime:
 
     @property
     def idle_ns(self) -> float:
-        """What one microbatch waits for the host on the whole rank."""
+        """Host-bound idle time of one microbatch on the whole rank."""
         return _sum_ns(self.idle)
 
     def cost(self, chunk: int) -> LayerPass:
-        """All that one microbatch takes on one of the chunks."""
+        """Total time of one microbatch on one of the chunks."""
         return self.passes[chunk] + self.comm[chunk] + self.idle[chunk]
 
 
@@ -298,7 +299,7 @@ def stage_time(
     held: StageParameters,
     timed: tuple[Timed, ...],
 ) -> StageTime:
-    """The stage's times; timed are its messages."""
+    """Compute the times of a stage from its parameters and its timed messages."""
     passes = tuple(
         one + _copies(job, speed, held, chunk)
         for one, chunk in zip(chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True)
@@ -340,7 +341,7 @@ def _overlap_idle_ns(
     found: tuple[Communication, ...],
     idle: tuple[LayerPass, ...],
 ) -> float:
-    """The idle time of one microbatch in which communication that runs once a step goes on."""
+    """Idle time of one microbatch that overlaps communication which runs once per step."""
     movable_ns = {"forward": 0.0, "backward": 0.0}
     for key, group in _group_by_family(job, timed).items():
         total_ns = sum(each.time.ns for each in group)
@@ -356,7 +357,7 @@ def _overlap_idle_ns(
 def _spread(
     job: JobConfig, stage: StageConfig, found: tuple[Communication, ...]
 ) -> tuple[LayerPass, ...]:
-    """The exposed communication of one microbatch, shared out over the chunks by their layers."""
+    """Exposed communication of one microbatch, split over the chunks by their layers."""
     m, chunks = rounds(job), stage.chunks
     forward = _exposed_ns(job, found, ("forward",)) / m
     backward = _exposed_ns(job, found, BACKWARD) / m
@@ -378,9 +379,9 @@ def _beside(job: JobConfig, passes: tuple[LayerPass, ...]) -> Beside:
 
 
 def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -> LayerPass:
-    """What sharded parameters cost beside their collectives: a quarter of it in the forward.
+    """FSDP copies around its collectives, a quarter of them in the forward.
 
-    In a pipeline, which gathers once a step, a microbatch bears its share.
+    A pipeline gathers once per step, so each microbatch has a share of the time.
     """
     if job.parallel.zero != 3:
         return LayerPass(0.0, 0.0, 0.0)
@@ -393,17 +394,17 @@ def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -
     return LayerPass(whole / 4, 0.0, whole * 3 / 4, formulas=formulas)
 
 
-# How much of a stage's communication its compute cannot hide.
+# How much of a stage's communication is exposed.
 
 EXPOSED = Formula(
     "step.exposed",
-    "overlapped: max(first or last call, t_comm - compute beside it); else all of t_comm",
+    "overlapped: max(first or last call, t_comm - concurrent compute); else all of t_comm",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7; Zhao et al., PyTorch FSDP,"
     " arXiv:2304.11277, section 3.3",
 )
 
 TENSOR_LEFT = 0.25
-"""Products overlapped with their own collective are cut in four: one part stays exposed (Wang et
+"""A GEMM that overlaps its own collective is split in four, and one part stays exposed (Wang et
 al., ASPLOS 2023; Transformer Engine's default of four splits)."""
 
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
@@ -413,28 +414,28 @@ BACKWARD = ("backward", "recompute")
 ONCE = ("grad_sync", "optimizer", "other")
 
 HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
-"""What runs inside a layer hides before what only has to be there in time."""
+"""Communication inside a layer overlaps first, prefetched communication last."""
 
 Family = tuple[str, str]
-"""An axis, all data-parallel ones as dp, and a phase, what happens in the backward as backward."""
+"""Axis (dp for all data-parallel axes) and phase (backward for all that runs in it)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A message and the time of one call."""
+    """A message and the time of one call (each)."""
 
     message: CommOp
     each: Band
 
     @property
     def time(self) -> Band:
-        """All its calls in a step."""
+        """The time of all calls in a step."""
         return self.each * self.message.count
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Compute of one rank that can hide communication, in ns a step; the core is attention's."""
+    """Compute of one rank that communication can overlap, in ns per step; core is attention."""
 
     forward_ns: float
     backward_ns: float
@@ -443,7 +444,7 @@ class Beside:
     microbatches: int
 
     def pool(self, phase: str) -> tuple[str, float]:
-        """The pass that a phase runs beside, and its time: at the step's end of one microbatch."""
+        """The pass that a phase overlaps, and its time (of one microbatch if once per step)."""
         pool = _pass_of(phase)
         whole_ns = self.backward_ns if pool == "backward" else self.forward_ns
         return pool, whole_ns / self.microbatches if phase in ONCE else whole_ns
@@ -454,8 +455,11 @@ def _pass_of(phase: str) -> str:
 
 
 def exposed(job: JobConfig, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
-    """Each message with its exposed time; what shares an axis and a phase is hidden together, and
-    no compute hides two axes."""
+    """Compute the exposed time of each message.
+
+    Messages of one axis and phase overlap together; compute that overlaps one axis is not used for
+    another.
+    """
     kept = tuple(timed)
     left = _left(job, _group_by_family(job, kept), beside)
     return tuple(
@@ -474,14 +478,14 @@ def _group_by_family(job: JobConfig, timed: Iterable[Timed]) -> dict[Family, lis
 
 
 def family(job: JobConfig, message: CommOp) -> Family:
-    """What the message is hidden with."""
+    """Axis and phase of the messages that overlap together with this one."""
     axis = "dp" if message.axis in DATA_AXES else message.axis
     inside = message.phase in BACKWARD or _every_microbatch(job, message)
     return axis, "backward" if inside else message.phase
 
 
 def _every_microbatch(job: JobConfig, message: CommOp) -> bool:
-    """Whether gradients leave in the backward of every microbatch."""
+    """Whether gradient reduction runs in the backward of every microbatch."""
     if message.phase != "grad_sync" or job.parallel.pp > 1:
         return False
     sharded = message.strategy in ("fsdp", "hsdp")
@@ -489,7 +493,7 @@ def _every_microbatch(job: JobConfig, message: CommOp) -> bool:
 
 
 def _left(job: JobConfig, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
-    """The share of each group's time that stays exposed."""
+    """Compute the exposed share of each group's time."""
     used: defaultdict[str, float] = defaultdict(float)
     found = {}
     for key in sorted(groups, key=lambda each: HIDDEN_FIRST.index(each[0])):
@@ -505,7 +509,7 @@ def _left(job: JobConfig, groups: dict[Family, list[Timed]], beside: Beside) -> 
 
 
 def _overlaps(job: JobConfig, axis: str) -> bool:
-    """On a CPU FSDP has no stream beside the one that computes: it waits for each of its calls."""
+    """Whether the axis can overlap compute; on CPU, FSDP has one stream and waits for each call."""
     if job.hardware.family == "cpu" and job.parallel.zero == 3 and axis == "dp":
         return False
     if axis == "cp":
@@ -514,8 +518,8 @@ def _overlaps(job: JobConfig, axis: str) -> bool:
 
 
 def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> float:
-    """Context parallelism hides behind attention's core alone, a ring not behind the last of its
-    pieces, when all has come round."""
+    """Compute available for overlap: for context parallelism only attention's core, in a ring
+    without its last step, after which no message follows."""
     if key[0] == "cp":
         core_ns = beside.core_backward_ns if key[1] == "backward" else beside.core_ns
         free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _turns(job) else 1.0))
@@ -527,8 +531,8 @@ def _turns(job: JobConfig) -> bool:
 
 
 def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> float:
-    """The share of the calls that nothing runs beside: the first or last of a phase; in a ring
-    the gradients of keys and values as they come home, one of its 2 (c-1) turns backward."""
+    """The share of the calls that cannot overlap: the first or last of a phase; in a ring the last
+    hop of the gradients of keys and values, one of 2 (c-1) in the backward."""
     axis, phase = key
     if axis == "tp":
         return TENSOR_LEFT
@@ -541,5 +545,5 @@ def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> 
 
 
 def _starts(job: JobConfig, phase: str) -> int:
-    """How often in a step such calls start with nothing beside them."""
+    """How often per step such calls start without concurrent compute."""
     return 1 if phase in ONCE or stays_gathered(job) else job.microbatches

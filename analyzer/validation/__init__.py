@@ -1,4 +1,4 @@
-"""Validation: the model against published tables, or a user's measurements."""
+"""Validation of the model against published tables or a user's measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stepsplit.analyzer.validation.predictions import (
 )
 from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, Row
 
-# validate: the whole table of checks, on the product's own published rows or on other people's.
+# validate: all checks, on the published rows of the package or on other ones.
 
 GROUPS = (
     states_checks, deepspeed_checks, activation_checks, count_checks, rate_checks, bubble_checks,
@@ -37,16 +37,31 @@ GROUPS = (
 
 
 def validate(folder: Path | None = None) -> tuple[Check, ...]:
-    """Every check, in the order of GROUPS.
+    """Check the model against published measurements, or against your own.
 
-    folder holds CSV files with the names and columns of analyzer/model/published: more columns are
-    ignored, a check whose file is absent has no rows. Raises UsageError where none of the files
-    is there, DataError for a file that cannot be read.
+    Args:
+        folder: CSV files with the names and columns of analyzer/validation/published; further
+            columns are ignored, and a check without its file is skipped. Default None: the
+            published tables of the package.
+
+    Returns:
+        The checks with their rows (published and predicted values with units), the result of each
+        and the bar that it has to meet.
+
+    Raises:
+        UsageError: the folder has none of the files.
+        DataError: a file cannot be read, or lacks a column.
+
+    Example:
+        from stepsplit.analyzer import validate
+
+        for check in validate():
+            print(check.name, check.result, check.met)
     """
     published = Published(folder or PUBLISHED)
     if not any(map(published.has, IDS)):
         raise UsageError(
-            f"{published.folder}: no published table here, such as {next(iter(IDS))}.csv"
+            f"{published.folder}: contains no published table such as {next(iter(IDS))}.csv"
         )
     return tuple(each for group in GROUPS for each in group(published))
 
@@ -57,7 +72,7 @@ SCHEMA = "stepsplit.validation/1"
 
 
 def to_json(checks: Iterable[Check]) -> str:
-    """All checks with all rows; error is predicted / published - 1, null where 0 was published."""
+    """All checks with all rows; error is predicted / published - 1, null if published is 0."""
     return json.dumps({"schema": SCHEMA, "checks": [_check(each) for each in checks]}, indent=1)
 
 

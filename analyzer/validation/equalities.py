@@ -1,4 +1,4 @@
-"""Validation by equality: published formulas and counts that the model must reproduce."""
+"""Equality checks: published formulas and counts that the model must reproduce."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from stepsplit.analyzer.validation.tables import (
     parameters,
 )
 
-# Activation formulas of Korthikanti et al., item by item, against the closed forms they print.
+# Activation formulas of Korthikanti et al.: the model's items against the printed closed forms.
 
 SEQ_LEN, VOCAB, TP = 2048, 51200, 8
 
@@ -93,7 +93,7 @@ def activation_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _layers(row: PublishedRow) -> tuple[Row, ...]:
-    """The formulas of the table that give one layer's bytes, each for four models."""
+    """The table's formulas of one layer's bytes, each for four models."""
     known = row.text("configuration") in CONFIGURATIONS
     return tuple(_layer(row, name) for name in SIZES) if known else ()
 
@@ -115,7 +115,7 @@ def _layer(row: PublishedRow, name: str) -> Row:
 
 
 def _figure1(row: PublishedRow) -> tuple[Row, ...]:
-    """The figure counts weight matrices of layers alone, and the first stage's microbatches."""
+    """The figure counts only weight matrices of layers, and the first stage's microbatches."""
     row.choice("model", SIZES)
     name = row.text("model")
     plain, sequence = _job(name, _pipeline(name)), _job(name, _pipeline(name, sequence=True))
@@ -165,7 +165,7 @@ def _job(name: str, layout: ParallelConfig) -> JobConfig:
     )
 
 
-# Bubble rates of schedules, against those that Qi et al. calculated from profiled times.
+# Bubble rates of schedules against those that Qi et al. computed from profiled times.
 
 COLUMNS = {
     "bubble_1F1B": "1f1b",
@@ -174,7 +174,7 @@ COLUMNS = {
     "bubble_ZB_H2": "zb-h2",
     "bubble_ZB_1p": "zb-h1",
 }
-"""ZB-1p is the order of ZB-H1 here; ZB-2p is found by a search and has no closed form."""
+"""ZB-1p has the order of ZB-H1 here; ZB-2p is found by search and has no closed form."""
 
 BUBBLE_TOLERANCE = 1e-4
 
@@ -201,7 +201,7 @@ def _rate(row: PublishedRow, column: str) -> Row:
     return Row(row.table, row.id, column, said, found, "ratio", tolerance=BUBBLE_TOLERANCE)
 
 
-# Parameters, and the FLOPs and utilization that follow from a published time.
+# Numbers of parameters.
 
 QUANTITIES = ("params_total", "params_active")
 
@@ -232,7 +232,7 @@ def _mpt(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _scalar(row: PublishedRow) -> tuple[Row, ...]:
-    """Printed as 671B and 37B; of the active ones the embedding is looked up, not multiplied."""
+    """Printed as 671B and 37B; the active parameters exclude the embedding table."""
     what = row.text("quantity")
     if what not in QUANTITIES:
         return ()
@@ -244,7 +244,7 @@ def _scalar(row: PublishedRow) -> tuple[Row, ...]:
     return (Row(row.table, row.id, what, said, float(found), "parameters", tolerance=0.5e9),)
 
 
-# DeepSpeed's own memory estimators: their formulas, and what they print.
+# DeepSpeed's own memory estimators: their formulas and their printed results.
 
 PARAMETERS, LARGEST, DEEPSPEED_RANKS = 10**12, 10**9, 64
 
@@ -259,7 +259,7 @@ def deepspeed_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _formula(row: PublishedRow) -> tuple[Row, ...]:
-    """Bytes on a GPU for PARAMETERS parameters, LARGEST in the largest layer, over RANKS ranks."""
+    """Bytes on a GPU for PARAMETERS parameters, LARGEST of them in the largest layer."""
     symbols = {"P": PARAMETERS, "N": DEEPSPEED_RANKS, "largest": LARGEST}
     said = evaluate(row.text("gpu_bytes"), symbols)
     moved = _moved(row.text("offload"))
@@ -272,7 +272,7 @@ def _outputs(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _gpu(row: PublishedRow) -> Row:
-    """The estimator's "GB" are GiB."""
+    """The estimator prints GiB as "GB"."""
     ranks = row.count("gpus_per_node") * row.count("nodes")
     found = _gpu_bytes(
         row.text("stage"), _moved(row.text("options")), row.count("total_params"),
@@ -292,7 +292,7 @@ def _host(row: PublishedRow) -> Row:
 
 
 def _printed(row: PublishedRow, column: str, what: str, found: int) -> Row:
-    """The printed counts are rounded to a million parameters: 0.1 % beside the last digit."""
+    """The parameters are rounded to a million: tolerance 0.1 % plus half of the last digit."""
     said = row.number(column)
     open_ = half_digit(row.text(column)) + 1e-3 * said
     return Row(row.table, row.id, what, said, found / 2**30, "GiB", tolerance=open_)
@@ -314,13 +314,13 @@ def _gpu_bytes(stage: str, moved: frozenset[str], count: int, largest: int, rank
     return offload(states, recipe).states.total_bytes + gathered
 
 
-# FLOP/s, utilization and days that papers print, from their own times.
+# FLOP/s, utilization and days in papers, computed from their published times.
 
 FOUNDRY_PEAKS = {
     ("h100_80gb", "amp_bf16"): 989.5e12, ("h100_80gb", "bf16"): 989.5e12,
     ("h100_80gb", "amp_fp8"): 1979e12,
 }  # fmt: skip
-"""Of the benchmark's script; its A100 rows take 312e12."""
+"""Peak FLOP/s in the benchmark's script; its A100 rows use 312e12."""
 
 TOKENS, H100_TFLOPS = 300e9, 989.0
 
@@ -349,7 +349,7 @@ def _table1(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _percent(row: PublishedRow, column: str, peak: float = PEAK_FLOPS_PER_S / 1e12) -> Row:
-    """The printed FLOP/s are whole TFLOP/s: what that leaves open is open here too."""
+    """The tolerance includes the rounding of the published rate to whole TFLOP/s."""
     rate, printed = row.text("tflops_per_gpu"), row.text(column)
     open_ = half_digit(printed) + 100 * half_digit(rate) / peak
     return Row(
@@ -378,7 +378,7 @@ def _days(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _korthikanti(row: PublishedRow) -> tuple[Row, ...]:
-    """From the time with selective recomputation; 0.3 points."""
+    """From the time with selective recomputation; tolerance 0.3 points."""
     case = korthikanti(row)[1]
     world = case.job.parallel.world_size
     return tuple(
@@ -392,7 +392,7 @@ def _korthikanti(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _mt_nlg(row: PublishedRow) -> tuple[Row, ...]:
-    """Whole TFLOP/s, from a time that is printed to a tenth of a second."""
+    """Printed as whole TFLOP/s, from a time in tenths of a second."""
     (case,) = mt_nlg(row)
     found = model_flops(case.job, "C3") / row.number("iter_s") / row.count("gpus") / 1e12
     said = row.number("tflops_per_gpu")
@@ -400,7 +400,7 @@ def _mt_nlg(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _foundry(row: PublishedRow) -> tuple[Row, ...]:
-    """C4; the throughput is printed to whole tokens a second, MFU to a hundredth of a percent."""
+    """Convention C4; the throughput is printed in whole tokens/s, MFU in 0.01 %."""
     case = llm_foundry(row)
     peak = FOUNDRY_PEAKS.get((row.text("gpu"), row.text("precision")), PEAK_FLOPS_PER_S)
     found = mfu(model_flops(case.job, "C4"), case.step_ns, row.count("gpus"), peak)
@@ -417,7 +417,7 @@ def _hundred(row: PublishedRow) -> tuple[Row, ...]:
     return (_percent(row, column, peak),)
 
 
-# Bytes of weights, gradients and optimizer, against the tables of those who defined them.
+# Bytes of weights, gradients and optimizer states against the tables of their authors.
 
 PAPER = TrainingConfig(
     seq_len=1, micro_batch=1, global_batch=1, dtype="fp16", gradient_dtype="fp16",
@@ -429,7 +429,7 @@ STAGES = {"baseline": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 DTYPES: dict[str, Dtype] = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 MANY = 10**12
-"""So many parameters that rounding to whole bytes does not show."""
+"""Enough parameters to make the rounding to whole bytes negligible."""
 
 
 def states_checks(published: Published) -> tuple[Check, ...]:
@@ -444,7 +444,7 @@ def states_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _zero_table1(row: PublishedRow) -> tuple[Row, ...]:
-    """Decimal GB on each of dp ranks."""
+    """Decimal GB on each of the dp ranks."""
     count, ranks = row.count("params"), row.count("dp")
     zero = row.choice("stage", STAGES)
     found = share(count, ranks, parameter_bytes(PAPER), PAPER, zero).total_bytes / 1e9
@@ -458,9 +458,9 @@ def _zero_table2(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _largest(row: PublishedRow, scheme: str) -> Row:
-    """The largest model whose states fill a GPU, spread over gpus / mp ranks, times mp.
+    """The largest model whose states, sharded over gpus / mp ranks, fill a GPU, times mp.
 
-    The paper multiplies what it has rounded to a tenth of a billion.
+    The paper rounds to a tenth of a billion before the multiplication.
     """
     ranks, mp = row.count("gpus") // row.count("mp"), row.count("mp")
     held = share(MANY, ranks, parameter_bytes(PAPER), PAPER, STAGES[scheme]).total_bytes
@@ -472,7 +472,7 @@ def _largest(row: PublishedRow, scheme: str) -> Row:
 
 
 def _megatron(row: PublishedRow) -> tuple[Row, ...]:
-    """Both columns, the distributed one over 2 and 64 ranks (d)."""
+    """Both columns, the distributed one for 2 and 64 ranks (d)."""
     recipe = TrainingConfig(
         seq_len=1, micro_batch=1, global_batch=1, framework="megatron",
         dtype=row.choice("param_dtype", DTYPES), gradient_dtype=row.choice("grad_dtype", DTYPES),
@@ -488,7 +488,7 @@ def _megatron(row: PublishedRow) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-# Bus bandwidth by nccl-tests' definition, and the volumes that real traces recorded.
+# Bus bandwidth factors of nccl-tests, and message volumes in recorded traces.
 
 OPS = {
     "AllReduce": "all_reduce", "ReduceScatter": "reduce_scatter", "AllGather": "all_gather",
@@ -504,7 +504,7 @@ VOLUMES = {
 }
 
 LEAST_GB = 0.01
-"""Summed norms and losses, a few MB a step, differ from version to version of torchtitan."""
+"""Smaller volumes are skipped: norms and losses differ between versions of torchtitan."""
 
 WIRE_TOLERANCE = 1e-3
 
@@ -530,7 +530,7 @@ def _factor(row: PublishedRow, ranks: int) -> Row:
 
 
 def _volumes(row: PublishedRow) -> tuple[Row, ...]:
-    """Input bytes of the first stage's rank in a step, as the traces count them; 0.1 %."""
+    """Input bytes of a rank of the first stage per step, as in the traces; tolerance 0.1 %."""
     sums = dict.fromkeys(VOLUMES, 0)
     for message in messages_of(ccl_bench(row)):
         if message.stage == 0 and message.op in sums:

@@ -1,4 +1,4 @@
-"""Validation of predicted step times, peak memory and collective times."""
+"""Checks of predicted step times, peak memory and collective times."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from stepsplit.analyzer.validation.tables import (
     measured,
 )
 
-# Predicted step times against published ones, beside what one constant utilization says.
+# Predicted step times against published ones, and against a constant-utilization baseline.
 
 BARS: dict[Family, tuple[float, float]] = {
     "A100 Megatron": (0.04, 0.08),
     "B200 dense": (0.05, 0.09),
     "llm-foundry": (0.06, 0.15),
 }
-"""Mean and 90th percentile of the absolute errors; other families are shown without a bar."""
+"""Mean and 90th percentile of the absolute errors; other families have no bar."""
 
 
 def step_time_checks(published: Published) -> tuple[Check, ...]:
-    """One check a family, against the baseline that knows the same rows as the model does."""
+    """One check per family, with a baseline fitted on the same rows as the model."""
     cases, fitted = possible_cases(published), fitted_step_times()
     known = [case for case in step_time_cases(Published()) if case.id in fitted]
     return tuple(
@@ -75,7 +75,7 @@ def step_time_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _whose(left_out: str) -> Family:
-    """The family that a row which is no case would most likely be of, by its id."""
+    """Guess the family of a skipped row from its id."""
     match left_out.partition("/")[0]:
         case "simumax":
             return "B200 dense"
@@ -100,11 +100,11 @@ def _check(
     found = check(name, rows, "mean/p90", bar, baseline)
     if found.skipped or baseline is None or found.result[0] <= baseline[0]:
         return found
-    return replace(found, note="one constant utilization does better on these rows")
+    return replace(found, note="a constant utilization is more accurate on these rows")
 
 
 def step_time_row(case: Case, fitted: Collection[str]) -> Row:
-    """The slowest stage's predicted step beside the published one."""
+    """The predicted step time (slowest stage) and the published one."""
     predicted = predict(case.job).split.step_ns
     return Row(
         case.table, case.id, "step time", case.step_ns, float(predicted), "ns",
@@ -141,7 +141,7 @@ def _torchtitan(published: Published) -> Check:
     found = gathered("torchtitan, peak memory", rows, _reserved, "mean/max", (), frozenset())
     if found.skipped:
         return found
-    return replace(found, note="what the allocator reserves; nothing is fitted")
+    return replace(found, note="reserved memory; no constant is fitted on these rows")
 
 
 def _reserved(row: PublishedRow) -> tuple[Row, ...]:
@@ -152,14 +152,14 @@ def _reserved(row: PublishedRow) -> tuple[Row, ...]:
 
 
 def _fullest(row: PublishedRow) -> tuple[Row, ...]:
-    """The fullest stage; the table states the maximum over all ranks."""
+    """The largest stage; the table has the maximum over all ranks."""
     found = max(stage.total_bytes for stage in memory_of(simumax(row).job))
     said = row.number("real_max_allocated_GiB")
     return (Row(row.table, row.id, "allocated", said, found / 2**30, "GiB"),)
 
 
 def _stages(row: PublishedRow) -> tuple[Row, ...]:
-    """The fullest rank of every stage; ranks are listed with the stage varying slowest."""
+    """The largest rank of every stage; ranks are listed stage by stage."""
     if not row.known("rank_max_allocated_MiB"):
         return ()
     ranks = [float(each) for each in row.text("rank_max_allocated_MiB").split(";")]
@@ -175,15 +175,15 @@ def _stages(row: PublishedRow) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-# The simplest model that there is: every run reaches the same share of the peak.
+# The baseline: all runs of a kind reach the same share of the peak FLOP/s.
 
 
 def baseline_rows(cases: Iterable[Case], known: Collection[Case]) -> tuple[Row, ...]:
-    """The step times of the cases by one hardware-FLOP utilization for each kind of run.
+    """Step times of the cases from one hardware FLOPs utilization per kind of run.
 
-    A kind is a GPU and a dtype. Its utilization is the mean of the known cases', on which the
-    model's constants were fitted too. A kind without known cases takes the mean of all of them;
-    with none at all nothing is said.
+    A kind is a GPU and a dtype. Its utilization is the mean of the known cases, those on which the
+    model's constants were fitted. A kind without known cases uses the mean of all of them. Without
+    any known case there are no rows.
     """
     if not known:
         return ()
@@ -207,14 +207,14 @@ def kind_of(case: Case) -> tuple[str, str]:
 
 
 def utilization(case: Case) -> float:
-    """Hardware FLOPs (C1) of the published step over what the peak allows, a ratio."""
+    """Hardware FLOPs (C1) of the published step over the peak, a ratio."""
     peak = case.job.hardware.peak_flops_per_s(case.job.training.dtype)
     assert peak, f"{case.id}: no peak of {case.job.hardware.name} at {case.job.training.dtype}"
     allowed = peak * case.job.parallel.world_size * case.step_ns * 1e-9
     return hardware_flops(case.job, "C1") / allowed
 
 
-# Peak memory of other programs, after one of each model's runs has been looked at.
+# Peak memory of other programs, calibrated on one run of each model.
 
 BAR = (0.10, 0.10)
 """Mean and maximum of the absolute errors."""
@@ -238,13 +238,13 @@ def calibrated_checks(published: Published) -> tuple[Check, ...]:
             "nanotron, peak memory", grid,
             lambda row: _peak(row, later[row.text("params_B")], "memory_GB_as_printed", nanotron),
             "mean/max", (), {row.id for row in later.values()},
-            note="calibrated on the first run of each model; allocated or reserved is not said",
+            note="calibrated on the first run of each model; allocated or reserved is unknown",
         ),
     )  # fmt: skip
 
 
 def _firsts(records: Iterable[PublishedRow], column: str) -> dict[str, PublishedRow]:
-    """The first record of each model: it is calibrated on, and so not reported."""
+    """The first record of each model, used for calibration and therefore not reported."""
     found: dict[str, PublishedRow] = {}
     for row in records:
         found.setdefault(row.text(column), row)
@@ -272,7 +272,7 @@ CLUSTERS = {
     "B200": ("b200-sxm", "efa-p6-b200"),
     "GH200": ("gh200", "slingshot-11"),
 }
-"""A word of the system's name -> its GPU and its network (ml-engineering's are AWS instances)."""
+"""Word in a system's name -> its GPU and network (AWS instances in ml-engineering)."""
 
 LARGE_BYTES = 64 * 2**20
 
@@ -291,7 +291,7 @@ def collective_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _valid(row: PublishedRow) -> bool:
-    """Rows whose results were wrong, or of systems that no preset describes, say nothing."""
+    """Whether the row is an all_reduce with correct results on a system that has a preset."""
     wrong = row.known("wrong_oop") and row.number("wrong_oop") != 0
     return not wrong and row.text("collective") == "all_reduce" and bool(_word(row))
 
@@ -302,7 +302,7 @@ def _word(row: PublishedRow) -> str:
 
 
 def _closed(rows: Iterable[PublishedRow]) -> tuple[Row, ...]:
-    """The closed form; a sweep's odd powers of two were fitted on."""
+    """Times of the closed form; odd powers of two of a sweep were used in the fit."""
     return marked([_time_row(row) for row in rows], fitted_collectives())
 
 
@@ -325,7 +325,7 @@ def _time_ns(row: PublishedRow) -> float:
 
 
 def _sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
-    """The rows of each sweep inside a node, by size."""
+    """The rows of each sweep inside a node, sorted by size."""
     found: dict[tuple[str, str], list[PublishedRow]] = {}
     for row in rows:
         if row.count("nodes") == 1:
@@ -334,7 +334,7 @@ def _sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
 
 
 def _left_out(rows: list[PublishedRow]) -> list[Row]:
-    """Each inner point from the others of its sweep: interpolation fits nothing."""
+    """Predict each inner point of a sweep from the others (leave-one-out)."""
     points = [(row.count("size_bytes"), _time_ns(row)) for row in rows]
     found = []
     for i, row in enumerate(rows[1:-1], start=1):
@@ -346,7 +346,7 @@ def _left_out(rows: list[PublishedRow]) -> list[Row]:
     return found
 
 
-# Bus bandwidths that large collectives reach in a node, by ranks and algorithm.
+# Bus bandwidth of large collectives in a node, by ranks and algorithm.
 
 BUSBW_TABLE = "nccl_busbw_by_ranks_and_algo"
 
@@ -361,7 +361,7 @@ def busbw_checks(published: Published) -> tuple[Check, ...]:
 
 
 def _rows(row: PublishedRow) -> tuple[Row, ...]:
-    """As NCCL chose, and where it was measured without the switch's own sums (NVLS)."""
+    """With NCCL's choice of algorithm and, where measured, without NVLS."""
     cluster = hardware(GPUS[_gpu(row)])
     rings = replace(cluster, nvls=0.0)
     chosen = rings if "NVLS=0" in row.text("collective") else cluster
@@ -385,7 +385,7 @@ def _gpu(row: PublishedRow) -> str:
     return row.text("system").split()[0].partition("x")[2]
 
 
-# What a layer saves in transformers, run eagerly, against measured coefficients.
+# Saved activations of a layer in eager transformers, against measured coefficients.
 
 EAGER_TABLE = "activation_coefficient_measured"
 

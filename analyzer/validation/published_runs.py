@@ -28,7 +28,7 @@ from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
 def sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
-    """Narayanan et al., SC'21, table 1: all layers recomputed, interleaved where chunks say so.
+    """Narayanan et al., SC'21, table 1: full recomputation, interleaved if there are chunks.
 
     Pipeline messages are scattered and gathered (section 4.1).
     """
@@ -38,7 +38,7 @@ def sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
 
 
 def sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
-    """Table 2, rows of PTD-P: 1F1B, for throughput falls with the GPUs as (p-1)/m of one chunk."""
+    """Table 2, rows of PTD-P. 1F1B, because throughput drops with GPUs as (p-1)/m predicts."""
     if row.text("scheme") != "PTD-P":
         return ()
     dp = row.count("gpus") // (row.count("tp") * row.count("pp"))
@@ -50,7 +50,7 @@ def sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
 
 
 def korthikanti(row: PublishedRow) -> tuple[Case, ...]:
-    """Korthikanti et al., table 5: all recomputed, and attention alone with sequence parallelism.
+    """Korthikanti et al., table 5: full recomputation, and selective with sequence parallelism.
 
     Gradients are fp32: the paper's figure 1 counts 18 bytes a parameter.
     """
@@ -72,7 +72,7 @@ def korthikanti(row: PublishedRow) -> tuple[Case, ...]:
 def mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
     """Smith et al., section 2.4: bf16, 1F1B of DeepSpeed, microbatches of one sequence.
 
-    DeepSpeed adds bf16 gradients up in fp32.
+    DeepSpeed accumulates bf16 gradients in fp32.
     """
     recipe = replace(
         _megatron_recipe(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
@@ -85,9 +85,9 @@ def mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
 def megascale(row: PublishedRow) -> tuple[Case, ...]:
     """Jiang et al., table 2 and figure 9, the rows of Megatron-LM.
 
-    The paper does not say what is recomputed. 53 % of the peak as MFU leaves no room for all of
-    it (71 % with it), and flash attention is named among MegaScale's own gains: so attention alone
-    is, with sequence parallelism, and the optimizer is spread over data parallelism.
+    The paper does not name the recomputation. Full recomputation is implausible at an MFU of 53 %
+    (an HFU of 71 %), and flash attention is listed as a gain of MegaScale. Assumed: selective
+    recomputation, sequence parallelism and a distributed optimizer.
     """
     if row.text("system") != "Megatron-LM":
         return ()
@@ -101,11 +101,11 @@ def megascale(row: PublishedRow) -> tuple[Case, ...]:
 
 
 def tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
-    """Megatron-LM's README of 2020: tensor and data parallelism; a replica's batch at once.
+    """Megatron-LM's README of 2020: tensor and data parallelism, one microbatch per replica.
 
-    Its kernels were not fused yet (Narayanan et al., SC'21, section 4.2, tells of that later), and
-    the 8B model's gradients cannot but overlap: 2.2 GB over one adapter each take 0.17 s, and 128
-    replicas cost 0.04 s more than one.
+    Its kernels were not fused yet (Narayanan et al., SC'21, section 4.2). Gradient reduction must
+    overlap: for the 8B model 2.2 GB over one adapter take 0.17 s, but 128 replicas take only 0.04 s
+    longer than one.
     """
     layout = ParallelConfig(
         tp=row.count("tp"), dp_replicate=row.count("dp"), overlap=frozenset({"dp"})
@@ -123,7 +123,7 @@ LLM_FOUNDRY_TABLE = "llm_foundry_mpt_throughput"
 TORCHTITAN_TABLE = "torchtitan_throughput_memory"
 
 
-# All published steps that a step time is predicted for.
+# All published runs with a step time.
 
 TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
     ("megatron_sc21_table1", sc21_table1),
@@ -140,19 +140,19 @@ TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """What could be made of the tables' rows; left_out says of each other row why not."""
+    """The cases of the tables' rows; left_out lists the skipped rows with their errors."""
 
     found: tuple[Case, ...]
     left_out: tuple[str, ...]
 
 
 def step_time_cases(published: Published) -> tuple[Case, ...]:
-    """Every case of every family, in the tables' order."""
+    """All cases of all families, in the order of the tables."""
     return possible_cases(published).found
 
 
 def possible_cases(published: Published) -> Cases:
-    """The cases, and the rows that are none: of unknown models, or jobs that cannot be."""
+    """All cases, and the rows skipped for an unknown model or an invalid job."""
     found: list[Case] = []
     left_out: list[str] = []
     for table, build in TABLES:
@@ -168,7 +168,7 @@ def possible_cases(published: Published) -> Cases:
     return Cases(tuple(found), tuple(left_out))
 
 
-# Traces of CCL-Bench -> the jobs that were recorded.
+# Traces of CCL-Bench -> jobs.
 
 MODELS = {
     "llama-3.1-8b": "llama-3.1-8b",
@@ -178,8 +178,10 @@ MODELS = {
 
 
 def ccl_bench(row: PublishedRow) -> JobConfig:
-    """Short runs on four GPUs, and those of the mixtures, name the batch of a data-parallel rank
-    and free all weights after the forward pass. Without FSDP torchtitan's activations stay fp32.
+    """The job of a trace.
+
+    Short runs on four GPUs and mixture-of-experts runs give the batch of a data-parallel rank and
+    free all weights after the forward pass. Without FSDP torchtitan's activations stay fp32.
     """
     megatron = row.text("framework").startswith("megatron")
     ranks = row.count("dp_shard") * row.count("dp_replicate")
@@ -225,7 +227,7 @@ def _ccl_bench_layout(row: PublishedRow, megatron: bool) -> ParallelConfig:
     )
 
 
-# Throughputs of llm-foundry's training benchmarks (FSDP) -> the jobs behind them.
+# Training benchmarks of llm-foundry (FSDP) -> jobs.
 
 GPUS = {
     "h100_80gb": ("h100-sxm", "roce-400"),
@@ -248,7 +250,7 @@ def llm_foundry(row: PublishedRow) -> Case:
 
 
 def mpt(row: PublishedRow) -> ModelConfig:
-    """The benchmark gives each model as many learned positions as its sequence has tokens."""
+    """The model has as many learned positions as its sequence has tokens."""
     return replace(transformer(f"mpt-{row.text('model')}"), positions=row.count("seq"))
 
 
@@ -281,10 +283,10 @@ def _llm_foundry_recipe(row: PublishedRow) -> TrainingConfig:
     )
 
 
-# Published steps of Megatron-LM on A100 -> the jobs behind them.
+# Published steps of Megatron-LM on A100 -> jobs.
 #
-# All of them: GPT, 16-bit, Adam, attention that stores its matrix of scores, dropout, 8 GPUs a
-# node with one HDR adapter each. Communication overlaps compute only where that is said.
+# All: GPT, 16-bit, Adam, unfused attention, dropout, 8 GPUs per node with one HDR adapter each.
+# Communication overlaps compute only if the publication says so.
 
 PEAK_FLOPS_PER_S = 312e12
 
@@ -323,24 +325,24 @@ def _megatron_job(
 
 
 def _sc21_step_ns(row: PublishedRow) -> float:
-    """Eq. 3 over the published FLOP/s, which count the recomputation."""
+    """Eq. 3 over the published FLOP/s, which include recomputation."""
     sizes = (row.count(name) for name in ("layers", "hidden", "seq", "vocab", "global_batch"))
     return sc21_flops(*sizes) / (row.count("gpus") * row.number("tflops_per_gpu") * 1e12) * 1e9
 
 
 def _megascale_step_ns(row: PublishedRow, job: JobConfig) -> float:
-    """The printed time; figure 9 prints MFU alone, which counts no recomputation."""
+    """The published time, or from the MFU (figure 9), which excludes recomputation."""
     if row.known("iter_s"):
         return row.number("iter_s") * 1e9
     rate = row.number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.count("gpus")
     return model_flops(job, "C1") / rate * 1e9
 
 
-# Nanotron's benchmark of best configurations -> the jobs behind them.
+# Nanotron's benchmark of best configurations -> jobs.
 
 
 def nanotron(row: PublishedRow) -> JobConfig:
-    """Llama shapes in bf16 on H100, sequence parallelism, 1F1B, nothing recomputed."""
+    """Llama shapes in bf16 on H100, sequence parallelism, 1F1B, no recomputation."""
     layout = ParallelConfig(
         tp=row.count("tp"),
         pp=row.count("pp"),
@@ -356,19 +358,19 @@ def nanotron(row: PublishedRow) -> JobConfig:
     return JobConfig(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))
 
 
-# Measured steps and peaks of Megatron-LM on one node of B200 -> the jobs behind them.
+# Measured steps and peaks of Megatron-LM on one node of B200 -> jobs.
 
 MIXTURES = {"deepseekv2": "deepseek-v2", "deepseekv3": "deepseek-v3"}
 
 DENSE_LAYERS = 1
-"""The published launcher keeps the first layer dense, of whichever model it cuts."""
+"""The published launcher keeps the first layer dense in every model."""
 
 
 def simumax(row: PublishedRow) -> Case:
-    """SimuMax docs/b200: bf16, fp32 gradients, distributed optimizer, nothing recomputed.
+    """SimuMax docs/b200: bf16, fp32 gradients, distributed optimizer, no recomputation.
 
     Sequence parallelism with tensor parallelism, no dropout, no overlap, fused loss; context
-    parallelism by all-to-all, the one kind that SimuMax models.
+    parallelism by all-to-all, the only kind that SimuMax models.
     """
     family: Family = "B200 experts" if row.known("experts") else "B200 dense"
     job = JobConfig(
@@ -406,14 +408,14 @@ def _mixture(row: PublishedRow) -> ModelConfig:
     return replace(model, layers=row.count("layers"), experts=experts)
 
 
-# Throughput and memory that torchtitan publishes -> the jobs behind them.
+# Throughput and memory published by torchtitan -> jobs.
 
 
 def torchtitan(row: PublishedRow) -> Case:
-    """FSDP2 with the sizes that the row's config names; no constant is fitted on these rows.
+    """FSDP2 with the axis sizes in the row's config; no constant is fitted on these rows.
 
     The GPUs were H100 of 500 W with 94 or 96 GB of HBM2e, slower than the preset, and A100. A local
-    batch is one microbatch, in a pipeline it is cut into single sequences. The loss is not fused.
+    batch is one microbatch, or in a pipeline one microbatch per sequence. The loss is not fused.
     """
     job = torchtitan_job(row)
     tokens = job.training.global_batch * job.training.seq_len
@@ -448,7 +450,7 @@ def _torchtitan_layout(row: PublishedRow) -> ParallelConfig:
 
 
 def _size(row: PublishedRow, axis: str) -> int:
-    """The number behind the axis in the config, "FSDP32 TP8 compile"; 1 where it is not named."""
+    """The number after the axis in the config, such as "FSDP32 TP8 compile"; 1 by default."""
     found = re.search(rf"\b{axis}(\d+)", row.text("config"))
     return int(found[1]) if found else 1
 
@@ -466,18 +468,18 @@ def _torchtitan_recipe(row: PublishedRow, layout: ParallelConfig) -> TrainingCon
     )
 
 
-# Pipelines of the Zero Bubble paper -> the jobs behind them.
+# Pipelines of the Zero Bubble paper -> jobs.
 
 SCHEDULES: dict[str, Schedule] = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
-"""Interleaved is left out: its 24 chunks hold one layer each, and the ends none."""
+"""Interleaved is left out: its 24 chunks have one layer each, and the ends none."""
 
 VOCAB = 50257
 
 
 def zero_bubble(row: PublishedRow) -> JobConfig:
-    """Qi et al., tables 3 and 4: Megatron-LM of 2023 on A100, one rank a stage, nothing recomputed.
+    """Qi et al., tables 3 and 4: Megatron-LM of 2023 on A100, one rank per stage, no recomputation.
 
-    The first and the last stage have one layer fewer. The paper names no vocabulary: GPT-2's.
+    The first and the last stage have one layer fewer. The vocabulary is not given; assumed: GPT-2.
     """
     stages, layers = row.count("pp"), row.count("layers")
     each = (layers + 2) // stages
@@ -495,14 +497,14 @@ def zero_bubble(row: PublishedRow) -> JobConfig:
     return JobConfig(model, layout, recipe, hardware("a100-sxm-80gb", "roce-200", 8))
 
 
-# Case: a job that somebody ran, and how long its step took.
+# Case: a published run and its step time.
 
 Family = Literal["A100 Megatron", "B200 dense", "B200 experts", "llm-foundry", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """step_ns is the published time of a step, or follows from the published throughput."""
+    """A published run; step_ns is the published step time, or computed from the throughput."""
 
     table: str
     id: str
@@ -526,7 +528,7 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Model
 
 
 def llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
-    """A model of Llama's kind, with the sizes that the row's columns give."""
+    """A Llama model with the sizes in the row."""
     return ModelConfig(
         layers=row.count("layers"),
         hidden=row.count("hidden"),
@@ -542,27 +544,27 @@ def llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
     )
 
 
-# Which published rows the model's constants were fitted on, by their ids.
+# Ids of the published rows on which the model's constants were fitted.
 
 PRESET_ROWS = (
     *busbw(H200, "all_reduce_8", "all_reduce_8_rings"),
     *busbw(H200_LARGE, "all_reduce NVLS=1_8"),
     *busbw(MI300X, "all_reduce_8"),
 )
-"""What NVLS reaches (presets/hardware), and the shares of NVLink 4 and xGMI that rings reach
-(presets/links.toml); the rest of both is from rows of comm_time.py."""
+"""Rows behind the NVLS bandwidth (presets/hardware) and the efficiencies of rings on NVLink 4 and
+xGMI (presets/links.toml); the other constants of both are fitted on rows of comm_time.py."""
 
 
 def fitted_step_times() -> frozenset[str]:
-    """presets/efficiency.toml."""
+    """Rows named in presets/efficiency.toml."""
     return frozenset(row for family in families() for row in efficiency(family).rows)
 
 
 def fitted_memory() -> frozenset[str]:
-    """presets/frameworks.toml."""
+    """Rows named in presets/frameworks.toml."""
     return frozenset(row for name in FRAMEWORKS for row in coefficients(name).rows)
 
 
 def fitted_collectives() -> frozenset[str]:
-    """comm_time.py, presets/links.toml and presets/hardware."""
+    """Rows behind comm_time.py, presets/links.toml and presets/hardware."""
     return fitted_rows().union(ROWS, PRESET_ROWS)

@@ -18,7 +18,7 @@ from stepsplit.analyzer.errors import DataError, StepsplitError
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row of a table. Reading a column that is absent or no number raises DataError."""
+    """One row of a table. Reading a missing column, or text as a number, raises DataError."""
 
     table: str
     id: str
@@ -45,24 +45,24 @@ class PublishedRow:
         return int(self.number(column))
 
     def choice(self, column: str, choices: Mapping[str, _T]) -> _T:
-        """What the row's word there stands for."""
+        """Map the column's value through choices."""
         word = self.text(column)
         if word in choices:
             return choices[word]
         problem, known = f"{column} of {self.id} is {word!r}", ", ".join(choices)
-        raise DataError(f"{self.table}.csv", problem, f"known are {known}")
+        raise DataError(f"{self.table}.csv", problem, f"known values: {known}")
 
     def known(self, column: str) -> bool:
-        """Whether the row has anything there."""
+        """Whether the column exists and is not empty."""
         return bool(self.values.get(column, "").strip())
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One published number beside the model's, both in unit.
+    """A published and a predicted number, both in unit.
 
-    tolerance is how far apart they may be to count as equal (what the printed digits leave open).
-    fitted: a constant of the model was fitted on this row, which is then not reported.
+    tolerance is the difference up to which they count as equal (rounding of the printed digits).
+    fitted: a constant of the model was fitted on this row, so the row is not reported.
     """
 
     table: str
@@ -86,13 +86,13 @@ class Row:
         return abs(self.predicted - self.published) <= self.tolerance * (1 + 1e-9) + 1e-12
 
 
-# A check made of a table's records, without those that describe nothing that can be modelled.
+# A check from the records of a table; records that cannot be modelled are listed apart.
 
 Build = Callable[[PublishedRow], tuple[Row, ...]]
 
 
 def equality(name: str, records: Iterable[PublishedRow], build: Build) -> Check:
-    """All rows must come out as printed."""
+    """Check that all rows are equal to the published values."""
     return gathered(name, records, build, "equality", (1.0,))
 
 
@@ -105,8 +105,10 @@ def gathered(
     fitted: Collection[str] = (),
     note: str = "",
 ) -> Check:
-    """The check of what build makes of each record. A record at which build raises an error of the
-    input (an unknown model, an impossible job) is left out, and named in left_out."""
+    """Check the rows that build returns for each record.
+
+    Records for which build raises an error (an unknown model, an invalid job) go to left_out.
+    """
     rows: list[Row] = []
     left_out: list[str] = []
     for record in records:
@@ -118,7 +120,7 @@ def gathered(
     return replace(found, left_out=tuple(left_out))
 
 
-# What a validation says: rows of published against predicted, and checks with a bar for them.
+# The checks: rows of published and predicted numbers, and a bar for their errors.
 
 Measure = Literal["equality", "mean/max", "mean/p90", "mean", "median"]
 
@@ -127,13 +129,13 @@ WORST = 5
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Rows that are held to one bar together.
+    """Rows with one bar for all of them.
 
-    bar and result are ratios in the order of measure: the share of equal rows, or mean and
-    maximum, mean and 90th percentile, mean, median of the absolute errors. A check without rows
-    says in note why, and is neither met nor missed; one without a bar is shown and held to nothing.
-    baseline is what one fitted utilization for each kind of run reaches on the same rows. left_out
-    names records that the model cannot describe, and why.
+    bar and result are ratios in the order of measure: the share of equal rows, or mean and maximum,
+    mean and 90th percentile, mean, or median of the absolute errors. A check without rows is
+    skipped, with the reason in note; without a bar it is only reported. baseline is the result of a
+    fitted constant utilization per kind of run on the same rows. left_out lists records that cannot
+    be modelled, with the reason.
     """
 
     name: str
@@ -159,12 +161,12 @@ class Check:
 
     @property
     def reported(self) -> tuple[Row, ...]:
-        """The rows of the result: those that nothing was fitted on."""
+        """The rows of the result: those that were not used in a fit."""
         return tuple(row for row in self.rows if not row.fitted)
 
     @property
     def worst(self) -> tuple[Row, ...]:
-        """The reported rows that are farthest off; of an equality those that are not equal."""
+        """The reported rows with the largest errors; for equality, only rows that are not equal."""
         rows = sorted(self.reported, key=lambda row: -abs(row.error))
         if self.measure == "equality":
             rows = [row for row in rows if not row.equal]
@@ -179,7 +181,7 @@ def check(
     baseline: tuple[float, ...] | None = None,
     note: str = "",
 ) -> Check:
-    """The check with its result over the rows that nothing was fitted on."""
+    """Build the check, with its result over the rows that were not used in a fit."""
     found = tuple(rows)
     reported = [row for row in found if not row.fitted]
     _assert_disjoint(found, reported)
@@ -188,7 +190,7 @@ def check(
 
 
 def measured(measure: Measure, rows: Collection[Row]) -> tuple[float, ...]:
-    """The measure of one or more rows."""
+    """Compute the measure of one or more rows."""
     if measure == "equality":
         return (sum(row.equal for row in rows) / len(rows),)
     off = [abs(row.error) for row in rows]
@@ -203,12 +205,12 @@ def measured(measure: Measure, rows: Collection[Row]) -> tuple[float, ...]:
 
 
 def percentile_90(values: list[float]) -> float:
-    """Between the two nearest of the sorted values, as numpy's default does."""
+    """Linear interpolation between the two nearest values, as numpy's default."""
     return quantiles(values, n=10, method="inclusive")[8] if len(values) > 1 else values[0]
 
 
 def marked(rows: Iterable[Row], fitted: Collection[str]) -> tuple[Row, ...]:
-    """The rows, with those marked whose case is one of the fitted ones."""
+    """Mark the rows whose case is one of the fitted ones."""
     return tuple(replace(row, fitted=row.case in fitted) for row in rows)
 
 
@@ -221,7 +223,7 @@ def _assert_disjoint(rows: Iterable[Row], reported: Iterable[Row]) -> None:
 def _nothing(rows: tuple[Row, ...], result: tuple[float, ...]) -> str:
     if result:
         return ""
-    return "all rows were fitted on" if rows else "no such rows in this folder"
+    return "all rows were used in the fit" if rows else "no rows in this folder"
 
 
 # The rows of a folder of published tables, with their ids.
@@ -230,12 +232,12 @@ PUBLISHED = Path(__file__).parent / "published"
 
 _T = TypeVar("_T")
 
-_MEND_COLUMN = "give the column as the tables of stepsplit have it"
+_MEND_COLUMN = "use the columns of stepsplit's published tables"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A folder of tables; columns that nobody asks for are ignored."""
+    """A folder of tables; unused columns are ignored."""
 
     folder: Path = PUBLISHED
 
@@ -243,7 +245,7 @@ class Published:
         return (self.folder / f"{table}.csv").is_file()
 
     def records(self, table: str) -> tuple[PublishedRow, ...]:
-        """The table's rows, none where there is no such file. Raises DataError."""
+        """The table's rows, empty if there is no such file. Raises DataError."""
         if not self.has(table):
             return ()
         rows = _read(self.folder / f"{table}.csv")
@@ -265,7 +267,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """The second row of one name ends in #2, and so on."""
+    """Append #2, #3 ... to repeated names."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:
@@ -274,7 +276,7 @@ def _distinct(names: list[str]) -> list[str]:
     return found
 
 
-# What each row of a published table is called: table/case, the same in any copy of the table.
+# Ids of the rows of published tables (table/case), the same in any copy of a table.
 
 IDS: dict[str, str] = {
     "activation_coefficient_measured": "activation-coefficient/{model}",
@@ -311,15 +313,15 @@ IDS: dict[str, str] = {
     "zero_table1_model_states": "zero-t1/{model}_{stage}_dp{dp}",
     "zero_table2_max_model": "zero-t2/mp{mp}",
 }
-"""File name -> the id of a row, made of its columns."""
+"""File name -> template of a row's id."""
 
 
 def row_id(table: str, values: Mapping[str, str]) -> str:
-    """The id of one row. Raises KeyError for a column that the row lacks."""
+    """The id of one row. Raises KeyError for a missing column."""
     return IDS[table].format_map(values)
 
 
-# The value of a formula as a table prints it, and of a number by the digits that are printed.
+# Values of printed formulas and numbers.
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -328,13 +330,13 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
 }
 
-_MEND_ARITHMETIC = "write it with letters, numbers, + - * / and brackets"
+_MEND_ARITHMETIC = "use letters, numbers, + - * / and parentheses"
 
 
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
-    """The formula with these values for its letters. Raises DataError for anything but arithmetic.
+    """Evaluate a formula with values for its symbols. Raises DataError for other than arithmetic.
 
-    Only sums, products and max(...) are understood: a table is data and runs nothing.
+    Only + - * / and max(...) are allowed, so that a table cannot run code.
     """
     try:
         return _value(ast.parse(formula, mode="eval").body, symbols)
@@ -359,7 +361,7 @@ def _value(node: ast.expr, symbols: Mapping[str, float]) -> float:
 
 
 def as_printed(value: float, printed: str) -> float:
-    """The value with the digits that are printed, rounded or cut off, whichever comes closer.
+    """Round or truncate the value to the printed digits, whichever is closer to the printed one.
 
     Tables do either: ZeRO's prints 4046.875 as 4046 and 0.46875 as 0.47.
     """
@@ -369,15 +371,15 @@ def as_printed(value: float, printed: str) -> float:
 
 
 def decimals(printed: str) -> int:
-    """Digits behind the point."""
+    """Number of digits after the decimal point."""
     return len(printed.partition(".")[2])
 
 
 def half_digit(printed: str) -> float:
-    """What rounding to the printed digits leaves open on either side."""
+    """Half of the last printed digit: the rounding error of a printed number."""
     return 0.5 * 10.0 ** -decimals(printed)
 
 
 def parameters(printed: str) -> float:
-    """A count with the field's letters: "7.6B" -> 7.6e9, "0.5T" -> 5e11."""
+    """Parse a count with a suffix: "7.6B" -> 7.6e9, "0.5T" -> 5e11."""
     return float(printed[:-1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[printed[-1]]

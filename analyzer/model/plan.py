@@ -168,7 +168,7 @@ def _nothing(job: JobConfig, gpus: int, sifted: Sifted) -> str:
 
 # Which layouts are valid and fit in memory.
 
-_NUMBERS = re.compile(r"(?<=\w) \d[\d.e+]*\b|\s=.*")
+_NUMBERS = re.compile(r"(?<=\w) (?:\d[\d.e+]*\b|\(\d[\d.e+]*\))|\s=.*")
 
 
 @dataclass(slots=True)
@@ -232,7 +232,7 @@ def _miss(found: Sifted, job: JobConfig, peak_bytes: int) -> None:
 
 
 def _kind(problem: str) -> str:
-    """A problem without its numbers: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
+    """Remove the numbers from a problem: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
     return _NUMBERS.sub("", problem)
 
 

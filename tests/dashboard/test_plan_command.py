@@ -73,7 +73,7 @@ def test_json_names_its_schema_and_keeps_its_keys(found: Plan) -> None:
     [
         ("{}", "not a stepsplit plan"),
         ("[", "not a stepsplit plan"),
-        ('{"schema": "stepsplit.report/1"}', "of schema stepsplit.report/1"),
+        ('{"schema": "stepsplit.report/1"}', "schema is stepsplit.report/1"),
         ('{"schema": "stepsplit.plan/1", "gpus": 1}', "not a stepsplit plan"),
     ],
 )
@@ -127,8 +127,8 @@ def test_json_in_a_file_still_prints_the_screen(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "0"], "0 GPUs hold no model; give --gpus 1 or more"),
-        (["--gpus", "1"], "no layout on 1 x h100-sxm fits; the nearest is tp 1 pp 1 cp 1 dp 1"),
+        (["--gpus", "0"], "number of GPUs must be 1 or more, not 0; set --gpus"),
+        (["--gpus", "1"], "no layout on 1 x h100-sxm fits; the closest is tp 1 pp 1 cp 1 dp 1"),
         (["--gpus", "8", "--keep", "colour"], "--keep 'colour' is not a setting of the search"),
         (["--gpus", "8", "--top", "0"], "--top"),
         (["--gpus", "many"], "--gpus"),

@@ -59,7 +59,7 @@ def test_inferred_keys_need_not_be_configured(
     conserved(report)
     assert report.gap is not None
     assert [one.stage for one in report.gap.stages] == stages
-    assert report.gap.notes == ("cpu: efficiencies are guesses, no published run was fitted",)
+    assert report.gap.notes == ("cpu: efficiencies are not calibrated",)
 
 
 def test_auto_takes_all_from_the_recording(run_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The formulas that a prediction rests on: no more than the job uses."""
+"""A prediction lists the formulas that the job uses, and no others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def more(layout: ParallelConfig, **changes: object) -> set[str]:
     return found - {*ALONE, *EACH}
 
 
-def test_one_rank_rests_on_no_message() -> None:
+def test_one_rank_uses_no_formula_of_messages() -> None:
     one = formulas_of(job(layout=ParallelConfig(), recipe=TrainingConfig(2048, 1, 16)))
     assert tuple(formula.id for formula in one) == ALONE
 
@@ -133,7 +133,7 @@ def test_each_framework_has_its_own_states(framework: Framework, states: str) ->
     assert {name for name in found if name.startswith("memory.states")} == {states}
 
 
-def test_recomputation_and_offload_change_what_memory_rests_on() -> None:
+def test_recomputation_and_offload_change_the_memory_formulas() -> None:
     recipe = TrainingConfig(2048, 1, 16, recompute="full", offload=frozenset({"optimizer"}))
     found = ids(job(layout=ParallelConfig(), recipe=recipe))
     assert found - set(ALONE) == {"flops.recompute", "memory.recompute_full", "memory.offload"}
@@ -148,7 +148,7 @@ def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> Non
     assert "comm.nvls" not in ids(job(hardware=replace(H100, nvls=0.0)))
 
 
-def test_what_was_measured_of_the_links_is_named() -> None:
+def test_measured_links_are_named() -> None:
     sweep = TransferSweep("all_reduce", 8, 8, (1024.0, 2048.0), (1e4, 2e4))
     table = TunerTable(8, 8, (Cost("all_reduce", 1e4, 1e11),))
     a_job = job(layout=ParallelConfig(dp_replicate=8))
@@ -183,7 +183,7 @@ def test_every_formula_of_a_computation_has_its_place_in_the_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_naming_them_is_cheap() -> None:
+def test_collecting_formulas_is_fast() -> None:
     a_job = job()
     held, timed = stage_parameters(a_job), timed_messages(a_job, Rates())
     stages = stage_times(a_job, held, timed)

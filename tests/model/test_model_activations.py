@@ -82,7 +82,7 @@ def test_fp32_activations_take_twice_the_bytes_but_for_the_log_sum_exp() -> None
     assert full == LayerActivations(2 * half.norms, 2 * half.heads, 768, 0, 2 * half.mlp, 0)
 
 
-def test_an_expert_layer_keeps_what_its_routed_tokens_and_latents_need() -> None:
+def test_an_expert_layer_saves_its_routed_tokens_and_latents() -> None:
     """A token of DeepSeek-V2-Lite: 6 experts of 1408 (gated), shared 2816, 64 router logits; keys
     and queries 192 wide, values 128, latent 512 before and after its norm, rotary key 64."""
     found = layer_activations(job(LITE), expert=True)
@@ -161,14 +161,14 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
 
 
 @for_each("framework", FRAMEWORKS)
-def test_every_framework_says_where_its_coefficients_come_from(framework: Framework) -> None:
+def test_every_framework_has_a_source_of_its_coefficients(framework: Framework) -> None:
     found = coefficients(framework)
     assert found.framework == framework
     assert found.source
     assert found.low <= 1.0 <= found.high
 
 
-def test_eager_transformers_need_what_was_measured() -> None:
+def test_eager_transformers_match_the_measured_coefficients() -> None:
     """Bytes of a layer over 2bsh. The Llama row is the one that huggingface was fitted on."""
     gemma = replace(llama(18, 2048, 8, 1, 16384, 256000), head_size=256)
     models = {

@@ -55,7 +55,7 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
-def told(program: str, run_file: Path) -> subprocess.CompletedProcess[str]:
+def run_program(program: str, run_file: Path) -> subprocess.CompletedProcess[str]:
     """stepsplit model job.toml --json -, in an interpreter of its own."""
     return subprocess.run(
         [sys.executable, "-c", program, "model", str(run_file), "--json", "-"],
@@ -63,21 +63,21 @@ def told(program: str, run_file: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_prediction_loads_nothing_heavy(run_file: Path) -> None:
-    done = told(LOADED, run_file)
+def test_a_prediction_imports_no_heavy_module(run_file: Path) -> None:
+    done = run_program(LOADED, run_file)
     assert done.stderr == "\n"
     assert json.loads(done.stdout)["schema"] == "stepsplit.prediction/1"
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_one_prediction_is_there_at_once(run_file: Path) -> None:
+def test_one_prediction_is_fast(run_file: Path) -> None:
     assert min(_seconds(run_file) for _ in range(5)) < MOST_S * slowness()
 
 
 def _seconds(run_file: Path) -> float:
     start = time.perf_counter()
-    told(COMMAND, run_file)
+    run_program(COMMAND, run_file)
     return time.perf_counter() - start
 
 

@@ -54,7 +54,7 @@ def test_one_rank_of_megatron_peaks_at_the_loss() -> None:
     )
 
 
-def test_the_first_stage_holds_two_microbatches_and_the_last_the_logits() -> None:
+def test_the_first_stage_has_two_microbatches_in_flight_and_the_last_the_logits() -> None:
     """Two layers a stage. Stage 0: 5664 parameters; gradient of a layer's output and of its first
     product. Stage 1: 5672; beside the loss the input gradient that is still being sent."""
     assert memory_of(job(layout=ParallelConfig(pp=2), global_batch=2)) == (
@@ -106,7 +106,7 @@ def test_full_recomputation_runs_one_layer_again() -> None:
     assert found.activations_bytes == 4 * 256 + 16384 + 512
 
 
-def test_a_loss_over_a_split_vocabulary_needs_more_for_a_moment() -> None:
+def test_a_loss_over_a_split_vocabulary_has_a_larger_peak() -> None:
     """torchtitan's loss_parallel: 12 bytes a logit beside the 4 kept, 8 where it is whole."""
     layout = ParallelConfig(tp=2, dp_shard=4, zero=3)
     found, fused = (
@@ -133,7 +133,7 @@ def test_reserved_bytes_are_a_little_more_than_allocated() -> None:
     assert reserved_bytes(1000) == BytesBand(1050, 1030, 1090)
 
 
-def test_a_job_fits_up_to_the_context_beside_what_is_reserved() -> None:
+def test_a_job_fits_up_to_reserved_memory_plus_the_context() -> None:
     """1000 MB allocated reserve 1050 MB; the context takes 1 GiB."""
     memory = (StageMemory(0, 1_000_000_000, 0, 0, 0, 0, 0),)
     need = 1_050_000_000 + 2**30
@@ -159,20 +159,20 @@ def test_one_measured_peak_gives_a_factor_on_the_activations_of_the_fullest_stag
     assert calibrate_memory(predicted, (250,), "run 1") == MemoryCalibration("run 1", 1.5, 0)
 
 
-def test_a_peak_a_stage_gives_factor_and_constant() -> None:
+def test_one_peak_per_stage_gives_factor_and_constant() -> None:
     """2 x 100 + 30 + 100, and 2 x 40 + 30 + 100."""
     predicted = (StageMemory(0, 100, 0, 0, 100, 0, 0), StageMemory(1, 100, 0, 0, 40, 0, 0))
     assert calibrate_memory(predicted, (330, 210), "run 1") == MemoryCalibration("run 1", 2.0, 30)
 
 
-def test_what_no_activations_can_explain_becomes_a_constant() -> None:
+def test_a_factor_outside_its_limits_becomes_a_constant() -> None:
     predicted = (StageMemory(0, 100, 0, 0, 10, 0, 0),)
     assert calibrate_memory(predicted, (200,), "run 1") == MemoryCalibration("run 1", 1.0, 90)
 
 
-def test_a_wrong_number_of_measured_peaks_is_refused() -> None:
+def test_a_wrong_number_of_measured_peaks_is_rejected() -> None:
     predicted = (StageMemory(0, 100, 0, 0, 10, 0, 0),)
-    with pytest.raises(UsageError, match=r"^2 measured peaks for 1 stages: give 1 or 1$"):
+    with pytest.raises(UsageError, match=r"^2 measured peaks for 1 stages; give 1 or 1$"):
         calibrate_memory(predicted, (200, 100), "run 1")
 
 
@@ -185,7 +185,7 @@ def test_a_calibration_changes_activations_and_other_alone() -> None:
     )
 
 
-def test_megatron_on_b200_needs_what_was_measured() -> None:
+def test_megatron_on_b200_matches_the_measured_peaks() -> None:
     """Every stage of every dense run within 0.2 %, the mixture of experts within 4 %. Nothing is
     fitted on these runs."""
     dense, routed = [], []
@@ -290,7 +290,7 @@ SHARED = (
 
 
 @pytest.mark.parametrize("one", SHARED, ids=lambda one: one.parallel.schedule)
-def test_stages_that_hold_the_same_are_weighed_as_if_alone(one: JobConfig) -> None:
+def test_equal_stages_share_the_memory_that_each_has_alone(one: JobConfig) -> None:
     layers, both = layers_of(one), zip(stages_of(one), stage_parameters(one), strict=True)
     worst = [
         max(moments_of(one, stage, held, layers), key=lambda moment: moment.total_bytes)

@@ -97,7 +97,7 @@ def test_a_pipeline_of_two_stages_waits_for_the_one_with_the_head() -> None:
     assert found.bubble_overhead == pytest.approx(fraction / (1 - fraction), rel=1e-6)
 
 
-def test_messages_of_a_pipeline_say_what_they_add_to_their_stage() -> None:
+def test_pipeline_messages_have_their_exposed_time() -> None:
     found = predict(replace(job(layout=ParallelConfig(pp=2), global_batch=4), hardware=SLOW))
     rows = [
         (c.message.stage, c.message.op, c.message.phase, c.message.count, c.exposed_ns)
@@ -172,7 +172,7 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
     assert found.tokens_per_s_per_gpu == pytest.approx(32 * 2048 / (found.split.step_ns * 1e-9) / 8)
 
 
-def test_a_run_like_the_fitted_ones_is_sure_and_within_their_error() -> None:
+def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
     found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
     error = A100.efficiency.error
@@ -180,12 +180,12 @@ def test_a_run_like_the_fitted_ones_is_sure_and_within_their_error() -> None:
     assert found.high_ns == round(found.split.step_ns * (1 + error))
 
 
-def test_a_run_of_the_users_own_constants_is_calibrated() -> None:
+def test_a_run_with_the_users_constants_is_calibrated() -> None:
     own = replace(A100, efficiency=replace(A100.efficiency, rows=("run:mine",)))
     assert predict(llama(ParallelConfig(), own)).confidence == "calibrated"
 
 
-def test_constants_that_name_no_framework_hold_for_all() -> None:
+def test_constants_without_a_framework_apply_to_all() -> None:
     any_of = replace(A100, efficiency=replace(A100.efficiency, frameworks=()))
     assert predict(llama(ParallelConfig(), any_of, framework="nanotron")).confidence == "high"
 
@@ -207,7 +207,7 @@ def test_a_tiny_model_is_host_bound() -> None:
     assert doubts(tiny) == ["host-bound"]
 
 
-def test_tensor_parallelism_over_nodes_is_doubtful() -> None:
+def test_tensor_parallelism_over_nodes_is_a_caveat() -> None:
     over = llama(ParallelConfig(tp=8), replace(A100, gpus_per_node=4))
     assert doubts(over) == ["tp crosses nodes"]
     far = replace(A100.inter, bytes_per_s=1e9)
@@ -216,22 +216,22 @@ def test_tensor_parallelism_over_nodes_is_doubtful() -> None:
     ]  # fmt: skip
 
 
-def test_another_framework_than_the_fitted_ones_is_doubtful() -> None:
+def test_a_framework_that_was_not_fitted_is_a_caveat() -> None:
     (note,) = doubts(llama(ParallelConfig(), framework="nanotron"))
-    assert note.startswith("ampere efficiencies come from runs of ddp")
+    assert note.startswith("ampere efficiencies are calibrated on ddp")
     assert note.endswith("megatron, not nanotron")
 
 
-def test_hardware_without_published_runs_is_doubtful() -> None:
+def test_hardware_without_published_runs_is_a_caveat() -> None:
     assert doubts(llama(ParallelConfig(), config_file.hardware("mi300x"))) == ["mi300x"]
 
 
-def test_an_impossible_job_is_refused() -> None:
+def test_an_invalid_job_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"^heads 32 / tp 3 = 10\.6667; fix heads or tp$"):
         predict(llama(ParallelConfig(tp=3)))
 
 
-def test_experts_that_replicas_do_not_hold_whole_are_predicted_or_refused() -> None:
+def test_experts_split_over_replicas_are_predicted_or_rejected() -> None:
     layout = ParallelConfig(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
     one = JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
     if first_fault(one) is None:
@@ -246,7 +246,7 @@ def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
     assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
 
 
-def test_what_cut_experts_send_takes_time_without_tensor_parallelism() -> None:
+def test_expert_tp_messages_take_time_without_tensor_parallelism() -> None:
     layout = ParallelConfig(dp_replicate=8, ep=4, expert_tp=2)
     found = predict(JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
     times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
@@ -280,7 +280,7 @@ def test_a_slow_host_makes_the_bubble_longer_too() -> None:
 
 
 @pytest.mark.parametrize("states", ["parameters", "activations"])
-def test_whatever_is_offloaded_is_timed_or_doubted(states: str) -> None:
+def test_offloading_is_timed_or_a_caveat(states: str) -> None:
     found = predict(
         llama(ParallelConfig(dp_shard=8, zero=3), framework="fsdp2", offload=frozenset({states}))
     )
@@ -305,7 +305,7 @@ FAR = JobConfig(
 
 
 @pytest.mark.parametrize("strategy", ["tied", "pp"])
-def test_what_stages_on_different_nodes_send_goes_through_the_network(strategy: str) -> None:
+def test_messages_between_stages_on_different_nodes_use_the_network(strategy: str) -> None:
     slowest_ns, size = max(
         (each.time.ns / each.message.count, each.message.message_bytes)
         for each in predict(FAR).communication
@@ -468,7 +468,7 @@ def test_recomputing_never_makes_a_step_shorter(one: JobConfig) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "dualpipe"])
-def test_stages_that_hold_the_same_take_as_long_as_alone(schedule: Schedule) -> None:
+def test_equal_stages_share_the_time_that_each_has_alone(schedule: Schedule) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     layout = ParallelConfig(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
     one = llama(layout, global_batch=32)

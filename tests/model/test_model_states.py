@@ -50,7 +50,7 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
         ("lion", 8, 0), ("muon", 8, 4),
     ],
 )  # fmt: skip
-def test_an_optimizer_costs_its_moments_beside_the_fp32_weights(
+def test_an_optimizer_has_moments_and_fp32_weights(
     optimizer: Optimizer, bytes_each: int, beside: int
 ) -> None:
     each = parameter_bytes(TrainingConfig(16, 1, 1, optimizer=optimizer))
@@ -73,7 +73,7 @@ def test_muon_leaves_embedding_head_and_norm_to_adam() -> None:
         (3, States(50, 50, 300)),
     ],
 )
-def test_each_zero_stage_spreads_one_more_state(zero: int, states: States) -> None:
+def test_each_zero_stage_shards_one_more_state(zero: int, states: States) -> None:
     assert share(100, 4, parameter_bytes(PAPER), PAPER, zero) == states
 
 
@@ -81,7 +81,7 @@ def test_a_share_that_does_not_divide_is_rounded_up() -> None:
     assert share(3, 4, parameter_bytes(PAPER), PAPER, 3) == States(2, 2, 9)
 
 
-def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
+def test_experts_are_sharded_over_the_ranks_with_the_same_experts() -> None:
     """8 ranks, 4 of them with different experts: each expert lives on 2."""
     layout = ParallelConfig(dp_replicate=8, ep=4, zero=1)
     assert (layout.shard_size, layout.expert_shards) == (8, 2)
@@ -91,7 +91,7 @@ def test_experts_are_spread_over_the_ranks_that_hold_the_same_experts() -> None:
     assert states_of(moe, stage).optimizer_bytes == expected
 
 
-def test_hybrid_sharding_spreads_experts_within_a_shard_group_only() -> None:
+def test_hybrid_sharding_shards_experts_only_within_a_shard_group() -> None:
     assert ParallelConfig(dp_replicate=2, dp_shard=8, ep=4, zero=3).expert_shards == 2
 
 

@@ -55,26 +55,26 @@ def test_all_calls_of_a_step_take_their_count_times_one() -> None:
     assert found.time == Band(500.0, 250.0, 1000.0)
 
 
-def test_gradients_hide_behind_the_last_backward_alone() -> None:
+def test_gradients_overlap_only_the_last_backward() -> None:
     assert left(overlapping(), timed("ddp", "dp", "grad_sync", 10, 250.0)) == [2500 - 2000]
 
 
-def test_the_last_gradients_have_nothing_left_to_hide_behind() -> None:
+def test_the_last_gradient_bucket_is_exposed() -> None:
     assert left(overlapping(), timed("ddp", "dp", "grad_sync", 10, 50.0)) == [50]
 
 
-def test_gathered_weights_hide_behind_the_next_forward() -> None:
+def test_gathered_weights_overlap_the_next_forward() -> None:
     assert left(overlapping(), timed("zero-1", "dp", "optimizer", 10, 150.0)) == [1500 - 1000]
     assert left(overlapping(), timed("zero-1", "dp", "optimizer", 10, 50.0)) == [50]
 
 
-def test_calls_of_one_phase_share_what_is_left_by_their_time() -> None:
+def test_exposed_time_is_split_over_the_calls_of_a_phase() -> None:
     large = timed("ddp", "dp", "grad_sync", 10, 300.0)
     rest = timed("ddp", "expert_dp", "grad_sync", 1, 1000.0)
     assert left(overlapping(), large, rest) == [3 * (4000 - 2000) // 4, (4000 - 2000) // 4]
 
 
-def test_fsdp_hides_behind_every_microbatch_but_for_the_first_gather() -> None:
+def test_fsdp_overlaps_every_microbatch_except_the_first_gather() -> None:
     layout = overlapping(zero=3)
     short = timed("fsdp", "dp_shard", "forward", 4 * 10, 50.0, "all_gather")
     long = timed("fsdp", "dp_shard", "forward", 4 * 10, 150.0, "all_gather")
@@ -82,7 +82,7 @@ def test_fsdp_hides_behind_every_microbatch_but_for_the_first_gather() -> None:
     assert left(layout, long) == [4 * (1500 - 1000)]
 
 
-def test_fsdp_sends_gradients_beside_the_gathers_of_every_backward() -> None:
+def test_fsdp_reduces_gradients_in_every_backward() -> None:
     gathers = timed("fsdp", "dp_shard", "backward", 4 * 10, 100.0, "all_gather")
     sums = timed("fsdp", "dp_shard", "grad_sync", 4 * 10, 200.0, "reduce_scatter")
     over = 4 * (1000 + 2000 - 2000)
@@ -94,23 +94,23 @@ def test_fsdp_in_a_pipeline_leaves_one_gather_of_a_step() -> None:
     assert left(overlapping(zero=3, pp=2), once) == [50]
 
 
-def test_gradients_of_every_microbatch_hide_behind_every_backward() -> None:
+def test_gradients_of_every_microbatch_overlap_every_backward() -> None:
     sums = timed("zero-2", "dp", "grad_sync", 4 * 10, 100.0, "reduce_scatter")
     one = job(layout=ParallelConfig(overlap=OVERLAP, zero=2), framework="deepspeed", global_batch=4)
     assert left(one, sums) == [4 * 100]
 
 
-def test_a_quarter_of_overlapped_tensor_parallelism_stays() -> None:
+def test_a_quarter_of_overlapped_tensor_parallelism_stays_exposed() -> None:
     assert left(overlapping(), timed("tp", "tp", "forward", 40, 10.0)) == [100]
     assert left(overlapping(), timed("tp", "tp", "forward", 40, 500.0)) == [20_000 - 4_000]
 
 
-def test_recomputed_communication_hides_with_that_of_the_backward() -> None:
+def test_recomputed_communication_overlaps_with_that_of_the_backward() -> None:
     back, again = (timed("tp", "tp", phase, 40, 150.0) for phase in ("backward", "recompute"))
     assert left(overlapping(), back, again) == [2_000, 2_000]
 
 
-def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> None:
+def test_ring_attention_overlaps_the_core_of_attention() -> None:
     ring = job(layout=ParallelConfig(cp=2))
     forward = timed("cp", "cp", "forward", 10, 50.0, "send")
     backward = timed("cp", "cp", "backward", 10, 150.0, "send")
@@ -119,7 +119,7 @@ def test_a_ring_of_context_parallelism_turns_beside_the_core_of_attention() -> N
     assert left(ring, timed("cp", "cp", "forward", 10, 20.0, "send")) == [0]
 
 
-def test_the_last_gradients_of_a_ring_come_home_with_nothing_beside_them() -> None:
+def test_the_last_hop_of_ring_gradients_is_exposed() -> None:
     ring = job(layout=ParallelConfig(cp=4))
     assert left(ring, timed("cp", "cp", "backward", 6, 60.0, "send")) == [60]
 
@@ -129,13 +129,13 @@ def test_other_context_parallelism_comes_before_the_core() -> None:
     assert left(gathered, timed("cp", "cp", "forward", 10, 30.0, "all_gather")) == [300]
 
 
-def test_tokens_on_their_way_to_experts_hide_where_told() -> None:
+def test_expert_all_to_all_overlaps_if_the_framework_does() -> None:
     tokens = timed("ep", "ep", "forward", 10, 500.0, "all_to_all")
     assert left(job(), tokens) == [5000]
     assert left(overlapping(), tokens) == [5000 - 4000]
 
 
-def test_what_takes_no_time_exposes_none() -> None:
+def test_a_message_without_time_exposes_none() -> None:
     assert left(overlapping(), timed("cp", "cp", "forward", 10, 0.0, "recv")) == [0]
 
 

@@ -77,7 +77,7 @@ def test_rates_are_shares_of_the_peaks_and_head_and_attention_stay_in_bf16() -> 
 
 
 def test_a_device_without_a_peak_at_the_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^device has no peak at fp16; known: bf16$"):
+    with pytest.raises(UsageError, match=r"^device has no peak FLOP/s at fp16; known: bf16$"):
         speed_of(job(dtype="fp16"))
 
 
@@ -151,7 +151,7 @@ def test_latent_attention_goes_down_and_up_again() -> None:
     assert attention_products(job(queries_whole))[:2] == (Product(16, 16, 8), Product(16, 5, 8))
 
 
-def test_experts_get_their_fair_share_of_everyones_tokens() -> None:
+def test_experts_get_an_equal_share_of_all_tokens() -> None:
     experts = Experts(4, 2, ffn=16, shared_ffn=8)
     spread = job(
         replace(TINY, experts=experts), ParallelConfig(dp_replicate=2, ep=2), global_batch=2
@@ -163,7 +163,7 @@ def test_experts_get_their_fair_share_of_everyones_tokens() -> None:
     )  # fmt: skip
 
 
-def test_cut_experts_are_narrower_and_see_the_tokens_of_their_group() -> None:
+def test_expert_tp_narrows_experts_and_gathers_tokens_of_the_group() -> None:
     experts = Experts(4, 2, ffn=16)
     layout = ParallelConfig(tp=2, expert_tp=2, sequence_parallel=True)
     assert expert_products(job(replace(TINY, experts=experts), layout), experts) == (
@@ -235,7 +235,7 @@ def test_sequence_parallelism_halves_the_norms_too() -> None:
     assert (whole.forward_ns - split.forward_ns, whole.input_ns - split.input_ns) == (1280, 1536)
 
 
-def test_frameworks_that_fuse_nothing_move_more_between_the_products() -> None:
+def test_frameworks_without_fusion_move_more_between_gemms() -> None:
     fused, eager = dense_layer(job(), UNIT), dense_layer(job(framework="ddp"), UNIT)
     assert eager.forward_ns - fused.forward_ns == pytest.approx(0.6 * MOVED)
     assert eager.input_ns - fused.input_ns == pytest.approx(0.6 * MOVED_BACK)
@@ -389,7 +389,7 @@ def test_zero_leaves_each_rank_its_share_of_the_update(layout: ParallelConfig, r
     assert updated_parameters(one, stage_parameters(one)[0]) == TOTAL / ranks
 
 
-def test_experts_are_updated_by_the_ranks_that_hold_them() -> None:
+def test_experts_are_updated_by_their_ranks() -> None:
     one = job(MIXED, ParallelConfig(dp_replicate=4, ep=2, zero=1), global_batch=4)
     (held,) = stage_parameters(one)
     assert updated_parameters(one, held) == held.dense / 4 + held.experts / 2
@@ -401,7 +401,7 @@ def test_replicas_of_sharded_experts_each_update_all_of_them() -> None:
     assert updated_parameters(one, held) == held.dense / 2 + held.experts / 2
 
 
-def test_an_offloaded_optimizer_sends_gradients_down_and_weights_up() -> None:
+def test_an_offloaded_optimizer_copies_gradients_and_weights() -> None:
     one = replace(
         job(offload=frozenset({"optimizer"})),
         hardware=replace(DEVICE, host=Link("pcie", 2e9, 0.5, 0.0)),
@@ -417,7 +417,7 @@ def test_the_host_launches_forward_backward_and_what_is_recomputed() -> None:
     assert launches(job(recompute="full"), 4) == LayerPass(layers, 2 * layers, 0.0)
 
 
-def test_a_device_waits_where_its_pass_is_over_before_the_next_is_launched() -> None:
+def test_a_device_idles_if_it_is_faster_than_its_host() -> None:
     device, host = LayerPass(300.0, 400.0, 500.0, 100.0), LayerPass(1000.0, 1000.0, 0.0)
     assert waits(device, host) == LayerPass(700.0, 100.0, 0.0)
 
@@ -427,7 +427,7 @@ def test_a_device_that_is_slower_than_its_host_never_waits() -> None:
     assert waits(device, LayerPass(200.0, 900.0, 0.0)) == LayerPass(0.0, 0.0, 0.0)
 
 
-def test_a_host_that_is_nearly_too_slow_counts_as_too_slow() -> None:
+def test_a_host_that_is_nearly_too_slow_counts_as_host_bound() -> None:
     device = LayerPass(200.0, 300.0, 500.0)
     near, far = LayerPass(350.0, 351.0, 0.0), LayerPass(350.0, 349.0, 0.0)
     assert (host_bound(device, near), host_bound(device, far)) == (True, False)

@@ -57,7 +57,7 @@ def slow_network(one: JobConfig) -> JobConfig:
     return replace(one, hardware=replace(one.hardware, gpus_per_node=2, inter=link))
 
 
-def test_what_fits_one_gpu_is_data_parallel() -> None:
+def test_a_model_that_fits_one_gpu_is_data_parallel() -> None:
     found = plan(SMALL, 8)
     assert found.best.choice.axes == (1, 1, 1, 8, 1)
     assert [(trial.question, trial.fits) for trial in found.tree] == [("one GPU", True)]
@@ -69,14 +69,14 @@ def test_one_gpu_is_one_rank() -> None:
     assert found.places == ()
 
 
-def test_what_fits_no_gpu_of_a_node_is_cut_by_tp_inside_it() -> None:
+def test_a_model_too_big_for_one_gpu_uses_tp_inside_a_node() -> None:
     whole = replace(NODE.training, global_batch=1)
     found = plan(replace(NODE, model=replace(NODE.model, layers=32), training=whole), 8)
     assert found.best.choice.axes == (8, 1, 1, 1, 1)
     assert [(place.axis, place.nodes) for place in found.places] == [("tp", 1)]
 
 
-def test_over_slow_links_goes_the_pipeline_and_tp_stays_in_the_node() -> None:
+def test_pp_crosses_slow_links_and_tp_stays_in_the_node() -> None:
     found = plan(slow_network(NODE), 32)
     best = found.best.choice
     assert best.pp > 1
@@ -85,7 +85,7 @@ def test_over_slow_links_goes_the_pipeline_and_tp_stays_in_the_node() -> None:
     assert next(place for place in found.places if place.axis == "pp").nodes > 1
 
 
-def test_the_tree_ends_with_the_first_yes() -> None:
+def test_the_decision_tree_ends_at_the_first_fit() -> None:
     found = plan(NODE, 64)
     assert [trial.fits for trial in found.tree] == [False] * (len(found.tree) - 1) + [True]
     assert found.tree[0].ranks == 1
@@ -106,12 +106,12 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
 
 
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
-def test_what_is_said_to_fit_is_all_that_fits(framework: Framework) -> None:
+def test_the_fitting_layouts_are_all_that_fit(framework: Framework) -> None:
     one = replace(MIDDLE, training=replace(MIDDLE.training, framework=framework))
     assert plan(one, 8, top=1).searched.fit == len(jobs_that_fit(one, 8))
 
 
-def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
+def test_tp_crosses_nodes_only_if_it_is_kept() -> None:
     far = replace(MIDDLE, parallel=ParallelConfig(tp=4, rank_order=("dp", "cp", "ep", "tp", "pp")))
     free = [each.parallel for family in families(far, 16) for each in family]
     assert {layout.tp for layout in free if layout.dp == 8} == {1}
@@ -119,7 +119,7 @@ def test_tp_crosses_nodes_only_where_it_is_kept() -> None:
     assert {each.parallel.tp for family in kept for each in family} == {4}
 
 
-def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
+def test_no_untimed_layout_is_faster(sixteen: Plan) -> None:
     steps = sorted(candidate_of(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
     assert sixteen.best.step_ns == steps[0]
 
@@ -131,7 +131,7 @@ def test_nothing_that_was_left_untimed_is_faster(sixteen: Plan) -> None:
         pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_shown_is_what_timing_everything_shows(
+def test_the_result_equals_that_of_timing_every_layout(
     one: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = plan(one, 16, top=6)
@@ -155,8 +155,8 @@ def test_what_is_shown_is_what_timing_everything_shows(
     ],
     ids=["small", "node", "slow", "experts", "overlap", "all-gather", "fsdp2", "deepspeed"],
 )
-def test_no_step_is_below_its_floor(one: JobConfig, gpus: int) -> None:
-    """What spares timing a layout is honest."""
+def test_no_step_is_below_its_lower_bound(one: JobConfig, gpus: int) -> None:
+    """The lower bound that allows skipping a layout is correct."""
     floor = Floor(Rates())
     fitting = jobs_that_fit(one, gpus)
     assert fitting
@@ -172,7 +172,7 @@ def test_runners_up_are_other_splits_of_the_gpus_in_order(sixteen: Plan) -> None
     assert behind[0] >= 0
 
 
-def test_the_reasons_of_a_loss_add_up_to_it(sixteen: Plan) -> None:
+def test_the_reasons_add_up_to_the_difference(sixteen: Plan) -> None:
     for one in sixteen.runners_up:
         rounding_ns = 1_000
         assert abs(sum(each.delta_ns for each in one.reasons) - one.behind_ns) < rounding_ns
@@ -180,7 +180,7 @@ def test_the_reasons_of_a_loss_add_up_to_it(sixteen: Plan) -> None:
         assert one.more_bytes == one.candidate.peak_bytes - sixteen.best.peak_bytes
 
 
-def test_what_is_kept_is_as_the_job_has_it() -> None:
+def test_kept_settings_are_those_of_the_job() -> None:
     pinned = replace(MIDDLE, parallel=ParallelConfig(tp=4, pp=2))
     found = plan(pinned, 16, frozenset({"tp", "pp"}))
     shown = [found.best, *(each.candidate for each in found.runners_up)]
@@ -189,7 +189,7 @@ def test_what_is_kept_is_as_the_job_has_it() -> None:
 
 @pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
-def test_what_is_pasted_predicts_the_same(one: JobConfig, framework: str) -> None:
+def test_a_layout_written_to_a_job_toml_predicts_the_same(one: JobConfig, framework: str) -> None:
     text = RUN.format(model=one.model.name, framework=framework)
     found = plan(job_of(text), 16, top=1)
     head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
@@ -212,7 +212,7 @@ framework = "{framework}"
 """
 
 
-def test_experts_are_spread_over_ranks() -> None:
+def test_experts_are_split_over_ranks() -> None:
     found = plan(EXPERTS, 16)
     experts = EXPERTS.model.experts
     assert isinstance(experts, Experts)
@@ -227,7 +227,7 @@ def test_uneven_stages_leave_the_ends_lighter() -> None:
     assert even_layers(8, 4) is None
 
 
-def test_the_ends_of_a_pipeline_may_hold_embedding_and_head_alone() -> None:
+def test_the_ends_of_a_pipeline_may_have_only_embedding_and_head() -> None:
     """Llama 3's 126 layers in 16 stages of 8 chunks (arXiv:2407.21783, section 3.3.2)."""
     assert even_layers(126, 128) == (0, *(1,) * 126, 0)
     assert even_layers(125, 128) is None
@@ -237,19 +237,19 @@ def test_the_ends_of_a_pipeline_may_hold_embedding_and_head_alone() -> None:
     assert 8 in {each.parallel.chunks for family in found for each in family}
 
 
-def test_no_gpus_hold_nothing() -> None:
-    with pytest.raises(UsageError, match="0 GPUs hold no model; give --gpus 1 or more"):
+def test_zero_gpus_are_rejected() -> None:
+    with pytest.raises(UsageError, match="number of GPUs must be 1 or more, not 0; set --gpus"):
         plan(SMALL, 0)
 
 
-def test_where_nothing_fits_the_nearest_miss_is_named() -> None:
-    with pytest.raises(UsageError, match=r"no layout on 4 x h100-sxm fits; the nearest is tp 4 "):
+def test_if_no_layout_fits_the_closest_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no layout on 4 x h100-sxm fits; the closest is tp 4 "):
         plan(NODE, 4)
 
 
-def test_where_nothing_can_be_the_arithmetic_is_named() -> None:
+def test_if_no_layout_is_valid_the_broken_rule_is_named() -> None:
     odd = replace(SMALL, parallel=ParallelConfig(tp=3))
-    with pytest.raises(UsageError, match=r"can be \(heads / tp\)"):
+    with pytest.raises(UsageError, match=r"is valid \(heads .*\btp\)"):
         plan(odd, 3, frozenset({"tp"}))
 
 

@@ -49,11 +49,11 @@ def test_rows_are_flat_and_carry_their_sums() -> None:
     assert body["pipeline"] == {"bubble_fraction": 1 / 9, "bubble_overhead": 1 / 8}
 
 
-def test_what_is_written_comes_back() -> None:
+def test_a_written_prediction_reads_back_equal() -> None:
     assert prediction_from_json(prediction_to_json(prediction())) == prediction()
 
 
-def test_an_unknown_peak_comes_back_as_no_mfu() -> None:
+def test_an_unknown_peak_reads_back_as_null_mfu() -> None:
     unknown = replace(prediction(), mfu=None, hfu=None)
     assert prediction_from_json(prediction_to_json(unknown)) == unknown
 
@@ -67,7 +67,7 @@ def test_times_are_whole_nanoseconds() -> None:
     assert (row["time_ns"], row["time_ns_low"], row["time_ns_high"]) == (11, 9, 12)
 
 
-def test_keys_of_a_newer_version_are_passed_over() -> None:
+def test_unknown_keys_are_ignored() -> None:
     body = json.loads(prediction_to_json(prediction())) | {"weather": "fine"}
     assert prediction_from_json(json.dumps(body)) == prediction()
 
@@ -76,35 +76,36 @@ def test_keys_of_a_newer_version_are_passed_over() -> None:
     ("found", "instead", "problem"),
     [
         ('"stepsplit.prediction/1"', '"stepsplit.prediction/9"',
-         "of schema stepsplit.prediction/9, not stepsplit.prediction/1"),
+         "schema is stepsplit.prediction/9, expected stepsplit.prediction/1"),
         ('"parameters": 1311000000', '"parameters": 1.5',
-         "not a stepsplit prediction (1.5 is no whole number)"),
-        ('"mfu": 0.0808', '"mfu": "high"', "not a stepsplit prediction ('high' is no number)"),
+         "not a stepsplit prediction (1.5 is not an integer)"),
+        ('"mfu": 0.0808', '"mfu": "high"', "not a stepsplit prediction ('high' is not a number)"),
         ('"confidence": "high"', '"confidence": "sure"',
          "not a stepsplit prediction "
-         "(confidence 'sure' is none of ('calibrated', 'high', 'low'))"),
-        ('"notes"', '"remarks"', "not a stepsplit prediction (no 'notes')"),
+         "(confidence is 'sure', expected one of ('calibrated', 'high', 'low'))"),
+        ('"notes"', '"remarks"', "not a stepsplit prediction (missing 'notes')"),
         ('"compute_ns": 360000000', '"compute_ns": 360000001',
          "not a stepsplit prediction "
-         "(step_ns 460000000 where its parts add up to 460000001)"),
+         "(step_ns is 460000000, but its parts add up to 460000001)"),
         ('"total_bytes": 15569256448', '"total_bytes": 1',
-         "not a stepsplit prediction (total_bytes 1 where its parts add up to 15569256448)"),
+         "not a stepsplit prediction "
+         "(total_bytes is 1, but its parts add up to 15569256448)"),
     ],
 )  # fmt: skip
-def test_a_text_that_is_no_prediction_is_refused(found: str, instead: str, problem: str) -> None:
+def test_an_invalid_prediction_is_rejected(found: str, instead: str, problem: str) -> None:
     text = prediction_to_json(prediction())
     assert text.count(found) == 1
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as error:
         prediction_from_json(text.replace(found, instead), "p.json")
-    assert str(told.value) == f"p.json: {problem}; predict the run again"
+    assert str(error.value) == f"p.json: {problem}; predict the run again"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "null", "{}"])
-def test_a_text_of_another_kind_is_refused(text: str) -> None:
+def test_json_of_another_kind_is_rejected(text: str) -> None:
     with pytest.raises(DataError, match="not a stepsplit prediction"):
         prediction_from_json(text)
 
 
-def test_a_number_that_json_cannot_hold_is_never_written() -> None:
+def test_nan_is_never_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         prediction_to_json(replace(prediction(), bubble_fraction=float("nan")))

@@ -43,7 +43,7 @@ def a_run(folder: Path, measured: str = "") -> Path:
     return folder / "job.toml"
 
 
-def test_a_run_that_names_no_measurement_has_none(tmp_path: Path) -> None:
+def test_a_job_without_measurements_has_no_rates(tmp_path: Path) -> None:
     path = a_run(tmp_path)
     rates = read_rates(path, read_job(path).hardware)
     assert (rates.sweeps, rates.tables) == ((), ())
@@ -62,7 +62,7 @@ def test_a_measured_sweep_gives_the_time_of_its_own_sizes(tmp_path: Path) -> Non
     assert [each.time.ns / each.message.count for each in summed] == pytest.approx([2e6, 2e6])
 
 
-def test_a_file_without_measurements_is_refused_with_the_hint(tmp_path: Path) -> None:
+def test_a_file_without_measurements_is_rejected_with_a_hint(tmp_path: Path) -> None:
     path = a_run(tmp_path, 'measured = ["job.toml"]\n')
-    with pytest.raises(DataError, match=r"RUN\.toml: holds no sweep .*; name the output of nccl"):
+    with pytest.raises(DataError, match=r"job\.toml: contains no sweep .*; use the output of nccl"):
         read_rates(path, read_job(path).hardware)

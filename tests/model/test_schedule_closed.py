@@ -74,9 +74,7 @@ def test_the_bubble_rates_that_the_zero_bubble_paper_prints(schedule: str, colum
     ("schedule", "column"),
     [("1f1b", "bubble_1F1B"), ("zb-h1", "bubble_ZB_H1"), ("zb-h2", "bubble_ZB_H2")],
 )
-def test_playing_the_orders_gives_the_rates_that_the_paper_prints(
-    schedule: Schedule, column: str
-) -> None:
+def test_simulating_the_orders_gives_the_published_rates(schedule: Schedule, column: str) -> None:
     """Its messages delay the receiver; none of its numbers has the sender wait."""
     for row in published():
         times = (float(row["TF_ms"]), float(row["TB_ms"]), float(row["TW_ms"]))
@@ -87,7 +85,9 @@ def test_playing_the_orders_gives_the_rates_that_the_paper_prints(
 
 @for_each("schedule", ["naive", "gpipe", "1f1b", "zb-h1", "zb-h2"])
 @for_each("transfer_ns", [0.0, 0.01])
-def test_equal_stages_idle_as_the_closed_form_says(schedule: Schedule, transfer_ns: float) -> None:
+def test_the_bubble_of_equal_stages_matches_the_closed_form(
+    schedule: Schedule, transfer_ns: float
+) -> None:
     for p in (2, 4, 5, 8):
         for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 21, 24):
             closed = bubble_ns(schedule, p, m, TIMES, 1, transfer_ns)
@@ -96,7 +96,7 @@ def test_equal_stages_idle_as_the_closed_form_says(schedule: Schedule, transfer_
 
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 4, 3), (4, 16, 2), (8, 24, 3)])
-def test_interleaved_idles_as_the_closed_form_says_and_p_messages_longer_than_the_paper_counts(
+def test_interleaved_idles_p_messages_longer_than_the_paper_counts(
     p: int, m: int, chunks: int
 ) -> None:
     closed = bubble_ns("interleaved", p, m, TIMES, chunks)

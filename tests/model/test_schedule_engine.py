@@ -41,17 +41,17 @@ def test_1f1b_of_two_unequal_stages_with_three_microbatches() -> None:
     )
 
 
-def test_the_holes_of_a_rank_are_the_window_of_all_less_its_own_passes() -> None:
+def test_the_bubble_of_a_rank_is_the_common_window_less_its_passes() -> None:
     timeline = simulate(graph("1f1b", 2, 3), UNEQUAL)
     assert (timeline.makespan_ns, timeline.holes_ns) == (26, (11, 5))
 
 
-def test_a_transfer_delays_whoever_waits_for_it() -> None:
+def test_a_transfer_delays_its_receiver() -> None:
     timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1)
     assert timeline.starts_ns == ((0, 2, 11, 14, 18, 25), (3, 6, 10, 13, 17, 20))
 
 
-def test_a_blocking_transfer_holds_up_the_sender_too() -> None:
+def test_a_blocking_transfer_delays_the_sender_too() -> None:
     timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1, blocking=True)
     assert timeline.starts_ns == ((0, 3, 11, 14, 19, 27), (3, 6, 11, 14, 19, 22))
 
@@ -63,22 +63,24 @@ def test_no_message_passes_where_the_v_turns_around() -> None:
     assert timeline.starts_ns == ((0, 23), (11, 12))
 
 
-def test_joined_passes_start_and_end_together() -> None:
+def test_overlapped_passes_start_and_end_together() -> None:
     orders = ((Pass("F", 0), Pass("F", 1, joined=True), Pass("B", 0)),)
     timeline = simulate(linked(orders, ((0,),)), ((2, 1, 2),))
     assert timeline == ScheduleTimeline(((0, 2, 2),), ((2, 7, 7),), (7,))
 
 
-def test_an_order_that_can_never_run_is_refused() -> None:
+def test_a_deadlock_is_rejected() -> None:
     orders = ((Pass("F", 0), Pass("B", 0)), (Pass("B", 0), Pass("F", 0)))
-    with pytest.raises(UsageError, match="rank 0 never gets past its pass 2 of 2, B of microb"):
+    with pytest.raises(
+        UsageError, match="deadlock: rank 0 blocks at pass 2 of 2, B of microbatch 0"
+    ):
         linked(orders, ((0,), (1,)))
 
 
-def test_costs_of_another_number_of_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match="costs of 2 stages for a pipeline of 4; give one a stage"):
+def test_a_wrong_number_of_costs_is_rejected() -> None:
+    with pytest.raises(UsageError, match="2 costs for a pipeline of 4 stages; give one per stage"):
         simulate(graph("interleaved", 2, 2, 2), UNEQUAL)
-    with pytest.raises(UsageError, match="costs of 2 stages for a pipeline of 4; give one a stage"):
+    with pytest.raises(UsageError, match="2 costs for a pipeline of 4 stages; give one per stage"):
         pipeline_ns("interleaved", 2, 2, 2, UNEQUAL)
 
 
@@ -112,7 +114,7 @@ def drawn_costs(dice: random.Random, stages: int) -> Costs:
 
 
 @for_each("schedule", SCHEDULES)
-def test_the_fast_way_is_the_whole_simulation_to_a_billionth(schedule: Schedule) -> None:
+def test_the_fast_path_equals_the_whole_simulation(schedule: Schedule) -> None:
     dice = random.Random(schedule)
     for _ in range(30):
         p = dice.choice([2, 4, 6]) if schedule == "dualpipe" else dice.choice([1, 2, 3, 5])

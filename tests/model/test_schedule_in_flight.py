@@ -21,7 +21,7 @@ def test_an_activation_lives_until_its_weight_gradient() -> None:
     assert peak(()) == 0
 
 
-def test_1f1b_holds_one_microbatch_less_on_each_further_rank_and_gpipe_all_of_them() -> None:
+def test_1f1b_has_one_microbatch_fewer_in_flight_per_rank_and_gpipe_all() -> None:
     assert held("naive", 4, 8) == [1, 1, 1, 1]
     assert held("gpipe", 4, 8) == [8, 8, 8, 8]
     assert held("1f1b", 4, 8) == [4, 3, 2, 1]
@@ -35,7 +35,7 @@ def test_the_first_rank_of_interleaved_holds_a_layers_worth_of_l_times_1_plus_p_
     assert in_flight("interleaved", 4, 8, 3) / (4 * 3) == 1 + (4 - 1) / (4 * 3)
 
 
-def test_zero_bubble_schedules_hold_as_much_on_every_rank() -> None:
+def test_zero_bubble_schedules_have_equal_activations_on_every_rank() -> None:
     assert held("zb-h1", 4, 8) == [4, 4, 4, 4]
     assert held("zb-h2", 4, 8) == [7, 7, 7, 7]
     assert held("zb-v", 4, 8) == [8, 8, 8, 8]
@@ -44,7 +44,7 @@ def test_zero_bubble_schedules_hold_as_much_on_every_rank() -> None:
 
 
 @for_each("schedule", SCHEDULES)
-def test_the_formula_counts_what_the_order_holds(schedule: Schedule) -> None:
+def test_the_formula_matches_the_order(schedule: Schedule) -> None:
     counted = 0
     for p, m, chunks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 7, 8, 12, 16, 24), (1, 2, 3)):
         try:

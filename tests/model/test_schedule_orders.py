@@ -63,7 +63,7 @@ def test_zb_h2_runs_further_ahead_than_zb_h1_and_delays_weight_gradients_longer(
     assert written("zb-h2", 2, 3) == ["F0 F1 F2 I0 W0 I1 W1 I2 W2", "F0 I0 F1 I1 F2 I2 W0 W1 W2"]
 
 
-def test_dualpipe_joins_a_forward_of_one_direction_with_a_backward_of_the_other() -> None:
+def test_dualpipe_overlaps_a_forward_with_a_backward_of_the_other_direction() -> None:
     assert written("dualpipe", 2, 4) == [
         "F0 F2' F1 B2' F3'& B0 B3' I1 W1",
         "F2' F0 F3' B0 F1& B2' B1 I3' W3'",
@@ -111,19 +111,23 @@ def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedul
 @for_each(
     ("schedule", "sizes", "line"),
     [
-        ("dualpipe", (4, 6, 1), "dualpipe needs 2 pp = 8 microbatches, not 6; use 8"),
-        ("dualpipe", (3, 8, 1), "dualpipe halves pp = 3 and microbatches = 8; make both even"),
-        ("1f1b", (4, 8, 2), "1f1b holds 1 chunk a rank, not 2; use interleaved"),
-        ("1f1b", (4, 0, 1), "4 stages, 0 microbatches, 1 chunks: each must be 1 or more"),
+        ("dualpipe", (4, 6, 1), "dualpipe needs at least 2 pp = 8 microbatches, not 6"),
+        (
+            "dualpipe",
+            (3, 8, 1),
+            "dualpipe needs an even pp and number of microbatches, not 3 and 8",
+        ),
+        ("1f1b", (4, 8, 2), "1f1b has 1 chunk per rank, not 2; use interleaved"),
+        ("1f1b", (4, 0, 1), "4 stages, 0 microbatches, 1 chunks: all must be 1 or more"),
         (
             "interleaved",
             (4, 9, 2),
-            "interleaved: 9 microbatches do not make 9 // 4 = 2 equal rounds; "
+            "interleaved: can't split 9 microbatches into 9 // 4 = 2 equal rounds; "
             "use 8 or 12 microbatches, a multiple of pp = 4",
         ),
     ],
 )
-def test_sizes_that_no_framework_runs_are_refused_with_the_arithmetic(
+def test_invalid_sizes_are_rejected_with_the_arithmetic(
     schedule: Schedule, sizes: tuple[int, int, int], line: str
 ) -> None:
     with pytest.raises(UsageError) as refused:

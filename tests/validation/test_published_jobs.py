@@ -41,7 +41,7 @@ def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
     assert round(case.step_ns / 1e6) == 24_817
 
 
-def test_rows_of_another_system_are_no_case_of_megatron() -> None:
+def test_rows_of_another_system_give_no_case() -> None:
     table = "megatron_sc21_table2_zero3_vs_ptd"
     assert sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384")) == ()
 
@@ -60,7 +60,7 @@ def test_korthikanti_ran_each_model_twice() -> None:
     )
 
 
-def test_a_utilization_gives_the_time_that_is_not_printed() -> None:
+def test_a_missing_time_is_computed_from_the_utilization() -> None:
     (case,) = megascale(published("megascale_table2", "megascale/530B_Megatron-LM_2240_2240"))
     assert case.job.parallel.world_size == 2240
     assert round(case.step_ns / 1e9, 1) == 43.1
@@ -96,7 +96,7 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
     assert round(case.step_ns / 1e6) == 617
 
 
-def test_the_ends_of_a_zero_bubble_pipeline_hold_a_layer_less() -> None:
+def test_the_ends_of_a_zero_bubble_pipeline_have_a_layer_fewer() -> None:
     table = "zero_bubble_table4_throughput_memory"
     job = zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
     assert job.parallel == ParallelConfig(

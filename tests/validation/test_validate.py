@@ -117,7 +117,7 @@ def test_the_ninetieth_percentile_lies_between_the_nearest_two() -> None:
     assert not found.met
 
 
-def test_rows_are_equal_up_to_what_the_digits_leave_open() -> None:
+def test_rows_are_equal_up_to_rounding() -> None:
     rows = [
         replace(row("a", 1.5, 1.54), tolerance=0.05),
         replace(row("b", 1.5, 1.56), tolerance=0.05),
@@ -126,7 +126,7 @@ def test_rows_are_equal_up_to_what_the_digits_leave_open() -> None:
     assert (found.result, found.met, [each.case for each in found.worst]) == ((0.5,), False, ["b"])
 
 
-def test_a_wrong_published_number_makes_its_check_miss(tmp_path: Path) -> None:
+def test_a_wrong_published_number_fails_its_check(tmp_path: Path) -> None:
     folder = copied(tmp_path, "zero_table1_model_states", (",zero1,35.6,", ",zero1,36.6,"))
     found = {one.name: one for one in validate(folder)}
     assert not found[STATES].met
@@ -136,11 +136,11 @@ def test_a_wrong_published_number_makes_its_check_miss(tmp_path: Path) -> None:
     assert {name for name, one in found.items() if not one.skipped} == {STATES}
 
 
-def test_a_check_without_its_table_is_skipped_and_says_so(tmp_path: Path) -> None:
+def test_a_check_without_its_table_is_skipped_with_a_note(tmp_path: Path) -> None:
     folder = copied(tmp_path, "zero_table1_model_states")
     skipped = [one for one in validate(folder) if one.skipped]
     assert len(skipped) > 20
-    assert {one.note for one in skipped} == {"no such rows in this folder"}
+    assert {one.note for one in skipped} == {"no rows in this folder"}
 
 
 def test_more_columns_are_ignored(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_row_of_an_unknown_model_is_left_out_and_named(tmp_path: Path) -> None
     assert "unknown model preset 'mpt-71b'" in left_out[0]
 
 
-def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
+def test_an_invalid_row_does_not_affect_the_others(tmp_path: Path) -> None:
     record = PublishedRow("table", "table/one", {"time": "fast"})
     good = PublishedRow("table", "table/two", {"time": "2"})
 
@@ -174,13 +174,13 @@ def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_without_a_column_of_its_id_is_refused(tmp_path: Path) -> None:
+def test_a_table_without_a_column_of_its_id_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mtnlg_530b.csv").write_text("model,iter_s\nMT-NLG,60.1\n")
     with pytest.raises(DataError, match=r"mtnlg_530b.csv: no column 'gpus'"):
         validate(tmp_path)
 
 
-def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_tables_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no published table here"):
         validate(tmp_path)
 
@@ -205,12 +205,12 @@ def test_a_formula_of_a_table_has_a_value(formula: str, value: float) -> None:
 
 
 @for_each("formula", ["open('x')", "s**9", "q", "s*", "s/0"])
-def test_nothing_but_arithmetic_is_a_formula(formula: str) -> None:
+def test_only_arithmetic_is_a_formula(formula: str) -> None:
     with pytest.raises(DataError, match="not arithmetic"):
         evaluate(formula, {"s": 2})
 
 
-def test_digits_may_be_rounded_or_cut_off() -> None:
+def test_digits_may_be_rounded_or_truncated() -> None:
     assert as_printed(4046.875, "4046") == 4046
     assert as_printed(0.46875, "0.47") == 0.47
     assert as_printed(4046.875, "4050") == 4047
@@ -225,7 +225,7 @@ def test_every_published_row_has_a_source_and_a_name_of_its_own() -> None:
         assert not [record.id for record in records if "#" in record.id]
 
 
-def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
+def test_the_screen_shows_each_check_and_the_largest_errors() -> None:
     times = check(
         "GPUs, step time", [row("a", 10, 12), row("b", 10, 10.04), row("c", 10, 10, True)],
         "mean/p90", (0.05, 0.1), (0.15, 0.2), "two runs",
@@ -236,7 +236,7 @@ def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
         "equalities  rows  equal  verdict",
         "states         1      1      met",
         "volumes        0      0  skipped",
-        "volumes: no such rows in this folder",
+        "volumes: no rows in this folder",
         "",
         "step time  rows                   result         limit           verdict",
         "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
@@ -252,7 +252,7 @@ def test_the_screen_shows_each_check_and_what_is_far_off() -> None:
     ]
 
 
-def test_where_one_constant_utilization_is_closer_it_is_said() -> None:
+def test_a_more_accurate_constant_utilization_is_noted() -> None:
     times = check("GPUs, step time", [row("a", 10, 11)], "mean/p90", (), (0.05, 0.06))
     assert "GPUs  mean 5.0 %, p90 6.0 %  better than the model" in shown((times,))
 
@@ -272,13 +272,13 @@ def test_every_row_can_be_shown_with_those_that_were_fitted_on() -> None:
     ]
 
 
-def test_rows_of_one_run_are_told_apart_by_what_they_are() -> None:
+def test_rows_of_one_run_have_distinct_quantities() -> None:
     first = replace(row("a", 10, 12), what="stage 0")
     found = check("memory", [first, replace(first, what="stage 1")], "mean", (0.1,))
     assert [line.split("  ")[0] for line in shown((found,))[-4:-2]] == ["a, stage 0", "a, stage 1"]
 
 
-def test_the_command_ends_with_one_where_a_check_is_missed(
+def test_the_command_exits_with_one_if_a_check_is_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(tmp_path, "zero_table1_model_states")
@@ -290,7 +290,7 @@ def test_the_command_ends_with_one_where_a_check_is_missed(
     assert [one["name"] for one in written["checks"] if one["met"] is False] == [STATES]
 
 
-def test_json_holds_every_row(tmp_path: Path) -> None:
+def test_json_has_every_row(tmp_path: Path) -> None:
     copied(tmp_path, "zero_table2_max_model")
     file = tmp_path / "checks.json"
     validate_command.main([str(tmp_path), "--json", str(file)], standalone_mode=False)

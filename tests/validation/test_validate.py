@@ -170,7 +170,7 @@ def test_an_invalid_row_does_not_affect_the_others(tmp_path: Path) -> None:
     assert [each.case for each in found.rows] == ["table/two"]
     assert found.left_out == (
         "table/one: table.csv: time of table/one is 'fast', not a number;"
-        " give the column as the tables of stepsplit have it",
+        " use the columns of stepsplit's published tables",
     )
 
 
@@ -181,7 +181,7 @@ def test_a_table_without_a_column_of_its_id_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tables_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no published table here"):
+    with pytest.raises(UsageError, match="contains no published table"):
         validate(tmp_path)
 
 

@@ -60,7 +60,7 @@ def ids(a_job: JobConfig, rates: Rates | None = None) -> set[str]:
 
 
 def more(layout: ParallelConfig, **changes: object) -> set[str]:
-    """What a layout adds to one rank, but for what every job of several ranks has."""
+    """Formulas that a layout adds to those of every job of several ranks."""
     found = ids(replace(job(layout=layout, recipe=TrainingConfig(2048, 1, 16)), **changes))  # type: ignore[arg-type]
     return found - {*ALONE, *EACH}
 
@@ -171,7 +171,7 @@ def test_no_formula_is_named_twice_and_all_that_are_explained_are_named() -> Non
 
 
 def test_every_formula_of_a_computation_has_its_place_in_the_order() -> None:
-    """But for those that compare: rates of links, days of a training, closed forms of schedules."""
+    """Except formulas for comparison: link rates, days of training, closed forms of schedules."""
     names = (name for _, name, _ in pkgutil.iter_modules(model.__path__, f"{model.__name__}."))
     modules = [vars(importlib.import_module(name)) for name in names]
     defined = {one.id for module in modules for one in module.values() if isinstance(one, Formula)}

@@ -1,4 +1,4 @@
-"""What a layer keeps of a microbatch, item by item."""
+"""Saved activations of a layer, item by item."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gpt_with_dropout_is_table_2_of_korthikanti(
 
 
 def test_gated_mlp_and_grouped_queries() -> None:
-    """hidden 8, two of four heads hold keys, three products of width 16."""
+    """hidden 8, keys for two of four heads, three GEMMs of width 16."""
     model = llama(2, 8, 4, 2, 16, 512)
     found = layer_activations(job(model))
     assert (found.heads, found.mlp) == (2 * 16 * (8 + 4 + 4), 2 * 16 * 3 * 16)

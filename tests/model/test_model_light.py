@@ -1,4 +1,4 @@
-"""A prediction is quick, and takes the standard library alone to compute."""
+"""A prediction is fast and needs only the standard library."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ MODELS = ("llama-7b", "llama-3.1-70b", "gpt3-175b", "llama-2-70b", "qwen2.5-32b"
 
 
 def thousand_jobs(seq_len: int) -> list[JobConfig]:
-    """5 models in 8 layouts with 25 batches, none like another."""
+    """5 models in 8 layouts with 25 batches, all different."""
     recipes = [TrainingConfig(seq_len, micro_batch=1, global_batch=256 * n) for n in range(1, 26)]
     hardware = config_file.hardware("h100-sxm")
     return [

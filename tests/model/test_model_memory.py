@@ -1,4 +1,4 @@
-"""The peak of every stage, by what it is for, against hand-worked and measured memory."""
+"""The peak of every stage by category, against hand-computed and measured memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_full_recomputation_runs_one_layer_again() -> None:
 
 
 def test_a_loss_over_a_split_vocabulary_has_a_larger_peak() -> None:
-    """torchtitan's loss_parallel: 12 bytes a logit beside the 4 kept, 8 where it is whole."""
+    """torchtitan's loss_parallel: 12 bytes per logit on top of the 4 saved, 8 if not split."""
     layout = ParallelConfig(tp=2, dp_shard=4, zero=3)
     found, fused = (
         memory_of(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
@@ -234,7 +234,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def test_one_run_calibrates_the_other_schedules_of_a_model() -> None:
-    """Qi et al., tables 4 and 6: the first run of each model teaches, the others are within 7 %."""
+    """Qi et al., tables 4 and 6: calibrated on the first run of each model, others within 7 %."""
     rows = [
         *published("zero_bubble_table4_throughput_memory"),
         *published("zero_bubble_table6_zbv"),

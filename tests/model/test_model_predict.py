@@ -1,4 +1,4 @@
-"""The whole prediction: worked out by hand where it can be, and what holds of every job."""
+"""The whole prediction: hand-computed examples, and properties of every job."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_pipeline_of_two_stages_waits_for_the_one_with_the_head() -> None:
     there, back = 10 * (2 * LAYER_FORWARD + EMBEDDING), 10 * (2 * LAYER_BACKWARD + EMBEDDING)
     last = 10 * (2 * (LAYER_FORWARD + LAYER_BACKWARD) + HEAD_FORWARD + HEAD_BACKWARD)
     sends_ns = 2 * 6_605
-    """There and back: 6600 ns and 256 bytes at half of 100 GB/s."""
+    """Forward and backward: 6600 ns, and 256 bytes at half of 100 GB/s."""
     norm_ns = 6_600
     first_update, last_update = (10 * ADAM * (2 * LAYER + VOCABULARY + norm) for norm in (0, NORM))
     holes_ns = there + 4 * last + back - 4 * (there + back)
@@ -126,7 +126,7 @@ EQUAL, NOTHING = LayerPass(30.0, 30.0, 20.0), LayerPass(0.0, 0.0, 0.0)
 
 
 def equal_stages(one: JobConfig) -> tuple[StageTime, ...]:
-    """All of them compute the same, and nothing else takes time."""
+    """All stages compute the same, and only compute takes time."""
     return tuple(
         StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0)
         for stage in stages_of(one)
@@ -151,7 +151,7 @@ RECIPE = TrainingConfig(seq_len=2048, micro_batch=1, global_batch=32)
 
 
 def llama(layout: ParallelConfig, hardware: HardwareConfig = A100, **recipe: Any) -> JobConfig:
-    """Llama 7B, 32 sequences of 2048 tokens a step."""
+    """Llama 7B, 32 sequences of 2048 tokens per step."""
     return JobConfig(LLAMA, layout, replace(RECIPE, **recipe), hardware)
 
 
@@ -191,7 +191,7 @@ def test_constants_without_a_framework_apply_to_all() -> None:
 
 
 def doubts(one: JobConfig) -> list[str]:
-    """The beginnings of the notes, for a prediction that must be unsure."""
+    """The beginnings of the caveats, for a prediction with low confidence."""
     found = predict(one)
     assert found.confidence == "low"
     off = A100.efficiency.error + 0.25 * len(found.notes)
@@ -367,7 +367,7 @@ def layouts(draw: st.DrawFn, mixture: bool) -> ParallelConfig:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> JobConfig:
-    """Jobs of presets that the checks let pass."""
+    """Valid jobs of presets."""
     mixture = draw(st.booleans())
     layout = draw(layouts(mixture))
     recipe = TrainingConfig(
@@ -443,7 +443,7 @@ def test_a_faster_link_never_makes_a_step_longer(one: JobConfig) -> None:
 @given(one=jobs())
 @settings(max_examples=100, deadline=None)
 def test_a_slower_device_never_makes_a_step_shorter(one: JobConfig) -> None:
-    # Where the backward is split, a slower gradient of weights fills more of the bubble.
+    # With a split backward, a slower weight gradient fills more of the bubble.
     assume(one.parallel.pp == 1 or one.parallel.schedule in WHOLE_BACKWARD)
     slow = predict(replace(one, hardware=slower(one.hardware)))
     assert slow.split.step_ns >= predict(one).split.step_ns - ROUNDING_NS

@@ -1,4 +1,4 @@
-"""What one parameter costs by dtype, optimizer, ZeRO stage and framework."""
+"""Bytes of one parameter by dtype, optimizer, ZeRO stage and framework."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_share_that_does_not_divide_is_rounded_up() -> None:
 
 
 def test_experts_are_sharded_over_the_ranks_with_the_same_experts() -> None:
-    """8 ranks, 4 of them with different experts: each expert lives on 2."""
+    """8 ranks in 4 expert groups: each expert is on 2 ranks."""
     layout = ParallelConfig(dp_replicate=8, ep=4, zero=1)
     assert (layout.shard_size, layout.expert_shards) == (8, 2)
     moe = job(LITE, layout)

@@ -1,4 +1,4 @@
-"""What compute cannot hide of a stage's communication, and a stage's times all together."""
+"""Exposed communication of a stage, and the sum of a stage's times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def left(one: JobConfig, *calls: Timed, beside: Beside = BESIDE) -> list[int]:
 
 
 def overlapping(**layout: Any) -> JobConfig:
-    """A job of four microbatches that hides whatever it can."""
+    """A job of four microbatches with all overlap enabled."""
     return job(layout=ParallelConfig(overlap=OVERLAP, **layout), global_batch=4)
 
 

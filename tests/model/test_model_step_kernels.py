@@ -1,4 +1,4 @@
-"""How long kernels, layers, chunks and the update take, on a device whose numbers are all one.
+"""Time of kernels, layers, chunks and the optimizer step, on a device with all rates 1.
 
 A FLOP and a byte each take a ns, so that a time is the sum of both counts.
 """

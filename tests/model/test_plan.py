@@ -1,4 +1,4 @@
-"""plan: jobs whose best layout is known by hand."""
+"""plan: jobs with a known best layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EXPERTS = job("mixtral-8x7b", 4096, 16)
 
 
 def jobs_that_fit(one: JobConfig, gpus: int) -> list[JobConfig]:
-    """Every layout that can be and fits, weighed one by one."""
+    """Every valid layout that fits, checked one by one."""
     every = [each for family in families(one, gpus) for each in family]
     possible = [each for each in every if first_fault(each) is None]
     return [each for each in possible if fits(each, memory_of(each))]

@@ -1,4 +1,4 @@
-"""plan beside what was run: the layouts of Llama 3 405B and GPT-3 175B are near its best."""
+"""plan against published layouts: those of Llama 3 405B and GPT-3 175B are near its best."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AXES = frozenset({"tp", "pp", "cp"})
 
 
 def rows(table: str, gpus: int) -> list[PublishedRow]:
-    """The rows of so many GPUs."""
+    """The rows with this number of GPUs."""
     return [row for row in Published().records(table) if row.count("gpus") == gpus]
 
 
 def behind(
     job: JobConfig, gpus: int, keep: frozenset[str], own_keep: frozenset[str] = AXES
 ) -> float:
-    """The best layout with the job's own tp, pp and cp, over the best of all but what is kept."""
+    """Step time of the best layout with the job's tp, pp and cp over that of the best layout."""
     own = plan(job, gpus, own_keep, top=1).best
     assert own.choice.axes[:3] == (job.parallel.tp, job.parallel.pp, job.parallel.cp)
     return own.step_ns / plan(job, gpus, keep, top=1).best.step_ns

@@ -1,4 +1,4 @@
-"""A prediction as JSON: the keys that scripts rely on, and nothing lost on the way back."""
+"""A prediction as JSON: the keys that scripts rely on, and a lossless round trip."""
 
 from __future__ import annotations
 

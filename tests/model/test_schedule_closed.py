@@ -1,4 +1,4 @@
-"""Closed forms of the bubble: the published table, and where the simulation agrees."""
+"""Closed forms of the bubble against the published table and the simulation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_bubble_rates_that_the_zero_bubble_paper_prints(schedule: str, colum
     [("1f1b", "bubble_1F1B"), ("zb-h1", "bubble_ZB_H1"), ("zb-h2", "bubble_ZB_H2")],
 )
 def test_simulating_the_orders_gives_the_published_rates(schedule: Schedule, column: str) -> None:
-    """Its messages delay the receiver; none of its numbers has the sender wait."""
+    """Messages delay the receiver; in the paper senders never wait."""
     for row in published():
         times = (float(row["TF_ms"]), float(row["TB_ms"]), float(row["TW_ms"]))
         p, m = int(row["pp"]), int(row["num_microbatches"])

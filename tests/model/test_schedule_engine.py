@@ -1,4 +1,4 @@
-"""Pipelines of unequal stages: when each pass runs, and the fast way to the same makespan."""
+"""Pipelines of unequal stages: when each pass runs, and the fast path to the makespan."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_equal_stages_leave_the_ideal_bubble(schedule: Schedule) -> None:
     assert timeline.holes_ns[0] / timeline.makespan_ns == pytest.approx(ideal)
 
 
-# The fast way.
+# The fast path.
 
 
 def model_stages(schedule: Schedule, stages: int, chunks: int) -> int:
@@ -143,7 +143,7 @@ def test_the_fast_path_equals_the_whole_simulation(schedule: Schedule) -> None:
 def test_equal_stages_with_a_slower_head_are_not_simulated_whole(
     schedule: Schedule, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 800 microbatches; schedules that let ranks run ahead take longer to fall into step."""
+    """800 microbatches; schedules in which ranks run ahead reach their steady state later."""
     sizes = []
 
     def noted(schedule: Schedule, p: int, m: int, chunks: int = 1) -> object:

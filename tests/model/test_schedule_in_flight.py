@@ -1,4 +1,4 @@
-"""Schedules: how many activations each pipeline rank holds at its peak."""
+"""Schedules: activations in flight on each pipeline rank."""
 
 from __future__ import annotations
 

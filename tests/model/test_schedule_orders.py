@@ -1,4 +1,4 @@
-"""Schedules: which passes each pipeline rank does, in which order, on which model stages."""
+"""Schedules: the order of each pipeline rank's passes and the model stages of its chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepsplit.analyzer.model.schedule import Pass, orders, places
 
 
 def written(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[str]:
-    """Each rank's order in words such as F3 or, in chunk 1, F3'; & joins two passes."""
+    """Each rank's order in words such as F3 or, in chunk 1, F3'; & overlaps two passes."""
     return [
         " ".join(f"{o.kind}{o.microbatch}{chr(39) * o.chunk}{'&' * o.joined}" for o in order)
         for order in orders(schedule, stages, microbatches, chunks)

@@ -1,4 +1,4 @@
-"""From a row of a published table to the job behind it."""
+"""Published rows as jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model against published figures: what counts, what is left out, what a miss looks like."""
+"""The model against published numbers: rows, skipped records and missed checks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def row(case: str, published: float, predicted: float, fitted: bool = False) -> 
 
 
 def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
-    """A folder with one of the published tables, in which some text stands for other text."""
+    """A folder with one of the published tables, with one text replaced."""
     text = (PUBLISHED / f"{table}.csv").read_text()
     for old, new in changes:
         assert old in text

@@ -79,10 +79,10 @@ def plan(
         UsageError: gpus is below 1, or no layout is valid and fits in memory.
 
     Example:
-        from stepsplit.analyzer import plan, read_job
-
-        best = plan(read_job("job.toml"), gpus=64).best
-        print(best.choice.tp, best.choice.pp, f"{best.step_ns / 1e6:.1f} ms")
+        >>> from stepsplit.analyzer import plan, read_job
+        >>> best = plan(read_job("job.toml"), gpus=16).best
+        >>> best.choice.tp, best.choice.pp, f"{best.step_ns / 1e9:.0f} s"
+        (4, 4, '49 s')
     """
     if gpus < 1:
         raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")

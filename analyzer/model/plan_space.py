@@ -155,11 +155,10 @@ class Plan:
         searched: how many layouts were considered, invalid, too big and timed.
 
     Example:
-        from stepsplit.analyzer import plan, read_job
-
-        found = plan(read_job("job.toml"), gpus=64)
-        for runner in found.runners_up:
-            print(runner.candidate.choice.axes, runner.behind_ns)
+        >>> from stepsplit.analyzer import plan, read_job
+        >>> found = plan(read_job("job.toml"), gpus=16)
+        >>> [runner.candidate.choice.axes for runner in found.runners_up]  # tp, pp, cp, dp, ep
+        [(8, 2, 1, 1, 1)]
     """
 
     gpus: int

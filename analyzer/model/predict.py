@@ -89,10 +89,10 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         UsageError: the job is not valid, for example when tp does not divide the heads.
 
     Example:
-        from stepsplit.analyzer import predict, read_job
-
-        prediction = predict(read_job("job.toml"))
-        print(f"{prediction.split.step_ns / 1e6:.1f} ms, fits: {prediction.fits}")
+        >>> from stepsplit.analyzer import predict, read_job
+        >>> prediction = predict(read_job("job.toml"))
+        >>> f"{prediction.split.step_ns / 1e9:.0f} s", prediction.fits
+        ('12 s', True)
     """
     check(job)
     timed = timed_messages(job, rates or Rates())
@@ -268,10 +268,12 @@ def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
         DataError: a named file is missing, cannot be read or contains no measurement.
 
     Example:
-        from stepsplit.analyzer import predict, read_job, read_rates
-
-        job = read_job("job.toml")
-        prediction = predict(job, read_rates("job.toml", job.hardware))
+        >>> from stepsplit.analyzer import predict, read_job, read_rates
+        >>> job = read_job("job.toml")
+        >>> rates = read_rates("job.toml", job.hardware)
+        >>> len(rates.sweeps)
+        0
+        >>> prediction = predict(job, rates)
     """
     return rates_of(read_table(path), hardware)
 

@@ -100,8 +100,11 @@ class Communication:
         exposed_ns: the part of the time that compute does not overlap.
 
     Example:
-        largest = max(prediction.communication, key=lambda each: each.exposed_ns)
-        print(largest.message.op, largest.message.axis, largest.exposed_ns)
+        >>> from stepsplit.analyzer import predict, read_job
+        >>> messages = predict(read_job("job.toml")).communication
+        >>> largest = max(messages, key=lambda each: each.exposed_ns)
+        >>> largest.message.op, largest.message.axis
+        ('all_gather', 'tp')
     """
 
     message: CommOp
@@ -136,10 +139,10 @@ class Prediction:
         formulas: the formulas used, with citations.
 
     Example:
-        from stepsplit.analyzer import predict, read_job
-
-        prediction = predict(read_job("job.toml"))
-        print(prediction.split.step_ns, prediction.mfu, prediction.fits)
+        >>> from stepsplit.analyzer import predict, read_job
+        >>> prediction = predict(read_job("job.toml"))
+        >>> prediction.split.step_ns == sum(prediction.split.buckets_ns), prediction.confidence
+        (True, 'high')
     """
 
     parameters: int

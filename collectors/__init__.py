@@ -1,4 +1,7 @@
-"""In or beside the training job: what ran, and the record of it. Python and torch suffice."""
+"""Recording of a training job: `profile_run` and the types of run.json.
+
+Needs only the standard library and torch.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ __all__ = ["Mesh", "ModelSpec", "ProfiledRun", "RunSpec", "Training", "profile_r
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, and readers of run.json do without it.
+    # torch takes seconds to import, and readers of run.json do not need it.
     if name in ("ProfiledRun", "profile_run"):
         from stepsplit.collectors import profiler
 

@@ -1,4 +1,4 @@
-"""python -m stepsplit.collectors record|attach|gather: also where only the collectors work."""
+"""Command line of the collectors: python -m stepsplit.collectors record|attach|gather."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from stepsplit.collectors.record import NcclLogs, RecordPlan, default_out, is_ra
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
-"""The step that `record` begins with: by then most jobs are steady."""
+"""First step that `record` records by default: most jobs have reached a steady state by then."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; the exit status: 2 for bad input, that of the command for `record`."""
+    """Runs one subcommand and returns its exit status.
+
+    The status is 2 for bad input; for `record` it is the status of the recorded command.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="stepsplit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad usage is one line, as all bad input is."""
+    """Reports bad usage on one line, like other bad input."""
 
     def error(self, message: str) -> NoReturn:
         raise CollectError(f"{message}: see {self.prog} --help")
@@ -54,9 +57,9 @@ def _add_record(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "record",
         usage="stepsplit record [options] -- COMMAND [ARGUMENT ...]",
-        description="Run a training as it is and record some steps of each of its ranks.",
+        description="Run an unmodified training command and record some steps of each rank.",
     )
-    _add_what(verb, "folder of the recording; the next free runs/record by default")
+    _add_what(verb, "folder of the recording (default: the next free runs/record)")
     verb.add_argument(
         "--first",
         type=int,
@@ -65,20 +68,23 @@ def _add_record(verbs: _Verbs) -> None:
         help="first step to record, counted from 0 (default %(default)s)",
     )
     verb.add_argument(
-        "--standby", action="store_true", help="record nothing until stepsplit attach asks for it"
+        "--standby", action="store_true", help="do not record until stepsplit attach requests it"
     )
     verb.add_argument(
         "--nccl-calls",
         action="store_true",
-        help="NCCL logs a line a call, not only its startup; 256 MiB are kept",
+        help="have NCCL log every call, not only its startup; at most 256 MiB are kept",
     )
     verb.add_argument(
         "--nccl-inspector",
         action="store_true",
-        help="NCCL's Inspector times each collective (2.28.3 and later)",
+        help="time each collective with NCCL's Inspector (NCCL 2.28.3 and later)",
     )
     verb.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as torchrun ... train.py"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="training command, such as torchrun ... train.py",
     )
     verb.set_defaults(run=_record)
 
@@ -86,7 +92,7 @@ def _add_record(verbs: _Verbs) -> None:
 def _record(options: argparse.Namespace) -> int:
     command = options.command[options.command[:1] == ["--"] :]
     if not command:
-        raise CollectError("no command: stepsplit record -- torchrun ... train.py")
+        raise CollectError("no command given; use: stepsplit record -- torchrun ... train.py")
     out = Path(options.out).absolute() if options.out else default_out(os.environ)
     plan = _plan(options, out, None if options.standby else options.first)
     begun = time.time()
@@ -95,9 +101,9 @@ def _record(options: argparse.Namespace) -> int:
     if is_rank(os.environ) and identity().rank != 0:
         return status
     if found:
-        sys.stderr.write(f"recorded {len(found)} ranks: stepsplit analyze {out}\n")
+        sys.stderr.write(f"recorded {len(found)} ranks; analyze with: stepsplit analyze {out}\n")
     elif not options.standby:
-        sys.stderr.write(f"recorded nothing: did any rank reach step {options.first}?\n")
+        sys.stderr.write(f"no trace was recorded; did any rank reach step {options.first}?\n")
     return status
 
 
@@ -105,17 +111,17 @@ def _add_attach(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "attach",
         usage="stepsplit attach [PID] [options]",
-        description="Record some steps of a job that runs: one started with record in standby,"
-        " with KINETO_USE_DAEMON=1, or any one on Python 3.14.",
+        description="Record some steps of a running job: one started with record --standby,"
+        " one started with KINETO_USE_DAEMON=1, or any job on Python 3.14.",
     )
     verb.add_argument(
         "pid",
         type=int,
         nargs="?",
         metavar="PID",
-        help="a process of the job; not needed where one job stands by",
+        help="a process of the job; optional if only one job is on standby",
     )
-    _add_what(verb, "folder of the recording; runs/attach-PID-1 by default")
+    _add_what(verb, "folder of the recording (default: runs/attach-PID-1)")
     verb.add_argument(
         "--timeout",
         type=float,
@@ -137,10 +143,12 @@ def _add_gather(verbs: _Verbs) -> None:
     verb = verbs.add_parser(
         "gather",
         usage="stepsplit gather FOLDER ... --out DIR",
-        description="Bring together what the hosts of one run wrote on disks of their own.",
+        description="Merge the folders that the hosts of one run wrote to their local disks.",
     )
-    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="one of each host")
-    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="the whole recording")
+    verb.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="one per host")
+    verb.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the merged recording"
+    )
     verb.set_defaults(run=_gather)
 
 
@@ -148,13 +156,13 @@ def _gather(options: argparse.Namespace) -> int:
     found = gather(options.folders, options.out)
     sys.stdout.write(f"{found.out}: {len(found.ranks)} ranks\n")
     if found.missing:
-        sys.stderr.write(f"missing: rank {', '.join(map(str, found.missing))}\n")
+        sys.stderr.write(f"missing ranks: {', '.join(map(str, found.missing))}\n")
     return 0
 
 
 def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--out", metavar="DIR", help=out)
-    verb.add_argument("--name", metavar="NAME", help="name of the run; that of the folder")
+    verb.add_argument("--name", metavar="NAME", help="name of the run (default: the folder's)")
     verb.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps to record (default %(default)s)"
     )
@@ -162,11 +170,11 @@ def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
         "--ranks",
         default="auto",
         metavar="auto|all|LIST",
-        help="beyond 8 ranks auto keeps one pipeline whole, the rest thin",
+        help="ranks to record; beyond 8 ranks auto records one pipeline in full, the rest thin",
     )
-    verb.add_argument("--memory", action="store_true", help="measure what the steps allocate")
-    verb.add_argument("--shapes", action="store_true", help="the shapes of the ops' inputs")
-    verb.add_argument("--stacks", action="store_true", help="Python stacks: large and slow")
+    verb.add_argument("--memory", action="store_true", help="measure memory allocated per step")
+    verb.add_argument("--shapes", action="store_true", help="record the input shapes of ops")
+    verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
 
 
 def _plan(options: argparse.Namespace, out: Path, first: int | None) -> RecordPlan:

@@ -1,4 +1,4 @@
-"""The demo training: a small GPT under tensor, pipeline and data parallelism, recorded."""
+"""The demo training: a small GPT with tensor, pipeline and data parallelism, recorded."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from stepsplit.collectors.profiler import profile_run
 from stepsplit.collectors.record import FOLLOW_STDIN, Command, DemoArgs, parse_command
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
 
-# The demo training: a small GPT under TP, PP and DP, recorded. One process a rank:
+# Run one process per rank:
 #
-# torchrun --nproc-per-node 4 -m stepsplit.collectors.demo_job --out runs/demo --parallel
-# tp=2,pp=2
+#   torchrun --nproc-per-node 4 -m stepsplit.collectors.demo_job \
+#       --out runs/demo --parallel tp=2,pp=2
 
 BLOCKS, BLOCK_BYTES = 16, 16 << 20
 
 WARMUP = 1
-"""Steps for the profiler to settle in; it records the last ones, for the first are not steady."""
+"""Warmup steps of the profiler. It records the last steps: the first are not in steady state."""
 
 
 class Trainer:
-    """One rank's share of the training."""
+    """One rank of the training."""
 
     def __init__(self, recipe: DemoArgs, mesh: Mesh, device: Any) -> None:
         self.recipe, self.mesh, self.device = recipe, mesh, device
@@ -47,7 +47,7 @@ class Trainer:
         self.device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.axes)
         stage, stages = mesh.coordinate(self.rank, "pp"), mesh.size("pp")
         self.first, self.last = stage == 0, stage == stages - 1
-        # The same start on every rank that shares the stage.
+        # The same initial weights on every rank of the stage.
         torch.manual_seed(stage)
         module = GptStage(recipe, stage, stages).to(device)
         make_late(module, recipe, self.rank)
@@ -60,7 +60,7 @@ class Trainer:
         self.text = characters()
 
     def step(self, number: int) -> float | None:
-        """One optimizer step. The loss where this rank holds the last stage."""
+        """Runs one optimizer step; returns the loss if this rank has the last stage."""
         replicas = self.mesh.size("dp_replicate") * self.mesh.size("dp_shard")
         replica = _replica(self.mesh, self.rank)
         sequences = self.recipe.microbatches * self.recipe.micro_batch
@@ -81,7 +81,7 @@ class Trainer:
         return [loss.detach() for loss in losses]
 
     def _accumulated(self, tokens: Any, targets: Any) -> list[Any]:
-        """Without a pipeline the microbatches run one after the other; the last one syncs."""
+        """Runs the microbatches without a pipeline; only the last one syncs gradients."""
         count, losses = self.recipe.microbatches, []
         for index, (x, y) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
             with _sync_only_if(index == count - 1, self.module):
@@ -92,7 +92,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Trains as the command line and the environment of the rank say."""
+    """Trains as given by the command line and the environment of the rank."""
     if os.environ.get(FOLLOW_STDIN):
         threading.Thread(target=_end_with_parent, daemon=True).start()
     command = parse_command()
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def train(command: Command, device: Any) -> list[float]:
-    """The losses of the steps; empty on ranks that do not hold the last stage."""
+    """Trains and returns the losses of the steps; empty on ranks without the last stage."""
     recipe, mesh = command.recipe, command.mesh
     if device.type == "cpu":
         _touch_memory()
@@ -129,13 +129,13 @@ def train(command: Command, device: Any) -> list[float]:
 
 
 def _touch_memory() -> None:
-    """Takes memory once and leaves it to the allocator: page faults make microbatches uneven."""
+    """Allocates and frees memory once: later page faults would make microbatches uneven."""
     blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
     del blocks
 
 
 def training(recipe: DemoArgs, mesh: Mesh) -> Training:
-    """How a step of this recipe is made."""
+    """The training setup for run.json."""
     replicas = mesh.size("dp_replicate") * mesh.size("dp_shard")
     return Training(
         seq_len=recipe.seq_len,
@@ -153,7 +153,7 @@ def training(recipe: DemoArgs, mesh: Mesh) -> Training:
 
 
 def make_late(module: Any, recipe: DemoArgs, rank: int) -> None:
-    """Makes every forward of the slow rank take its share of slow_ms longer."""
+    """Delays every forward of the slow rank by its share of slow_ms."""
     if rank != recipe.slow_rank or recipe.slow_ms <= 0:
         return
     share_s = recipe.slow_ms / 1e3 / recipe.microbatches
@@ -171,12 +171,12 @@ def _compute_for(seconds: float, device: Any) -> None:
     end = time.perf_counter() + seconds
     square = torch.ones(2 * (384 if device.type == "cpu" else 4096,), device=device)
     while time.perf_counter() < end:
-        # Reading a value back keeps host and device together: the time passes in the product.
+        # Reading a value back synchronizes host and device, so the time is spent in the GEMM.
         float(torch.mm(square, square)[0, 0])
 
 
 def _join_job() -> Any:
-    """Joins the process group of the environment: NCCL where each rank has a GPU, else gloo."""
+    """Joins the process group: NCCL if each rank has a GPU, else gloo. Returns the device."""
     torch.set_num_threads(1)
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -196,7 +196,7 @@ def _sync_only_if(last: bool, module: Any) -> Any:
 
 
 def _replica(mesh: Mesh, rank: int) -> int:
-    """Which of the data-parallel replicas the rank belongs to: they read different text."""
+    """The rank's index among the data-parallel ranks, which read different text."""
     shard = mesh.coordinate(rank, "dp_shard")
     return mesh.coordinate(rank, "dp_replicate") * mesh.size("dp_shard") + shard
 
@@ -206,14 +206,14 @@ def _speaks(mesh: Mesh, rank: int) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when whoever started it is gone, however it went."""
-    # Not sys.stdin: its lock would trouble the interpreter's own end.
+    """Ends this process when its parent has ended, even if it was killed."""
+    # Not sys.stdin: its lock would block the shutdown of the interpreter.
     while os.read(0, 4096):
         pass
     os._exit(1)
 
 
-# How the demo model is spread over the ranks: DTensor TP, DDP or FSDP2, and the pipeline.
+# Parallelism of the demo model: DTensor TP, DDP or FSDP2, and the pipeline.
 
 _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -221,7 +221,7 @@ BUCKET_MIB = 4
 
 
 def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
-    """The stage as this rank holds it: cut by tp, then sharded or replicated over dp."""
+    """Applies tensor parallelism to the stage, then FSDP2 or DDP."""
     if mesh.size("tp") > 1:
         _tensor_parallel(stage, device_mesh["tp"])
     if mesh.size("dp_shard") > 1:
@@ -235,14 +235,14 @@ def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
 
 
 def pipeline(module: Any, recipe: DemoArgs, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
-    """The schedule that runs this rank's stage."""
+    """Builds the pipeline schedule that runs this rank's stage."""
     group = device_mesh["pp"].get_group()
     stage = PipelineStage(module, group.rank(), mesh.size("pp"), device, group=group)
     return _SCHEDULES[recipe.schedule](stage, recipe.microbatches, loss_fn=stage_loss)
 
 
 def optimizer(parameters: Iterable[Any]) -> Any:
-    """AdamW in one op for each kind of parameter: a fused op takes no mix of DTensor and Tensor."""
+    """Builds a fused AdamW with one group per mesh: it cannot mix DTensor and Tensor."""
     kinds: defaultdict[object, list[Any]] = defaultdict(list)
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -252,7 +252,7 @@ def optimizer(parameters: Iterable[Any]) -> Any:
 
 
 def sync_gradients(parameters: Iterable[Any], mesh: Mesh, device_mesh: Any) -> None:
-    """Means the gradients over dp where neither DDP nor FSDP does: DDP knows no DTensor."""
+    """Averages gradients over dp if neither DDP nor FSDP does: DDP does not support DTensor."""
     if mesh.size("tp") == 1 or mesh.size("dp_replicate") == 1 or mesh.size("dp_shard") > 1:
         return
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -285,14 +285,16 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The model of the demo: a small GPT, cut into pipeline stages, with as few ops as one can.
+# The model of the demo: a small GPT split into pipeline stages, with as few ops as possible.
 
-_FFN = 4  # the feed-forward layer is this many times as wide as the model
+_FFN = 4  # width of the MLP relative to the hidden size
 
 
 class GptBlock(nn.Module):  # type: ignore[misc]
-    """One transformer layer. (sequences * seq_len, hidden) in and out: linear layers on two dims
-    take half the ops that they take on three."""
+    """One transformer layer; input and output are (sequences * seq_len, hidden).
+
+    Linear layers on two dims need half as many ops as on three.
+    """
 
     def __init__(self, recipe: DemoArgs) -> None:
         super().__init__()
@@ -311,7 +313,7 @@ class GptBlock(nn.Module):  # type: ignore[misc]
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
     def _attended(self, qkv: Any) -> Any:
-        # Columns are ordered by head, so that a shard of them holds whole heads.
+        # Columns are ordered by head, so that a tensor-parallel shard has whole heads.
         by_head = qkv.view(-1, self.seq_len, qkv.shape[1] // 3 // self.head_dim, 3 * self.head_dim)
         q, k, v = by_head.transpose(1, 2).chunk(3, dim=-1)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -319,7 +321,7 @@ class GptBlock(nn.Module):  # type: ignore[misc]
 
 
 class GptStage(nn.Module):  # type: ignore[misc]
-    """The share of the model that one pipeline stage holds; of one stage, all of it."""
+    """The part of the model in one pipeline stage; the whole model if there is one stage."""
 
     def __init__(self, recipe: DemoArgs, stage: int, stages: int) -> None:
         super().__init__()
@@ -342,12 +344,12 @@ class GptStage(nn.Module):  # type: ignore[misc]
 
 
 def stage_loss(scores: Any, targets: Any) -> Any:
-    """The mean cross entropy of a microbatch, in nats a character."""
+    """The mean cross entropy of a microbatch, in nats per character."""
     return functional.cross_entropy(scores, targets.flatten())
 
 
 def model_spec(recipe: DemoArgs) -> ModelSpec:
-    """The shape of the whole model, all stages together."""
+    """The shape of the whole model for run.json."""
     with torch.device("meta"):
         whole = GptStage(recipe, 0, 1)
     return ModelSpec(
@@ -366,7 +368,7 @@ def model_spec(recipe: DemoArgs) -> ModelSpec:
     )
 
 
-# What the demo model reads: sentences of a small grammar, as characters.
+# The training data: sentences of a small grammar, as characters.
 
 _WHO = ("the first stage", "the last stage", "a slow rank", "every rank", "the next stage")
 
@@ -381,14 +383,14 @@ VOCAB = 32
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's characters: tokens and targets (sequences, seq_len), targets one further on."""
+    """Tokens and targets of one step, (sequences, seq_len); targets are shifted by one."""
 
     tokens: Any
     targets: Any
 
 
 def characters(sentences: int = 500, seed: int = 7) -> Any:
-    """The whole text as indices into the alphabet; the same on every rank."""
+    """Generates the text as indices into the alphabet; the same on every rank."""
     pick = random.Random(seed).choice
     text = " ".join(
         f"{pick(_WHO)} {pick(_DOES)} {pick(_WHO)} {pick(_WHEN)}." for _ in range(sentences)
@@ -397,7 +399,7 @@ def characters(sentences: int = 500, seed: int = 7) -> Any:
 
 
 def batch(text: Any, sequences: int, seq_len: int, seed: int) -> Batch:
-    """Random windows of the text: the same seed draws the same windows."""
+    """Draws random windows of the text; the same seed gives the same windows."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq_len - 1, (sequences, 1), generator=draw)
     window = text[starts + torch.arange(seq_len + 1)]

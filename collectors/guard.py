@@ -1,4 +1,4 @@
-"""Fault isolation: a failing collector costs a warning, never the training."""
+"""Fault isolation: a failing collector causes a warning and never stops the training."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# What a command of the collectors cannot do: one line, with the hint.
+# Errors of the command line.
 
 
 class CollectError(RuntimeError):
-    """Bad input or a job that cannot be reached; the message names it and the hint."""
+    """Bad input or an unreachable job; the message is one line and includes a hint."""
 
 
-# How a collector fails: with one line of warning, and without breaking the training.
+# Failures inside the training process: one line of warning each.
 
 
 @contextmanager
 def guarded(rank: int, lost: str) -> Iterator[None]:
-    """A block of ours whose failure costs only what it would have recorded: `lost` names that."""
+    """Turns an exception in the block into a warning; `lost` names the data that is missing."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
@@ -32,7 +32,7 @@ def guarded(rank: int, lost: str) -> Iterator[None]:
 
 
 def warn_lost(rank: int, what: str) -> None:
-    """Says on one line which rank lost what; also where warnings are errors."""
+    """Warns on one line which rank lost what; prints it if warnings are turned into errors."""
     text = f"stepsplit, rank {rank}: lost {what}"
     try:
         warnings.warn_explicit(text, RuntimeWarning, "stepsplit", 0)
@@ -40,15 +40,15 @@ def warn_lost(rank: int, what: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-# Holds back what would end the process while it writes its files.
+# SIGTERM while files are written.
 
 
 @contextmanager
 def deferred_sigterm() -> Iterator[None]:
-    """A SIGTERM that comes meanwhile comes afterwards.
+    """Delays a SIGTERM until the block has ended.
 
-    A launcher ends the other ranks where one fails, just when they write what they recorded. Only
-    the main thread can hold it back, and none where a handler of C has it.
+    When a rank fails, the launcher terminates the others just as they write their recordings. It
+    works on the main thread only, and not if the handler was installed by C code.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is None:

@@ -1,4 +1,4 @@
-"""The job around a rank: ranks, hosts, groups, GPU, driver and clock."""
+"""Information on the job of a rank: ranks, hosts, groups, GPU, driver and clock."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torch import distributed
 from stepsplit.collectors.rank_record import ClockProbe, GpuState
 from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, group_of
 
-# Which ranks run where and in which groups: told through the job's store, not by collectives.
+# Hosts and groups of all ranks, exchanged through the job's store instead of collectives.
 
 _PRESENCE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What one rank tells of itself: where it runs, on what, and the groups that it leads."""
+    """One rank's description: its place, its host, and the groups of which it is first member."""
 
     rank: RankInfo
     groups: tuple[GroupInfo, ...]
@@ -40,35 +40,35 @@ class Presence:
 def job() -> tuple[int, int, str]:
     """(rank, world_size, backend) of this process; backend "none" without a process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        # Under a launcher the environment still tells ranks apart, so that files never collide.
+        # Take the rank from the launcher's environment, so that file names do not collide.
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), "none"
     return distributed.get_rank(), distributed.get_world_size(), str(distributed.get_backend())
 
 
 def presence() -> Presence:
-    """What this rank tells of itself."""
+    """The description of this rank."""
     rank, _, _ = job()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     info = RankInfo(rank, local_rank, socket.gethostname(), os.getpid(), _device())
-    # Its first member tells of a group: at 10,000 ranks, all members would tell a gigabyte.
+    # Only a group's first member describes it: at 10,000 ranks, all members would send 1 GB.
     led = tuple(group for group in groups() if group.ranks[0] == rank)
     return Presence(info, led, machine())
 
 
 def publish(run: str, told: Presence) -> None:
-    """Leaves word in the store of the job, where it has one."""
+    """Writes the description to the job's store, if it has one."""
     store = _store()
     if store is not None:
         store.set(_key(run, told.rank.rank), json.dumps(asdict(told)))
 
 
 def collect(run: str, own: Presence, world_size: int, timeout_s: float) -> tuple[Presence, ...]:
-    """What the ranks told, by rank; those that tell nothing within the timeout are absent."""
+    """The descriptions published within the timeout, sorted by rank."""
     store, deadline = _store(), time.monotonic() + timeout_s
     told = {own.rank.rank: own}
     missing = [rank for rank in range(world_size) if rank not in told]
     while store is not None and missing:
-        # Asking whether a key is there, again and again, never holds the store's lock for long.
+        # Polling for keys never blocks the store for long, unlike a blocking get.
         for rank in [rank for rank in missing if store.check([_key(run, rank)])]:
             told[rank] = _read(store.get(_key(run, rank)))
         missing = [rank for rank in missing if rank not in told]
@@ -80,14 +80,14 @@ def collect(run: str, own: Presence, world_size: int, timeout_s: float) -> tuple
 
 
 def tell(key: str, word: str) -> None:
-    """Leaves a word for other ranks to hear, where the job has a store."""
+    """Sets a value in the job's store for other ranks, if the job has a store."""
     store = _store()
     if store is not None:
         store.set(f"stepsplit/{key}", word)
 
 
 def next_number(key: str) -> int:
-    """1 for who asks first in the job, 2 for the next. Raises RuntimeError without a store."""
+    """Increments a counter of the job: 1 for the first call. Raises RuntimeError without store."""
     store = _own_store()
     if store is None:
         raise RuntimeError("the job has no store")
@@ -95,9 +95,9 @@ def next_number(key: str) -> int:
 
 
 def heard(key: str, timeout_s: float, poll_s: float) -> str | None:
-    """The word left under the key; None where nobody leaves one in time.
+    """Waits for the value of the key in the job's store; None if it is not set in time.
 
-    For threads beside the training: it asks over a connection of its own.
+    For background threads: it uses a separate connection to the store.
     """
     store, deadline = _own_store(), time.monotonic() + timeout_s
     while store is not None and time.monotonic() < deadline:
@@ -108,7 +108,7 @@ def heard(key: str, timeout_s: float, poll_s: float) -> str | None:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """The versions of what ran."""
+    """The versions of Python, torch, CUDA, NCCL and the GPU driver."""
     seen = [("python", platform.python_version()), ("torch", str(torch.__version__))]
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -119,7 +119,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def _device() -> str:
-    # A job that trains on its CPU beside a GPU never wakes it.
+    # Do not initialize CUDA in a job that trains on the CPU.
     if not torch.cuda.is_initialized():
         return "cpu"
     index = torch.cuda.current_device()
@@ -127,7 +127,7 @@ def _device() -> str:
 
 
 def groups() -> tuple[GroupInfo, ...]:
-    """The groups that this rank is in; none where torch has moved its private registry."""
+    """The process groups of this rank; empty if torch has moved its private registry."""
     world = getattr(getattr(distributed, "distributed_c10d", None), "_world", None)
     names = getattr(world, "pg_names", {})
     members = getattr(world, "pg_group_ranks", {})
@@ -145,7 +145,7 @@ def _store() -> Any | None:
 
 
 def _own_store() -> Any | None:
-    """The store over a connection that no other thread waits on; None where it can have none."""
+    """The store over a connection of its own; None if the store cannot be cloned."""
     clone = getattr(_store(), "clone", None)
     return None if clone is None else clone()
 
@@ -160,11 +160,11 @@ def _read(text: bytes) -> Presence:
     return Presence(RankInfo(**body["rank"]), led, HostInfo(**body["machine"]))
 
 
-# Which machine a rank runs on.
+# The host of a rank.
 
 
 def machine() -> HostInfo:
-    """This machine; of GPUs only those of a process that uses one, so that none is woken."""
+    """This host; its GPUs are read only if the process already uses CUDA."""
     gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return HostInfo(
         host=socket.gethostname(),
@@ -186,7 +186,7 @@ def _cpu() -> str:
     return next(names, platform.machine())
 
 
-# The version of the GPU driver, from what the kernel says of it.
+# The version of the GPU driver, from /proc and /sys.
 
 PLACES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
@@ -194,7 +194,7 @@ _VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)*\b")
 
 
 def driver_version(places: Sequence[Path] = PLACES) -> str | None:
-    """The version that the first of the files names, None without a driver that tells one."""
+    """The driver version from the first of the files that has one; None without a driver."""
     for place in places:
         with suppress(OSError, ValueError):
             found = _VERSION.search(place.read_text())
@@ -203,20 +203,20 @@ def driver_version(places: Sequence[Path] = PLACES) -> str | None:
     return None
 
 
-# What NVML says of this rank's GPU: clock, throttling, link errors.
+# NVML readings of this rank's GPU: clock, throttling, link errors.
 
 _MOST_LINKS = 18
 
 
 def gpu_state() -> GpuState | None:
-    """A reading now; None without a GPU in use or without pynvml (pip install nvidia-ml-py)."""
+    """A reading taken now; None without a GPU in use or without pynvml (nvidia-ml-py)."""
     if not torch.cuda.is_initialized():
         return None
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(_uuid())
-    except Exception:  # noqa: BLE001 - a driver that does not answer is no reason to complain
+    except Exception:  # noqa: BLE001 - the reading is optional, so no warning
         return None
     return GpuState(
         at_unix_ns=time.time_ns(),
@@ -227,12 +227,12 @@ def gpu_state() -> GpuState | None:
 
 
 def _uuid() -> str:
-    """By UUID: CUDA_VISIBLE_DEVICES renumbers what torch sees, not what NVML does."""
+    """The UUID of the GPU: CUDA_VISIBLE_DEVICES renumbers GPUs for torch but not for NVML."""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _link_errors(nvml: Any, handle: Any) -> int | None:
-    """Replays of all NVLinks together; None where the GPU has none."""
+    """The number of replays of all NVLinks together; None if the GPU has no NVLink."""
     kind = getattr(nvml, "NVML_NVLINK_ERROR_DL_REPLAY", None)
     ask = nvml.nvmlDeviceGetNvLinkErrorCounter
     counts = [_asked(partial(ask, handle, link, kind)) for link in range(_MOST_LINKS)]
@@ -241,14 +241,14 @@ def _link_errors(nvml: Any, handle: Any) -> int | None:
 
 
 def _asked(question: Callable[[], Any]) -> int | None:
-    """The answer; None where this GPU or driver does not know."""
+    """The result of an NVML query; None if this GPU or driver does not support it."""
     try:
         return int(question())
-    except Exception:  # noqa: BLE001 - NVML has an error of its own for each reason
+    except Exception:  # noqa: BLE001 - NVML has an error class per reason
         return None
 
 
-# How far this host's clock is from rank 0's: a few datagrams, beside the training.
+# The offset of this host's clock from rank 0's, measured with a few datagrams.
 
 _ROUNDS = 20
 
@@ -262,7 +262,7 @@ _CLOCK_POLL_S = 0.5
 
 
 class HostClock:
-    """The probes of one rank: one rank a host asks rank 0, and a job of one host nobody."""
+    """Clock probes: one rank per host probes rank 0; a job on one host needs no probes."""
 
     def __init__(self, key: str, rank: int, host: str) -> None:
         self._key, self._probes = f"{key}/clock", list[ClockProbe]()
@@ -275,7 +275,7 @@ class HostClock:
             threading.Thread(target=self._ask, name="stepsplit-clock", daemon=True).start()
 
     def probes(self) -> tuple[ClockProbe, ...]:
-        """What is known so far."""
+        """The probes measured so far."""
         return tuple(self._probes)
 
     def _ask(self) -> None:
@@ -289,7 +289,7 @@ class HostClock:
 
 
 def answer() -> int:
-    """Answers datagrams with this clock's time from now on, in a thread; the port."""
+    """Answers datagrams with this host's time in a background thread; returns the port."""
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("", 0))
     threading.Thread(target=_serve, args=(server,), name="stepsplit-clock", daemon=True).start()
@@ -304,7 +304,7 @@ def _serve(server: socket.socket) -> None:
 
 
 def probe(host: str, port: int) -> ClockProbe | None:
-    """This clock less that at the address, by the quickest round trip; None without an answer."""
+    """The clock offset from the given host by the fastest round trip; None without an answer."""
     best: ClockProbe | None = None
     lost = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:

@@ -1,4 +1,4 @@
-"""What a rank's memory holds: weights, gradients and optimizer from the optimizers themselves."""
+"""Memory of a rank: weights, gradients and optimizer state from the optimizers, activations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stepsplit.collectors.rank_record import MemoryState
 from stepsplit.collectors.run_spec import replace_whole
 
 _Which = tuple[int, int]
-"""An optimizer and the first of the weights that it steps."""
+"""The id of an optimizer and the address of its first weight."""
 _MOST_SNAPSHOT_ENTRIES = 200_000
 
 
 class MemoryMeter:
-    """While it is open, the optimizers that step tell what they hold, each once.
+    """Measures each optimizer once, when it steps, until closed.
 
-    closely: also what the steps allocate, from the profiler, and CUDA's snapshot.
+    closely: also measures the allocations of the steps, and writes a CUDA memory snapshot.
     """
 
     def __init__(self, closely: bool) -> None:
@@ -33,7 +33,7 @@ class MemoryMeter:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_SNAPSHOT_ENTRIES)
 
     def close(self, profiler: Any, folder: Path, rank: int) -> MemoryState:
-        """Stops measuring. What was seen; on a CPU the allocator keeps no peaks."""
+        """Stops measuring and returns the result; on CPU there are no allocator peaks."""
         leave(self._listener)
         seen = bool(self._held)
         if self._closely and torch.cuda.is_initialized():
@@ -58,13 +58,13 @@ class MemoryMeter:
 
 
 def _which(optimizer: Any) -> _Which:
-    """DeepSpeed's ZeRO-3 has one optimizer step for one group of weights after the other."""
+    """A key per optimizer and weight group: DeepSpeed's ZeRO-3 steps once per weight group."""
     first = next(_weights(optimizer), None)
     return id(optimizer), 0 if first is None else first.data_ptr()
 
 
 def held_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages below the tensors on the training's device, each storage once."""
+    """Bytes of the tensors' storages on the training device, each storage counted once."""
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -76,10 +76,10 @@ def held_bytes(tensors: Iterable[Any]) -> int:
 
 
 def activations_bytes(profiler: Any) -> int | None:
-    """The most that a recorded step held beyond what lay there at its begin and its end.
+    """Peak activation memory of the recorded steps in bytes; None without memory events.
 
-    From the profiler's memory events, so None where it recorded none. What stays at the end is
-    new gradients or optimizer state.
+    It is the peak above the memory allocated at both the begin and the end of a step: memory still
+    allocated at the end is new gradients or optimizer state.
     """
     events = profiler.profiler.kineto_results.events()
     steps = sorted(
@@ -102,7 +102,7 @@ def _peak_over(changes: list[tuple[int, int]], begin: int, end: int) -> int:
 
 
 def _write_snapshot(path: Path) -> None:
-    """What CUDA's allocator noted, whole or not at all."""
+    """Writes the snapshot of CUDA's allocator atomically and stops its recording."""
     try:
         with replace_whole(path) as draft:
             torch.cuda.memory._dump_snapshot(str(draft))

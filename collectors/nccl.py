@@ -1,4 +1,4 @@
-"""NCCL's environment, debug logs and Flight Recorder dumps of a job."""
+"""NCCL environment variables, NCCL log files and Flight Recorder dumps of a job."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 
 from stepsplit.collectors.guard import warn_lost
 
-# What NCCL is to write of itself: the environment for its version.
+# Environment variables that enable NCCL's logs, by NCCL version.
 
 STARTUP = "INIT,BOOTSTRAP,ENV,NET,GRAPH"
-"""Subsystems that speak when communicators are made: a few hundred lines a rank."""
+"""Subsystems that log when communicators are created: a few hundred lines per rank."""
 
 CALLS = f"{STARTUP},COLL,TUNING"
-"""Also a line a call; left on, 10 GB an hour have been seen."""
+"""Also a line per call, which can reach 10 GB per hour."""
 
 _TIMESTAMPS = (2, 26)
 
@@ -35,10 +35,10 @@ _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 def log_environment(
     folder: Path, version: tuple[int, ...] | None, calls: bool = False
 ) -> dict[str, str]:
-    """Variables that have NCCL write nccl/HOST.PID.log in the folder.
+    """Environment variables that make NCCL write nccl/HOST.PID.log in the folder.
 
-    version None: not known before the job runs; a variable that NCCL does not know does nothing.
-    Without timestamps (before 2.26) the lines carry no time.
+    If version is None (not known before the job runs), all variables are set: NCCL ignores those
+    that it does not know. Before NCCL 2.26 the lines have no timestamps.
     """
     found = {
         "NCCL_DEBUG": "INFO",
@@ -54,19 +54,19 @@ def log_environment(
 def inspector_environment(
     folder: Path, version: tuple[int, ...] | None, plugin: Path
 ) -> dict[str, str]:
-    """Variables that have NCCL's Inspector write what each collective took, every 10 s.
+    """Environment variables that make NCCL's Inspector write the time of each collective.
 
-    Raises ValueError for an NCCL before 2.28.3, which has no Inspector.
+    The Inspector writes every 10 s. Raises ValueError for an NCCL before 2.28.3, which has none.
     """
     if version is not None and version < _INSPECTOR:
         raise ValueError(
-            f"NCCL {'.'.join(map(str, version))} has no Inspector: 2.28.3 is the first"
+            f"NCCL {'.'.join(map(str, version))} has no Inspector; it needs 2.28.3 or later"
         )
     found = {
         "NCCL_PROFILER_PLUGIN": str(plugin),
         "NCCL_INSPECTOR_ENABLE": "1",
         "NCCL_INSPECTOR_DUMP_DIR": str(folder / "nccl"),
-        # By default it writes only when a communicator is destroyed, which many jobs never do.
+        # By default it writes only when a communicator is destroyed; many jobs never do that.
         "NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS": "10000000",
     }
     if version is None or version >= _INSPECTOR_P2P:
@@ -75,7 +75,7 @@ def inspector_environment(
 
 
 def installed_version() -> tuple[int, ...] | None:
-    """NCCL's version by the package that brings it; None where none of this Python does."""
+    """The version of the installed NCCL package; None if this Python has none."""
     for package in _PACKAGES:
         try:
             return tuple(map(int, re.findall(r"\d+", metadata.version(package))[:3]))
@@ -85,13 +85,13 @@ def installed_version() -> tuple[int, ...] | None:
 
 
 def inspector_plugin(environment: Mapping[str, str]) -> Path | None:
-    """The Inspector's library on LD_LIBRARY_PATH; None where it is not."""
+    """The Inspector's library on LD_LIBRARY_PATH; None if it is missing."""
     folders = environment.get("LD_LIBRARY_PATH", "").split(":")
     found = (Path(folder) / _PLUGIN for folder in folders if folder)
     return next((path for path in found if path.is_file()), None)
 
 
-# Keeps a log that NCCL writes below a size: it goes on writing, but no more is kept.
+# Limits the size of a log while NCCL goes on writing to it.
 
 MOST_BYTES = 256 << 20
 
@@ -99,7 +99,7 @@ _EVERY_S = 5.0
 
 
 def log_path(environment: Mapping[str, str], pid: int) -> Path | None:
-    """The log of a process whose NCCL writes one to a file of its own; None where it does not."""
+    """The NCCL log file of a process; None if NCCL does not write one file per process."""
     pattern = environment.get("NCCL_DEBUG_FILE", "")
     if "%p" not in pattern:
         return None
@@ -107,15 +107,15 @@ def log_path(environment: Mapping[str, str], pid: int) -> Path | None:
 
 
 def keep_small(path: Path, most_bytes: int = MOST_BYTES, every_s: float = _EVERY_S) -> None:
-    """Looks after the log from now on, in a thread."""
+    """Limits the size of the log from now on, in a background thread."""
     arguments = (path, most_bytes, every_s)
     threading.Thread(target=_watch, args=arguments, name="stepsplit-nccl", daemon=True).start()
 
 
 def cut(path: Path, most_bytes: int = MOST_BYTES) -> bool:
-    """Whether the log had grown beyond the size; then it is cut there.
+    """Truncates the log to the size limit; returns whether it was larger.
 
-    NCCL writes on where it was: what lies between takes no room on the disk.
+    NCCL continues to write at its old offset; the range in between is sparse and takes no space.
     """
     try:
         if path.stat().st_size <= most_bytes:
@@ -132,13 +132,13 @@ def _watch(path: Path, most_bytes: int, every_s: float) -> None:
         cut(path, most_bytes)
 
 
-# What the Flight Recorder of torch saw: one entry a collective, with group, sequence and sizes.
+# torch's Flight Recorder: one entry per collective, with group, sequence number and sizes.
 
 
 def flight_json(rank: int, since_unix_ns: int) -> bytes | None:
-    """The record of this process as JSON; None where this torch keeps none or it is empty.
+    """The Flight Recorder dump of this process as JSON; None if there is none or it is empty.
 
-    Warns where the record begins after since_unix_ns: then it has dropped what it saw first.
+    Warns if the dump begins after since_unix_ns, because then its first entries were dropped.
     """
     dump = _dump()
     entries: list[dict[str, Any]] = json.loads(dump).get("entries") or [] if dump else []
@@ -146,7 +146,7 @@ def flight_json(rank: int, since_unix_ns: int) -> bytes | None:
         return None
     if entries[0].get("record_id", 0) > 0 and entries[0]["time_created_ns"] > since_unix_ns:
         kept = f"all but the last {len(entries)} collectives of its Flight Recorder"
-        warn_lost(rank, f"{kept}: set TORCH_FR_BUFFER_SIZE higher before the job starts")
+        warn_lost(rank, f"{kept}; set a larger TORCH_FR_BUFFER_SIZE before the job starts")
     return dump
 
 
@@ -155,7 +155,7 @@ def _dump() -> bytes | None:
         from torch._C import _distributed_c10d
     except ImportError:
         return None
-    # Private and on the move between releases of torch: look, do not assume.
+    # A private function that moves between torch releases, so it may be missing.
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return None

@@ -1,7 +1,7 @@
-"""One pair of hooks around the steps of all optimizers, for whoever listens at the moment.
+"""One pair of hooks around the steps of all optimizers, with listeners that come and go.
 
-torch iterates over its hooks while it calls them, so that none may be added or taken away from
-within one: this pair stays, and its listeners come and go.
+torch iterates over its hooks while it calls them, so a hook must not add or remove hooks. This
+pair stays registered; only its listeners change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stepsplit.collectors.guard import warn_lost
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What is called with an optimizer before it steps, and after."""
+    """Callbacks that get an optimizer before and after its step."""
 
     before: Callable[[Any], None]
     after: Callable[[Any], None]
@@ -26,14 +26,14 @@ _hooked = False
 
 
 def listen(listener: Listener) -> None:
-    """Calls the listener from now on. One that raises is dropped, and the training goes on."""
+    """Adds a listener. A listener that raises is removed, and the training continues."""
     global _listeners
     _hook()
     _listeners += (listener,)
 
 
 def leave(listener: Listener) -> None:
-    """Calls the listener no more."""
+    """Removes a listener."""
     global _listeners
     _listeners = tuple(each for each in _listeners if each is not listener)
 
@@ -63,14 +63,14 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 for _hook_of_ours in (_before, _after):
-    # Where a step is compiled: torch's own mark, without the seconds that importing dynamo takes.
+    # Keeps torch.compile out of the hooks, without the seconds that importing dynamo takes.
     _hook_of_ours._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def call(listener: Listener, part: Callable[[Any], None], optimizer: Any) -> None:
-    """Calls a part of the listener, which is dropped where it raises."""
+    """Calls one callback of the listener, and removes the listener if it raises."""
     try:
         part(optimizer)
     except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
         leave(listener)
-        warn_lost(0, f"what it would have recorded: {error!r}")
+        warn_lost(0, f"the data of an optimizer hook: {error!r}")

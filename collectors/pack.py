@@ -1,10 +1,10 @@
-"""A process of its own: raw files of a rank -> whole .gz files, off the training's path.
+"""Compresses the raw files of a rank to .gz in a separate process, off the training's path.
 
 python pack.py [--thin] RAW OUT [RAW OUT ...]
 
-Needs nothing but the standard library and run_spec.py beside it, so that it starts at once in
-whatever Python the job has. It runs at the lowest priority, outlives the rank that started it, and
-leaves nothing half written.
+Needs only the standard library and run_spec.py in the same folder, so that it starts quickly in
+any Python. It runs at the lowest priority, outlives the rank that started it, and writes its
+output atomically.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _COMMUNICATES = re.compile(
 )
 _WRAPS = re.compile(r"^(autograd::engine|torch::autograd::|PythonSubclass$|Optimizer\.)")
 _LEFT_OUT = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
-"""What no split is made of: stacks, memory events, arrows."""
+"""Categories that the time split does not use: stacks, memory events, flow arrows."""
 
 
 def main(arguments: list[str]) -> int:
-    """Packs what the arguments name, out of everybody's way; 1 where a file was lost."""
+    """Packs the given files at the lowest priority; returns 1 if a file was lost."""
     with contextlib.suppress(OSError):
         os.nice(19)
-    # Ctrl-C in a terminal is meant for the training; what it recorded is still to be kept.
+    # Ctrl-C in a terminal is meant for the training; its recording must still be written.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return pack_all(arguments)
 
 
 def pack_all(arguments: list[str]) -> int:
-    """Packs what the arguments name; 1 where a file was lost, with a line that says so."""
+    """Packs the given files; returns 1 if a file was lost, with a line on stderr."""
     thin = arguments[:1] == ["--thin"]
     places = [Path(argument) for argument in arguments[thin:]]
     status = 0
@@ -67,35 +67,35 @@ def pack_all(arguments: list[str]) -> int:
 
 
 def pack(raw: Path, out: Path, thin: bool = False) -> None:
-    """Writes the raw JSON as a .gz, whole or not at all: write, fsync, rename.
+    """Writes the raw JSON as a .gz atomically: write, fsync, rename.
 
-    thin keeps of a trace what its split is made of. Raises OSError, and ValueError for a raw file
-    that was itself cut off.
+    thin: keep only the trace events that the time split needs. Raises OSError, and ValueError for a
+    truncated raw file.
     """
     _check_whole(raw)
-    # mtime 0: the same record is the same file.
+    # mtime 0: the same content gives the same file.
     with whole_file(out) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
         for part in _thinned(raw) if thin and "_trace" in out.name else _parts(raw):
             packed.write(part)
 
 
 def drop(raw: Path) -> None:
-    """The raw file, and what the profiler leaves of one that it could not end."""
+    """Deletes the raw file, and the temporary file of an interrupted profiler export."""
     for path in (raw, raw.with_name(f"{raw.name}.tmp")):
         path.unlink(missing_ok=True)
 
 
 def _check_whole(raw: Path) -> None:
-    """The profiler does not say that the disk was full; the end of its file does."""
+    """Checks the end of the file, because the profiler does not report a full disk."""
     with raw.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _TAIL))
         if not file.read().rstrip().endswith((b"}", b"]")):
-            raise ValueError("it was cut off while it was written: is the disk full?")
+            raise ValueError("the file is truncated; is the disk full?")
 
 
 def _parts(raw: Path) -> Iterator[bytes]:
-    """The file without the spaces that indent it: a line ends outside of any string."""
+    """The file without indentation; a line break is never inside a JSON string."""
     with raw.open("rb") as file:
         while lines := file.readlines(_CHUNK):
             yield b"".join([line.strip() for line in lines])
@@ -103,7 +103,7 @@ def _parts(raw: Path) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _Op:
-    """An event of the host on one thread; holds: communication lies below it."""
+    """A host event on one thread; holds: it is or contains communication."""
 
     index: int
     start: float
@@ -113,9 +113,9 @@ class _Op:
 
 
 def _thinned(raw: Path) -> Iterator[bytes]:
-    """The trace with each op that holds no communication kept whole, without the ops below it.
+    """The trace without the ops nested in an op that contains no communication.
 
-    What computes and when stays the same to the nanosecond; what an op was made of is lost.
+    The times of compute do not change; the inner structure of an op is lost.
     """
     text = raw.read_text(encoding="utf-8", errors="replace")
     at = text.index('"traceEvents"')
@@ -136,7 +136,7 @@ def _thinned(raw: Path) -> Iterator[bytes]:
 
 
 def _events(text: str, at: int) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The events of the list that begins at `at`, each with where it stands in the text."""
+    """The events of the JSON list that begins at `at`, each with its start and end offset."""
     decode = json.JSONDecoder().raw_decode
     between = re.compile(r"[\s,]*")
     while (start := between.match(text, at).end()) < len(text) and text[start] == "{":  # type: ignore[union-attr]
@@ -145,10 +145,10 @@ def _events(text: str, at: int) -> Iterator[tuple[dict[str, Any], int, int]]:
 
 
 def _nested(events: list[dict[str, Any]]) -> set[int]:
-    """The ops that lie below another op which holds no communication and is no mere wrapper."""
+    """Indices of the ops nested in an op that has no communication and is not a wrapper."""
     threads: defaultdict[tuple[Any, Any], list[_Op]] = defaultdict(list)
     for index, event in enumerate(events):
-        # Only ops nest: a range of gloo's on this thread lasts until its wait returns.
+        # Only ops nest: a gloo range on this thread lasts until its wait returns.
         if event.get("cat") == "cpu_op" and event.get("ph") == "X":
             threads[event.get("pid"), event.get("tid")].append(_op(index, event))
     return {index for ops in threads.values() for index in _below(ops)}
@@ -162,7 +162,7 @@ def _op(index: int, event: dict[str, Any]) -> _Op:
 
 
 def _below(ops: list[_Op]) -> Iterable[int]:
-    """Of the ops of one thread, those that may go."""
+    """The ops of one thread that can be removed."""
     ops.sort(key=lambda op: (op.start, -op.end))
     parents: list[int] = []
     stack: list[int] = []

@@ -1,4 +1,4 @@
-"""The recorder: torch.profiler and run metadata around some steps of a job."""
+"""The recorder: runs torch.profiler over some steps of a job and writes run metadata."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from stepsplit.collectors.run_spec import (
 )
 from stepsplit.collectors.trace_window import TraceWindow
 
-# run.json as rank 0 of a running job writes it: of what the ranks have told so far.
+# run.json, written by rank 0 from what the ranks have published so far.
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What only the user can tell of a run; None is unknown."""
+    """Run metadata given by the user; None means unknown."""
 
     mesh: Mesh | None = None
     model: ModelSpec | None = None
@@ -56,7 +56,7 @@ class Stated:
 
 
 class RunFile:
-    """The run.json of a recording. Ranks find each other under the key in the job's store."""
+    """The run.json of a recording; ranks exchange their descriptions through the job's store."""
 
     def __init__(self, folder: Path, name: str, key: str, stated: Stated) -> None:
         self._folder, self._name, self._key, self._stated = folder, name, key, stated
@@ -64,13 +64,13 @@ class RunFile:
         self._ranks_written = 0
 
     def publish(self) -> Presence:
-        """Tells the other ranks of this one."""
+        """Publishes this rank's description to the other ranks."""
         self._told = presence()
         publish(self._key, self._told)
         return self._told
 
     def write(self, timeout_s: float) -> None:
-        """On rank 0 only, and again only where more ranks have become known."""
+        """Writes run.json on rank 0, and again only if more ranks are known since."""
         rank, world_size, backend = job()
         if rank != 0 or self._told is None or self._ranks_written == world_size:
             return
@@ -94,16 +94,16 @@ class RunFile:
         )
 
 
-# One rank's recording from its begin to its files, whoever counts the steps.
+# The recording of one rank, from its begin to its files; the caller counts the steps.
 
 LATE_RANKS_S = 10.0
 
 
 class ActiveRecording:
-    """One rank's share of a recording, by a plan that says when it begins.
+    """One rank's part of a recording, following a RecordPlan.
 
-    begin(), then after(step) at the end of every step, then close(). Whatever fails is lost with a
-    warning: none of these raises or makes a collective, and only close() waits for others.
+    Call begin(), then after(step) at the end of every step, then close(). A failure is reported as
+    a warning: no method raises or issues a collective, and only close() waits for other ranks.
     """
 
     def __init__(self, plan: RecordPlan, stated: Stated) -> None:
@@ -126,14 +126,14 @@ class ActiveRecording:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be learned from further steps."""
+        """Whether further steps add no information."""
         return not self._recording and (self._times.full or not self._recorded)
 
     def begin(self, next_step: int) -> None:
-        """Call before the step of that number, after init_process_group."""
+        """Begins before step `next_step`; call after init_process_group."""
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            warn_lost(self.rank, "faithful times: TORCH_DISTRIBUTED_DEBUG=DETAIL adds collectives")
-        with guarded(self.rank, "its place in run.json"):
+            warn_lost(self.rank, "accurate times: TORCH_DISTRIBUTED_DEBUG=DETAIL adds collectives")
+        with guarded(self.rank, "its entry in run.json"):
             self._told = self._run.publish()
             self._clock = HostClock(self._plan.name, self.rank, self._told.rank.host)
         with guarded(self.rank, "its trace"):
@@ -148,7 +148,7 @@ class ActiveRecording:
         self._finish(whole=False)
 
     def after(self, step: int) -> None:
-        """Ends the step of that number. After the last one planned the files are written."""
+        """Ends step `step`; after the last step of the plan it writes the files."""
         self._times.step(self._kind(step))
         if not self._recording:
             return
@@ -163,19 +163,19 @@ class ActiveRecording:
         self._finish(whole=not goes_on)
 
     def close(self, failed: bool = False) -> None:
-        """Ends the recording with the job; waits for what is still being written, not for ever."""
+        """Ends the recording with the job; waits a limited time for files still being written."""
         unfinished = self._recording
         with deferred_sigterm():
             self._finish(whole=False)
             self._write_record()
         if unfinished and not self._recorded and not failed:
-            warn_lost(self.rank, "its trace: the run ended before the first step to record")
+            warn_lost(self.rank, "its trace: the run ended before the first recorded step")
         with guarded(self.rank, "run.json"):
             self._run.write(0.0 if failed else LATE_RANKS_S)
         self._files.wait()
 
     def _kind(self, step: int) -> str:
-        """In which steps of StepTimes it belongs; none where another profiler runs meanwhile."""
+        """The field of StepTimes that the step counts in; "" if another profiler is running."""
         if not self._recording and torch.autograd._profiler_enabled():
             return ""
         if self._recorded:
@@ -192,12 +192,12 @@ class ActiveRecording:
             self._window.before(step)
 
     def _give_way(self) -> None:
-        """Another profiler starts: ours ends with what it has."""
+        """Ends this recording early because another profiler starts."""
         warn_lost(self.rank, "the rest of its trace: another torch.profiler was started")
         self._finish(whole=False)
 
     def _finish(self, whole: bool) -> None:
-        """Ends the window and writes what it recorded; whole: all the steps of the plan."""
+        """Ends the window and writes the files; whole: all steps of the plan were recorded."""
         if not self._recording:
             return
         self._recording, window, profiler = False, self._window, None
@@ -209,14 +209,14 @@ class ActiveRecording:
         self._see_memory(profiler)
         self._read_gpu()
         self._write_record()
-        # A first run.json beside the traces, in case the job is killed before the end.
+        # Write a first run.json now, in case the job is killed before its end.
         with guarded(self.rank, "run.json"):
             self._run.write(0.0)
 
     def _see_memory(self, profiler: Any) -> None:
         meter, self._meter = self._meter, None
         if meter is not None:
-            with guarded(self.rank, "what its memory held"):
+            with guarded(self.rank, "its memory usage"):
                 self._memory = meter.close(profiler, self._folder, self.rank)
 
     def _read_gpu(self) -> None:
@@ -247,7 +247,7 @@ class ActiveRecording:
         )
 
 
-# The one-line recorder: torch.profiler and what else is known of some steps of a job.
+# The public API of the recorder.
 
 
 def profile_run(
@@ -265,21 +265,47 @@ def profile_run(
     profile_memory: bool = False,
     with_stack: bool = False,
 ) -> ProfiledRun:
-    """A recording of `active` steps into the folder `out`, after `wait` + `warmup` steps.
+    """Records `active` training steps with torch.profiler into the folder `out`.
 
+    Call it on every rank after init_process_group, and run.step() at the end of each training
+    step. Each rank records itself without issuing a collective. A failure of the recorder is
+    reported as a warning and never stops the training. Files of an earlier recording of the same
+    rank in `out` are removed. torch allows one profiler per process: the recording ends early if
+    another torch.profiler is started. The steps before and after the recorded ones are timed, so
+    that the report can show the profiler's overhead. At the end rank 0 waits up to 10 s for ranks
+    missing in run.json, and every rank up to 60 s for its files to be compressed.
+
+    Args:
+        out: Folder of the recording, shared by all ranks or local to each host.
+        name: Name of the run. Default: the name of the folder.
+        mesh: Parallel layout: a Mesh, {axis: size} with the outermost axis first (axes pp,
+            dp_replicate, dp_shard, cp, tp; dp and fsdp are short for dp_replicate and dp_shard), or
+            the DeviceMesh of all ranks. Default: None, unknown.
+        model: Shape of the model. Default: None, unknown.
+        training: Batch sizes, dtype and framework. Default: None, unknown.
+        wait: Steps to skip before the warmup. Default: 1.
+        warmup: Steps in which the profiler runs without recording. Default: 1.
+        active: Steps to record. Default: 5.
+        ranks: Ranks to record: "all" (default), "auto" (up to 8 ranks all; beyond that one pipeline
+            in full, and of the other ranks communication and the times of compute) or a list such
+            as "0-7,16".
+        record_shapes: Whether to record the input shapes of ops. Default: False.
+        profile_memory: Whether to measure activation memory and, on CUDA, to write a memory
+            snapshot. Default: False.
+        with_stack: Whether to record Python stacks; large and slow. Default: False.
+
+    Returns:
+        A ProfiledRun to use as a context manager, or with start() and stop().
+
+    Raises:
+        ValueError: If `active` is below 1, `warmup` or `wait` + `warmup` is negative, or `ranks` is
+            not a valid list of ranks.
+
+    Example:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:
             for batch in data:
                 train(batch)
                 run.step()
-
-    Begin after init_process_group. mesh: a Mesh, {axis: size} outermost first, or the DeviceMesh of
-    all ranks. ranks: "all", "auto" (one whole pipeline in full, of the others communication and
-    what computed when) or a list such as "0-7,16". profile_memory also measures activations. Every
-    rank records itself, without a collective; whatever fails is lost with a warning and breaks no
-    training. A rank's older files in the folder are removed. At the end rank 0 waits up to 10 s for
-    ranks that did not tell where they are, and each rank for its files to be packed. torch has one
-    profiler a process: ours ends where another is started. Steps beyond the recorded ones are
-    timed, so that the report can say what the profiler cost.
     """
     plan = RecordPlan(
         out=str(out),
@@ -296,9 +322,23 @@ def profile_run(
 
 
 class ProfiledRun:
-    """A recording under way: call step() at the end of each training step.
+    """A recording in progress, returned by profile_run.
 
-    As a context, or with start() and stop().
+    Use it as a context manager, or call start() and stop(). Call step() at the end of each training
+    step. No method raises: a failure of the recorder is reported as a warning.
+
+    Args:
+        plan: The steps and ranks to record and the output folder, as profile_run builds it.
+        mesh: Parallel layout: a Mesh, {axis: size}, or torch's DeviceMesh. Default: None, unknown.
+        model: Shape of the model. Default: None, unknown.
+        training: Batch sizes, dtype and framework. Default: None, unknown.
+
+    Example:
+        run = profile_run("runs/exp1").start()
+        for batch in data:
+            train(batch)
+            run.step()
+        run.stop()
     """
 
     def __init__(
@@ -314,20 +354,32 @@ class ProfiledRun:
         self._step = 0
 
     def start(self) -> Self:
-        """Begins; the next step is number 0."""
+        """Begins the recording; call before the first step, which is step 0.
+
+        Returns:
+            This object.
+        """
         mesh = mesh_of(self._mesh, job()[1])
         self._recording = ActiveRecording(self._plan, Stated(mesh, self._model, self._training))
         self._recording.begin(0)
         return self
 
     def step(self) -> None:
-        """Ends a training step. After the last one to record the files of the rank are written."""
+        """Marks the end of a training step.
+
+        After the last recorded step it writes the files of this rank.
+        """
         if self._recording is not None:
             self._recording.after(self._step)
             self._step += 1
 
     def stop(self, failed: bool = False) -> None:
-        """Ends the recording; what was recorded so far is kept."""
+        """Ends the recording and keeps the steps recorded so far.
+
+        Args:
+            failed: Whether the training failed; then rank 0 does not wait for other ranks.
+                Default: False.
+        """
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.close(failed)
@@ -339,13 +391,13 @@ class ProfiledRun:
         self.stop(failed=error is not None)
 
 
-# The mesh as users state it: ours, sizes by axis, or torch's DeviceMesh.
+# The mesh as users pass it: a Mesh, sizes by axis, or torch's DeviceMesh.
 
 MeshLike = Mesh | Mapping[str, int] | Any
 
 
 def mesh_of(given: MeshLike, world_size: int) -> Mesh | None:
-    """The user's mesh as ours; None, with a warning, where it does not fit the job."""
+    """Converts the user's mesh to a Mesh; None, with a warning, if it does not match the job."""
     with guarded(0, "the mesh in run.json"):
         if given is None or isinstance(given, Mesh):
             mesh: Mesh | None = given
@@ -354,7 +406,7 @@ def mesh_of(given: MeshLike, world_size: int) -> Mesh | None:
         else:
             mesh = _device_mesh(given)
         if mesh is not None and mesh.world_size != world_size:
-            raise ValueError(f"it has {mesh.world_size} ranks, the job {world_size}")
+            raise ValueError(f"the mesh has {mesh.world_size} ranks but the job has {world_size}")
         return mesh
     return None
 
@@ -362,5 +414,5 @@ def mesh_of(given: MeshLike, world_size: int) -> Mesh | None:
 def _device_mesh(given: Any) -> Mesh:
     ranks = given.mesh.flatten().tolist()
     if given.mesh_dim_names is None or ranks != list(range(len(ranks))):
-        raise ValueError("a DeviceMesh needs names of its dims and all ranks of the job in order")
+        raise ValueError("a DeviceMesh needs mesh_dim_names and all ranks of the job in order")
     return Mesh.of(dict(zip(given.mesh_dim_names, given.mesh.shape, strict=True)))

@@ -1,4 +1,4 @@
-"""The files of a rank: written within a step, packed beside the training, gathered afterwards."""
+"""The files of a rank: written raw within a step, packed in the background, gathered later."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from stepsplit.collectors.rank_record import (
 )
 from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, write_run_json
 
-# Hands raw files to a process that packs them, so that no training step waits for a gzip.
+# Packs raw files in a separate process, so that no training step waits for gzip.
 
 PATIENCE_S = 60.0
-"""How long the end of a job waits for its files; the packing itself goes on beyond."""
+"""How long the end of a job waits for its files to be packed; packing continues after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A raw file and what it is to become."""
+    """A raw file and its packed output."""
 
     raw: Path
     out: Path
@@ -50,18 +50,18 @@ class Packer:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def pack(self, files: list[Packed], thin: bool = False) -> None:
-        """Packs the files in a process of its own; here and now where none can be started."""
+        """Packs the files in a new process; in this one if it cannot be started."""
         arguments = ["--thin"] * thin + [str(p) for each in files for p in (each.raw, each.out)]
         if not files:
             return
-        # No site-packages: a folder on PYTHONPATH must not start another agent in there.
+        # -I -S: a folder on PYTHONPATH must not start another agent in the new process.
         command = [sys.executable, "-I", "-S", str(Path(pack.__file__)), *arguments]
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # What ends the job's process group must not cut its files short.
+                # A signal to the job's process group must not interrupt the packing.
                 start_new_session=True,
             )
         except OSError:
@@ -70,7 +70,7 @@ class Packer:
         self._processes.append(process)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Whether all is packed, after waiting so long at most."""
+        """Waits at most `timeout_s`; returns whether all files are packed."""
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,7 +79,7 @@ class Packer:
         return not self._processes
 
 
-# The files of one rank: written raw within a step, packed beside the training.
+# The files of one rank.
 
 
 class RankFiles:
@@ -90,7 +90,7 @@ class RankFiles:
         self._packer = Packer()
 
     def clear(self) -> None:
-        """Makes the folder, without an older recording of this rank: it must not pass for this."""
+        """Creates the folder and removes the files of an earlier recording of this rank."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for place in (trace_path, flight_path, record_path):
             place(self._folder, self._rank).unlink(missing_ok=True)
@@ -98,7 +98,7 @@ class RankFiles:
             draft.unlink(missing_ok=True)
 
     def write(self, profiler: Any, since_unix_ns: int, thin: bool) -> None:
-        """Writes what the profiler (None: there is none) and the Flight Recorder hold."""
+        """Writes the profiler's trace (None: no trace) and the Flight Recorder dump."""
         files: list[Packed] = []
         if profiler is not None:
             with guarded(self._rank, "its trace"):
@@ -109,9 +109,9 @@ class RankFiles:
             self._packer.pack(files, thin)
 
     def wait(self) -> None:
-        """Waits for the packing, but not for ever."""
+        """Waits a limited time for the packing, and warns if it has not ended."""
         if not self._packer.wait():
-            warn_lost(self._rank, "nothing yet, but its files are still being packed")
+            warn_lost(self._rank, "no data so far, but its files are still being packed")
 
     def _raw_trace(self, profiler: Any) -> Packed:
         out = trace_path(self._folder, self._rank)
@@ -131,7 +131,7 @@ class RankFiles:
 
 @contextmanager
 def _raw(out: Path) -> Iterator[Path]:
-    """The raw file of one to be packed; where it cannot be written nothing of it stays."""
+    """Yields the path of the raw file for `out`; deletes it if writing fails."""
     raw = raw_path(out)
     try:
         yield raw
@@ -140,12 +140,12 @@ def _raw(out: Path) -> Iterator[Path]:
         raise
 
 
-# Brings the folders of several hosts together: one recording, with a run.json of all ranks.
+# Merges the folders of several hosts into one recording, with a run.json of all ranks.
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What lies together now; missing are ranks of the job that left no record."""
+    """The merged recording; missing: ranks of the job without a record."""
 
     out: Path
     ranks: tuple[int, ...]
@@ -153,33 +153,33 @@ class Gathered:
 
 
 def gather(folders: Sequence[Path], out: Path) -> Gathered:
-    """Copies the files of all folders into `out`, and writes run.json from the ranks' records.
+    """Copies the files of all folders to `out` and writes run.json from the ranks' records.
 
-    Raises CollectError where a folder is missing, none has a record, or two hold different files of
-    one name: those are of different runs.
+    Raises CollectError if a folder is missing, no folder has a record, or two folders have
+    different files of the same name, which means that they belong to different runs.
     """
     for folder in folders:
         if not folder.is_dir():
-            raise CollectError(f"{folder}: no such folder: name those that the ranks wrote")
+            raise CollectError(f"{folder}: no such folder; give the folders that the ranks wrote")
     for folder in folders:
         if folder.resolve() != out.resolve():
             _copy(folder, out)
     records = _records(out)
     if not records:
-        raise CollectError(f"{out}: no rank*_record.json: name the folders that the ranks wrote")
+        raise CollectError(f"{out}: no rank*_record.json; give the folders that the ranks wrote")
     write_run_json(out, spec_of(records, _spec_in(out)))
     ranks = tuple(record.rank.rank for record in records)
     return Gathered(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
 
 
 def _records(folder: Path) -> tuple[RankRecord, ...]:
-    """The records of the folder's ranks, by rank. Raises CollectError for one that is none."""
+    """The records in the folder, sorted by rank. Raises CollectError if one is invalid."""
     found = []
     for path in folder.glob("rank*_record.json"):
         try:
             found.append(read_record(path.read_bytes()))
         except ValueError as error:
-            raise CollectError(f"{path}: {error}: leave it out") from None
+            raise CollectError(f"{path}: {error}; remove it") from None
     return tuple(sorted(found, key=lambda record: record.rank.rank))
 
 
@@ -189,7 +189,9 @@ def _copy(folder: Path, out: Path) -> None:
         if there.name == "run.json" and there.exists():
             continue
         if there.exists() and not filecmp.cmp(path, there, shallow=False):
-            raise CollectError(f"{there} is there, and {path} differs: are they of one run?")
+            raise CollectError(
+                f"{there} exists and {path} differs from it; are they from the same run?"
+            )
         if not there.exists():
             with replace_whole(there) as draft:
                 shutil.copy2(path, draft)

@@ -1,4 +1,4 @@
-"""The record of one rank: rank{rank}_record.json, in and out."""
+"""The record of one rank (rank{rank}_record.json) and the file names of a recording."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stepsplit.collectors.run_spec import (
     write_whole,
 )
 
-# How long steps take beside the profiler: what it costs to be recorded.
+# Step times with and without the profiler, to measure its overhead.
 
 KEPT = 20
-"""Steps of each kind that are kept, the latest before and the first after."""
+"""Number of step times kept per kind: the last ones before and the first ones after."""
 
 
 class StepClock:
-    """Sorts the wall times of steps into before, under and after the profiler."""
+    """Measures the wall times of steps before, during and after profiling."""
 
     def __init__(self) -> None:
         self._last_ns: int | None = None
@@ -39,7 +39,7 @@ class StepClock:
         self._after: list[int] = []
 
     def step(self, kind: str) -> None:
-        """Ends a step. kind: "before", "profiled" or "after"; any other is in none of them."""
+        """Ends a step. kind: "before", "profiled" or "after"; other steps are not kept."""
         now = time.perf_counter_ns()
         last, self._last_ns = self._last_ns, now
         if last is None:
@@ -50,24 +50,24 @@ class StepClock:
 
     @property
     def full(self) -> bool:
-        """Whether enough steps after the profiler are known."""
+        """Whether enough steps after the profiler were measured."""
         return len(self._after) >= KEPT
 
     def times(self) -> StepTimes:
-        """What was measured so far."""
+        """The step times measured so far."""
         return StepTimes(tuple(self._before), tuple(self._profiled), tuple(self._after))
 
 
-# What one rank tells of its own recording: rank{rank}_record.json, in and out.
+# The content of rank{rank}_record.json.
 
 RANK_SCHEMA = "stepsplit.rank/1"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Wall time of steps in ns: before the profiler ran, under it, and after it had gone.
+    """Wall times of steps in ns: before, during and after profiling.
 
-    The first step of the job and the ones in which the profiler started or ended are in none.
+    The first step of the job and the steps in which the profiler started or ended are excluded.
     """
 
     before_ns: tuple[int, ...] = ()
@@ -77,11 +77,11 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """What a rank's memory held at the end of a step; None where it was not measured.
+    """Memory of a rank at the end of a step; None if not measured.
 
-    weights, gradients and optimizer are the storages that the optimizers know. The peaks are the
-    allocator's since the job began. activations is the most that a recorded step allocated beyond
-    what it began with, without the gradients that it left.
+    weights, gradients and optimizer are the storages known to the optimizers. The peaks are the
+    allocator's since the job began. activations is the peak allocation of a recorded step above
+    its begin, without the gradients that remain at its end.
     """
 
     weights_bytes: int | None = None
@@ -94,7 +94,7 @@ class MemoryState:
 
 @dataclass(frozen=True, slots=True)
 class ClockProbe:
-    """The host's clock less rank 0's, from the quickest of some round trips, and when it was."""
+    """Offset of the host's clock from rank 0's, from the fastest of several round trips."""
 
     offset_ns: int
     round_trip_ns: int
@@ -103,7 +103,7 @@ class ClockProbe:
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One reading of NVML: clock, what throttles it (bits), errors of its links so far."""
+    """One NVML reading: SM clock, throttle reasons (bit mask) and link errors so far."""
 
     at_unix_ns: int
     sm_clock_mhz: int | None = None
@@ -113,7 +113,7 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank of one recording. detail: "full", "thin" or "none" of the trace was kept."""
+    """One rank of one recording. detail: "full", "thin" or "none", how much of the trace exists."""
 
     run: str
     rank: RankInfo
@@ -131,7 +131,7 @@ class RankRecord:
 
 
 def write_record(folder: Path, record: RankRecord) -> Path:
-    """Writes the record into the folder, whole or not at all."""
+    """Writes the record into the folder atomically."""
     body: dict[str, Any] = {"schema": RANK_SCHEMA} | asdict(record)
     body["versions"] = dict(record.versions)
     text = json.dumps(body, indent=1) + "\n"
@@ -139,7 +139,7 @@ def write_record(folder: Path, record: RankRecord) -> Path:
 
 
 def read_record(text: str | bytes) -> RankRecord:
-    """The record of the file's text. Raises ValueError where the text is none."""
+    """Decodes the text of a record. Raises ValueError if it is invalid."""
     body = json.loads(text)
     if not isinstance(body, dict) or body.get("schema") != RANK_SCHEMA:
         raise ValueError(f"not a {RANK_SCHEMA} file")
@@ -160,11 +160,11 @@ def read_record(text: str | bytes) -> RankRecord:
             gpu=tuple(_of(GpuState, each) for each in body.get("gpu", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a field is missing or odd: {error}") from error
+        raise ValueError(f"a field is missing or invalid: {error}") from error
 
 
 def spec_of(records: Sequence[RankRecord], known: RunSpec | None = None) -> RunSpec:
-    """What the ranks together know of the run; mesh, model and training as `known` has them."""
+    """The RunSpec of all ranks' records; mesh, model and training are taken from `known`."""
     first = records[0]
     hosts = {each.machine.host: each.machine for each in records if each.machine is not None}
     return RunSpec(
@@ -184,7 +184,7 @@ def spec_of(records: Sequence[RankRecord], known: RunSpec | None = None) -> RunS
 def _of(kind: Any, body: Mapping[str, Any]) -> Any:
     found = known(kind, body)
     if found is None:
-        raise TypeError(f"no {kind.__name__}")
+        raise TypeError(f"{kind.__name__} is missing")
     return found
 
 
@@ -193,7 +193,7 @@ def _steps(body: Mapping[str, Any]) -> StepTimes:
     return StepTimes(*(tuple(map(int, body.get(name, ()))) for name in names))
 
 
-# How the folder of a recording is called, and in it the files of a rank.
+# File names of a recording.
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -207,16 +207,16 @@ def flight_path(folder: Path, rank: int) -> Path:
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """What a rank tells of its own recording."""
+    """The record of a rank."""
     return folder / f"rank{rank}_record.json"
 
 
 def raw_path(out: Path) -> Path:
-    """Where the raw content of a packed file goes first, beside it and hidden."""
+    """The hidden file, in the same folder, for the raw content of a packed file."""
     return out.with_name(f".{out.name.removesuffix('.gz')}.{os.getpid()}.raw")
 
 
 def fresh(folder: Path) -> Path:
-    """The folder, or where it is there already the first of FOLDER-2, FOLDER-3, ... that is not."""
+    """The folder, or if it exists the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in count(1))
     return next(name for name in names if not name.exists())

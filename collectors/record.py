@@ -1,4 +1,4 @@
-"""stepsplit record: the steps to record, the command with agents in its processes, the demo."""
+"""stepsplit record: the plan of a recording, the command with an agent, and the demo launcher."""
 
 from __future__ import annotations
 
@@ -28,50 +28,52 @@ from stepsplit.collectors.nccl import (
 from stepsplit.collectors.rank_record import fresh
 from stepsplit.collectors.run_spec import MESH_AXES, SHORTHAND, GroupInfo, Mesh, named
 
-# Runs a command with the agent in all its processes: the script itself stays as it is.
+# Runs a command with the agent in all of its processes; the training script is not modified.
 
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "20000"}
 
 
 @dataclass(frozen=True, slots=True)
 class NcclLogs:
-    """What NCCL is asked for beside its startup: a line a call, its Inspector."""
+    """NCCL logs to enable besides the startup log: a line per call, and NCCL's Inspector."""
 
     calls: bool = False
     inspector: bool = False
 
 
 def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()) -> int:
-    """Runs the command to its end, each rank of it recorded by the plan; its exit status.
+    """Runs the command with each rank recorded as planned, and returns its exit status.
 
-    Raises CollectError where it cannot be started or the folder cannot be written.
+    Raises CollectError if the command cannot be started or the folder cannot be written.
     """
     out = Path(plan.out)
     try:
         (out / "nccl").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CollectError(f"{out}: {error.strerror}: name another --out") from None
+        raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
     env = dict(os.environ) | environment(os.environ, plan, nccl)
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as error:
-        raise CollectError(f"{command[0]}: {error.strerror}: is it on PATH?") from None
+        raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
     with _passed_on(process):
         status = process.wait()
-    # Not empty where NCCL wrote; gone where another rank's `record` was quicker.
+    # Keep the folder if NCCL wrote to it; another rank's `record` may already have removed it.
     with suppress(OSError):
         (out / "nccl").rmdir()
     return 128 - status if status < 0 else status
 
 
 def environment(given: Mapping[str, str], plan: RecordPlan, nccl: NcclLogs) -> dict[str, str]:
-    """What is added to the environment of the job; what its user has set himself stays."""
+    """Variables to add to the job's environment; variables set by the user are not changed."""
     out, version = Path(plan.out), installed_version()
     wanted = _FLIGHT | log_environment(out, version, nccl.calls)
     if nccl.inspector:
         plugin = inspector_plugin(given)
         if plugin is None:
-            raise CollectError("libnccl-profiler-inspector.so is not on LD_LIBRARY_PATH: add it")
+            raise CollectError(
+                "libnccl-profiler-inspector.so was not found; add its folder to LD_LIBRARY_PATH"
+            )
         wanted |= inspector_environment(out, version, plugin)
     if "NCCL_DEBUG" in given:
         wanted = {name: value for name, value in wanted.items() if "NCCL_DEBUG" not in name}
@@ -81,7 +83,7 @@ def environment(given: Mapping[str, str], plan: RecordPlan, nccl: NcclLogs) -> d
 
 
 def default_out(given: Mapping[str, str]) -> Path:
-    """runs/record, the next one that is free; the same for all ranks where each runs `record`."""
+    """The next free runs/record; if each rank runs `record`, one folder for the whole job."""
     if is_rank(given):
         return Path("runs").absolute() / f"job-{given.get('SLURM_JOB_ID', 'record')}"
     return fresh(Path("runs").absolute() / "record")
@@ -89,7 +91,7 @@ def default_out(given: Mapping[str, str]) -> Path:
 
 @contextmanager
 def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ctrl-C reaches the command by itself, from the terminal; what ends us is handed to it."""
+    """Forwards SIGTERM to the command; Ctrl-C reaches it directly from the terminal."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
@@ -105,25 +107,25 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# What to record: which steps, which ranks, in what detail. As an argument, in JSON in and out.
+# The plan of a recording: steps, ranks and detail.
 
 Detail = Literal["full", "thin", "none"]
 
 PLAN_VARIABLE = "STEPSPLIT_PLAN"
-"""The variable that tells an agent its plan."""
+"""Environment variable that passes the plan to the agent, as JSON."""
 
 SMALL_JOB = 8
-"""Ranks of which `auto` records all in full."""
+"""Largest job of which `auto` records all ranks in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPlan:
-    """One recording. Steps count from 0, the first that the process makes.
+    """The plan of one recording. Steps are counted from 0, the first step of the process.
 
-    The steps first to first + steps - 1 are recorded; the profiler warms up in the `warmup` steps
-    before. first None: nothing until an attach says when (standby). ranks is "all", "auto" (one
-    whole pipeline in full, the others thin) or a list such as "0-7,16". memory measures what the
-    steps allocate, stacks and shapes are the profiler's.
+    Steps first to first + steps - 1 are recorded; the profiler warms up in the `warmup` steps
+    before. If first is None, recording starts when an attach requests it (standby). ranks is "all",
+    "auto" (one pipeline in full, the others thin) or a list such as "0-7,16". memory measures the
+    allocations of the steps; stacks and shapes are options of the profiler.
     """
 
     out: str
@@ -138,42 +140,44 @@ class RecordPlan:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or (self.first is not None and self.first < 0):
-            raise ValueError(f"no step to record: first {self.first}, {self.steps} steps")
+            raise ValueError(
+                f"no step to record: first {self.first}, warmup {self.warmup}, steps {self.steps}"
+            )
         if self.ranks not in ("all", "auto"):
             listed(self.ranks)
 
     def text(self) -> str:
-        """JSON on one line, that `plan` reads back."""
+        """JSON on one line, as read by parse_plan."""
         return json.dumps(asdict(self))
 
 
 def parse_plan(text: str | bytes) -> RecordPlan:
-    """The plan of its text. Raises ValueError where the text is none."""
+    """Parses a plan in JSON. Raises ValueError if it is invalid."""
     body = json.loads(text)
     try:
         return plan_of(body)
     except TypeError as error:
-        raise ValueError(f"no plan: {error}") from None
+        raise ValueError(f"invalid plan: {error}") from None
 
 
 def plan_of(body: Mapping[str, Any]) -> RecordPlan:
-    """The plan of its fields; those of another version are passed over. Raises TypeError."""
+    """Builds a plan from its fields, ignoring unknown ones. Raises TypeError if one is missing."""
     return RecordPlan(**named(RecordPlan, body))
 
 
 def listed(ranks: str) -> frozenset[int]:
-    """The ranks of "0-7,16". Raises ValueError for what is no such list."""
+    """Parses a list of ranks such as "0-7,16". Raises ValueError if it is invalid."""
     found: set[int] = set()
     for part in ranks.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{ranks!r} is no list of ranks: write all, auto or 0-7,16")
+            raise ValueError(f"{ranks!r} is not a list of ranks; use all, auto or 0-7,16")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
 
 
 def detail(ranks: str, rank: int, world_size: int, groups: tuple[GroupInfo, ...]) -> Detail:
-    """In what detail the rank is recorded. groups: those that it is in."""
+    """The detail in which a rank is recorded. groups: the process groups of this rank."""
     if ranks == "all" or (ranks == "auto" and world_size <= SMALL_JOB):
         return "full"
     if ranks != "auto":
@@ -188,9 +192,9 @@ def _is_pipeline(description: str) -> bool:
     return words[0] in ("pp", "pipe", "pipeline")
 
 
-# Starts the demo training: one process a rank on this machine, none of which outlives the call.
+# Starts the demo training: one process per rank on this machine; all end with the call.
 
-# One rank of the default recipe on CPU: 580 MiB resident under tp=2,pp=2,dp=2, 1,100 under fsdp=4.
+# One rank of the default demo on CPU: 580 MiB resident with tp=2,pp=2,dp=2, 1,100 with fsdp=4.
 RANK_BYTES = 1_150_000_000
 
 FOLLOW_STDIN = "STEPSPLIT_FOLLOW_STDIN"
@@ -201,12 +205,12 @@ _TAIL_LINES = 20
 
 
 class LaunchError(RuntimeError):
-    """A rank failed or the run took too long; the message ends with what the rank said last."""
+    """A rank failed or the run timed out; the message ends with the rank's last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """A training that ran to its end."""
+    """A completed training run; output is the stdout of all ranks."""
 
     out: Path
     mesh: Mesh
@@ -217,7 +221,7 @@ class LaunchResult:
 def launch_workload(
     parallel: str | Mesh, out: str | Path, recipe: DemoArgs | None = None, timeout_s: float = 300.0
 ) -> LaunchResult:
-    """Trains on the mesh ("tp=2,pp=2,dp=2") and records into `out`. Raises LaunchError."""
+    """Runs the demo on a mesh such as "tp=2,pp=2,dp=2", recorded to `out`. Raises LaunchError."""
     mesh = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     command = [sys.executable, "-m", "stepsplit.collectors.demo_job"]
     command += ["--out", str(out), "--parallel", parallel_text(mesh)]
@@ -231,7 +235,7 @@ def launch_workload(
 
 
 def affordable(mesh: Mesh, available_bytes: int) -> Mesh:
-    """The mesh, with dp, then pp, then tp halved until its ranks fit into the memory."""
+    """The mesh with dp, then pp, then tp halved until its ranks fit in memory."""
     sizes = {axis: mesh.size(axis) for axis in mesh.axes}
     for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
         while sizes.get(axis, 1) > 1 and Mesh.of(sizes).world_size * RANK_BYTES > available_bytes:
@@ -248,14 +252,14 @@ class _Rank:
 
 
 def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack) -> list[_Rank]:
-    """Starts every rank; leaving the stack ends them all."""
+    """Starts every rank; closing the stack ends them."""
     ranks: list[_Rank] = []
     stack.callback(_end, ranks)
     port = _free_port()
     for rank in range(world_size):
         stdout, stderr = logs / f"{rank}.out", logs / f"{rank}.err"
         with stdout.open("wb") as out, stderr.open("wb") as err:
-            # Each rank ends itself when its stdin closes: with us, even if we are killed.
+            # A rank exits when its stdin closes, so it also ends if this process is killed.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -278,7 +282,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        # Memory given back and taken anew is page faults in some step of some rank: keep it.
+        # Keep freed memory: returning and reallocating it causes page faults in random steps.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         FOLLOW_STDIN: "1",
@@ -292,7 +296,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> None:
         if time.monotonic() > deadline:
             late = [rank for rank in ranks if rank.process.poll() is None]
             names = ", ".join(str(rank.rank) for rank in late)
-            raise LaunchError(f"ranks {names} did not end in time\n{_tail(late[0])}")
+            raise LaunchError(f"ranks {names} did not finish in time\n{_tail(late[0])}")
         time.sleep(_POLL_S)
     _raise_failure(ranks)
 
@@ -301,7 +305,7 @@ def _raise_failure(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         code = rank.process.poll()
         if code:
-            raise LaunchError(f"rank {rank.rank} ended with status {code}\n{_tail(rank)}")
+            raise LaunchError(f"rank {rank.rank} exited with status {code}\n{_tail(rank)}")
 
 
 def _tail(rank: _Rank) -> str:
@@ -325,39 +329,39 @@ def _free_port() -> int:
     return port
 
 
-# How the demo training is set up: DemoArgs, and its command line in and out.
+# The arguments of the demo training and its command line.
 
 
 @dataclass(frozen=True, slots=True)
 class DemoArgs:
-    """The size of the model, the length of the run, and a rank that is made late on purpose."""
+    """Arguments of the demo: model size, number of steps, and an optional slow rank."""
 
-    steps: int = field(default=20, metadata={"help": "training steps in all"})
+    steps: int = field(default=20, metadata={"help": "training steps"})
     active: int = field(default=5, metadata={"help": "steps recorded"})
-    microbatches: int = field(default=4, metadata={"help": "microbatches a step"})
-    micro_batch: int = field(default=4, metadata={"help": "sequences a microbatch"})
-    seq_len: int = field(default=64, metadata={"help": "characters a sequence"})
+    microbatches: int = field(default=4, metadata={"help": "microbatches per step"})
+    micro_batch: int = field(default=4, metadata={"help": "sequences per microbatch"})
+    seq_len: int = field(default=64, metadata={"help": "characters per sequence"})
     layers: int = field(default=2, metadata={"help": "transformer layers"})
     hidden: int = field(default=512, metadata={"help": "width of the model"})
     heads: int = field(default=8, metadata={"help": "attention heads"})
     schedule: str = field(
         default="1f1b", metadata={"help": "pipeline schedule", "choices": ("1f1b", "gpipe")}
     )
-    slow_rank: int = field(default=-1, metadata={"help": "rank made late in every step, or -1"})
-    slow_ms: int = field(default=0, metadata={"help": "how late, in milliseconds a step"})
+    slow_rank: int = field(default=-1, metadata={"help": "rank to slow down, or -1 for none"})
+    slow_ms: int = field(default=0, metadata={"help": "added delay in milliseconds per step"})
     slow_kind: str = field(
         default="compute",
-        metadata={"help": "what it does meanwhile", "choices": ("compute", "sleep")},
+        metadata={"help": "how the rank is delayed", "choices": ("compute", "sleep")},
     )
 
     def arguments(self) -> list[str]:
-        """The command line that parse_command reads back as this recipe."""
+        """The command line of these arguments, as read by parse_command."""
         return [word for f in fields(self) for word in (_flag(f.name), str(getattr(self, f.name)))]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the command line asks for: a recipe, run on a mesh, recorded into a folder."""
+    """A parsed command line of the demo: output folder, mesh and arguments."""
 
     out: Path
     mesh: Mesh
@@ -365,10 +369,10 @@ class Command:
 
 
 def parse_command(arguments: Sequence[str] | None = None) -> Command:
-    """The command of these arguments, or of the process. Exits with usage on nonsense."""
+    """Parses the arguments, by default those of the process; exits with usage if invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m stepsplit.collectors.demo_job",
-        description="Train a small GPT under the recorder; start one process a rank (torchrun).",
+        description="Train and record a small GPT; start one process per rank (torchrun).",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the recording")
     parser.add_argument("--parallel", default="dp=1", help="such as tp=2,pp=2,dp=2 or fsdp=4")
@@ -386,14 +390,14 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
 
 
 def parse_parallel(text: str) -> Mesh:
-    """The mesh of "tp=2,pp=2,dp=2": outermost always pp, then dp, cp, tp; axes of 1 left out."""
+    """Parses "tp=2,pp=2,dp=2": the order is always pp, dp, cp, tp; axes of size 1 are dropped."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         axis = SHORTHAND.get(axis, axis)
         if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"{part.strip()!r} is no axis and size: write tp=2,pp=2,dp=2 or fsdp=4"
+                f"{part.strip()!r} is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"
             )
         if axis in sizes:
             raise ValueError(f"{axis} is given twice in {text!r}")
@@ -402,29 +406,29 @@ def parse_parallel(text: str) -> Mesh:
 
 
 def parallel_text(mesh: Mesh) -> str:
-    """The text that parse_parallel reads back as this mesh."""
+    """The mesh as text, as read by parse_parallel."""
     return ",".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def without_singles(mesh: Mesh) -> Mesh:
-    """The mesh without its axes of one rank; one axis always stays."""
+    """The mesh without its axes of size 1; at least one axis remains."""
     sizes = {axis: mesh.size(axis) for axis in mesh.axes if mesh.size(axis) > 1}
     return Mesh.of(sizes or {"dp_replicate": 1})
 
 
 def check(recipe: DemoArgs, mesh: Mesh) -> None:
-    """Raises ValueError, one line, where the mesh cannot hold the model."""
+    """Raises ValueError if the model cannot be split over the mesh."""
     stages, shards = mesh.size("pp"), mesh.size("tp")
     if recipe.layers % stages:
-        raise ValueError(f"{recipe.layers} layers cannot be cut into {stages} stages")
+        raise ValueError(f"layers ({recipe.layers}) must be divisible by pp ({stages})")
     if recipe.hidden % recipe.heads:
-        raise ValueError(f"hidden {recipe.hidden} is not divisible by {recipe.heads} heads")
+        raise ValueError(f"hidden ({recipe.hidden}) must be divisible by heads ({recipe.heads})")
     if recipe.heads % shards:
-        raise ValueError(f"{recipe.heads} heads cannot be shared by tp={shards}")
+        raise ValueError(f"heads ({recipe.heads}) must be divisible by tp ({shards})")
     if stages > 1 and recipe.microbatches < stages:
-        raise ValueError(f"{stages} stages need as many microbatches, not {recipe.microbatches}")
+        raise ValueError(f"microbatches ({recipe.microbatches}) must be at least pp ({stages})")
     if mesh.size("cp") > 1:
-        raise ValueError("the demo training has no context parallelism: leave cp out")
+        raise ValueError("the demo training does not support cp; leave it out")
 
 
 def _flag(name: str) -> str:
@@ -433,11 +437,11 @@ def _flag(name: str) -> str:
 
 SITE = Path(__file__).parent / "site"
 
-# Which rank of which job this process is, by what its launcher has put into the environment.
+# The rank of this process, from the environment variables of its launcher.
 
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has made the process a rank."""
+    """Whether a launcher started the process as a rank."""
     return any(environment.get(name, "").isdigit() for name in _RANK)

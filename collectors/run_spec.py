@@ -1,4 +1,4 @@
-"""What ran: RunSpec, Mesh and ModelSpec, and run.json in and out."""
+"""Types that describe a run (RunSpec, Mesh, ModelSpec, Training), and run.json."""
 
 from __future__ import annotations
 
@@ -16,22 +16,36 @@ from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 SCHEMA = "stepsplit.run/1"
 _T = TypeVar("_T")
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
-"""What ranks are grouped along: the axes of a mesh, and ep, along which experts lie."""
+"""A parallelism axis: the axes of a mesh, and ep (expert parallelism)."""
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Outermost first: neighbors in the innermost axis communicate most."""
+"""Outermost first; neighbors on the innermost axis communicate most."""
 MESH_AXES = tuple(axis for axis in AXES if axis != "ep")
 DATA_PARALLEL: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 _DESCRIPTOR = re.compile(r"/proc/(?P<pid>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
 _MOST_LINKS = 40
-"""Symbolic links in a path, as for Linux."""
+"""Maximum number of symbolic links followed in a path, as on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The grid of ranks: axis names and sizes, outermost first. Order is data: frameworks differ.
+    """The device mesh of a job: axis names and sizes, outermost first.
 
-    Rank r sits at the coordinates of r in row-major order, so the last axis varies fastest.
+    The order of the axes is part of the mesh, because frameworks differ in it. Ranks are numbered
+    in row-major order: the last axis varies fastest.
+
+    Args:
+        axes: Axis names, outermost first, from pp, dp_replicate, dp_shard, cp, tp.
+        sizes: Number of ranks along each axis, in the same order.
+
+    Raises:
+        ValueError: If an axis is unknown or repeated, a size is below 1, or the numbers of axes and
+            sizes differ.
+
+    Example:
+        >>> mesh = Mesh(("pp", "tp"), (2, 4))
+        >>> mesh.world_size, mesh.coordinate(5, "pp"), mesh.line(5, "tp")
+        (8, 1, (4, 5, 6, 7))
     """
 
     axes: tuple[str, ...]
@@ -46,30 +60,46 @@ class Mesh:
                 f"unknown mesh axis {sorted(unknown)}; known are {', '.join(MESH_AXES)}"
             )
         if any(size < 1 for size in self.sizes):
-            raise ValueError(f"every mesh axis has at least one rank, not {self}")
+            raise ValueError(f"every mesh axis needs at least one rank, not {self}")
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Self:
-        """The mesh of {axis: size}, outermost first; "dp" and "fsdp" are short."""
+        """Builds a mesh from a mapping of axis to size.
+
+        Args:
+            sizes: {axis: size}, outermost first. "dp" is short for dp_replicate, "fsdp" for
+                dp_shard.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ValueError: If an axis is unknown or a size is below 1.
+
+        Example:
+            >>> Mesh.of({"fsdp": 8, "tp": 2})
+            Mesh(axes=('dp_shard', 'tp'), sizes=(8, 2))
+        """
         return cls(tuple(SHORTHAND.get(axis, axis) for axis in sizes), tuple(sizes.values()))
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the mesh."""
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along the axis; 1 for an axis that the mesh does not have."""
+        """Returns the number of ranks along `axis`; 1 if the mesh does not have it."""
         return dict(zip(self.axes, self.sizes, strict=True)).get(axis, 1)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where the rank sits along the axis; 0 for an axis that the mesh does not have."""
+        """Returns the coordinate of `rank` along `axis`; 0 if the mesh does not have it."""
         if axis not in self.axes:
             return 0
         position = self.axes.index(axis)
         return rank // math.prod(self.sizes[position + 1 :]) % self.sizes[position]
 
     def line(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along the axis alone, itself included, in order."""
+        """Returns the ranks of `rank`'s group along `axis`, itself included, in order."""
         if axis not in self.axes:
             return (rank,)
         position = self.axes.index(axis)
@@ -80,10 +110,29 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a decoder transformer; None where it is not known.
+    """The shape of a decoder-only transformer.
 
-    The words are those of job.toml: learned_positions is how many (0: rotary or none), norm "rms"
-    has a scale alone and "layer" a shift beside it, whatever it divides by.
+    The fields have the names and values of job.toml. Every field defaults to None, unknown.
+
+    Args:
+        layers: Transformer layers.
+        hidden: Width of the residual stream.
+        heads: Attention heads.
+        kv_heads: Key and value heads; fewer than `heads` with grouped-query attention.
+        ffn: Width of the MLP.
+        gated: Whether the MLP has a gate projection (SwiGLU).
+        vocab: Size of the vocabulary.
+        tied: Whether the embedding and the output head share weights.
+        parameters: Parameters of the whole model, all ranks together.
+        learned_positions: Rows of the learned position embedding; 0 for rotary or no positions.
+        norm: "rms" (a scale only) or "layer" (a scale and a shift).
+        biases: Whether linear layers have biases.
+        experts: Experts per mixture-of-experts layer.
+        top_k: Experts per token.
+
+    Example:
+        >>> ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True).layers
+        32
     """
 
     layers: int | None = None
@@ -104,12 +153,29 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a step is made: micro_batch in sequences a microbatch, global_batch a step.
+    """The training setup of a run: batch sizes, dtype, optimizer and framework.
 
-    The words are those of job.toml: dtype "bf16", zero 0 to 3, recompute "full", offload what of
-    the states lives in host memory, such as "optimizer" or "optimizer, parameters". split_vocab:
-    tensor parallelism cuts embedding and head too; root_unit: FSDP gathers what is in no layer as
-    one unit; bucket_bytes is DDP's.
+    The fields have the names and values of job.toml. Every field defaults to None, unknown.
+
+    Args:
+        seq_len: Tokens per sequence.
+        micro_batch: Sequences per microbatch of one rank.
+        global_batch: Sequences per step, all ranks together.
+        microbatches: Microbatches per step of one rank.
+        dtype: Compute dtype: "fp32", "bf16", "fp16" or "fp8".
+        optimizer: Such as "adam", "adamw" or "sgd".
+        schedule: Pipeline schedule, such as "1f1b" or "gpipe".
+        framework: Such as "torch", "fsdp2", "ddp", "deepspeed" or "megatron".
+        zero: ZeRO stage, 0 to 3.
+        recompute: Activation recomputation, such as "full".
+        offload: Training state in host memory, such as "optimizer" or "optimizer, parameters".
+        split_vocab: Whether tensor parallelism also shards the embedding and the output head.
+        root_unit: Whether FSDP gathers the parameters outside of the layers as one unit.
+        bucket_bytes: Bucket size of DDP in bytes.
+
+    Example:
+        >>> Training(seq_len=4096, micro_batch=1, global_batch=256, dtype="bf16").global_batch
+        256
     """
 
     seq_len: int | None = None
@@ -130,7 +196,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where one rank ran."""
+    """Host, process and device of one rank."""
 
     rank: int
     local_rank: int
@@ -141,7 +207,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """One process group: its name in the job, its description, its global ranks in order."""
+    """One process group: its name, its description and its global ranks in order."""
 
     name: str
     description: str
@@ -150,7 +216,7 @@ class GroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class HostInfo:
-    """One machine: its processor and, where it has any, its GPUs (all alike)."""
+    """One machine: its CPU and, if it has any, its GPUs (all of one type)."""
 
     host: str
     cpu: str = ""
@@ -163,7 +229,27 @@ class HostInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What ran and what was seen of it: the content of run.json."""
+    """The description of a run: the content of run.json.
+
+    Args:
+        name: Name of the run.
+        world_size: Number of ranks of the job.
+        backend: Backend of the default process group, such as "nccl"; "none" without one.
+        mesh: Parallel layout. Default: None, unknown.
+        model: Shape of the model. Default: None, unknown.
+        training: Training setup. Default: None, unknown.
+        ranks: Host, process and device of each known rank. Default: empty.
+        groups: Process groups of the job. Default: empty.
+        versions: (name, version) of python, torch, cuda, nccl and driver. Default: empty.
+        hosts: Machines of the job. Default: empty.
+
+    Raises:
+        ValueError: If the mesh does not have `world_size` ranks.
+
+    Example:
+        >>> RunSpec("exp1", 8, "nccl", mesh=Mesh(("pp", "tp"), (2, 4))).world_size
+        8
+    """
 
     name: str
     world_size: int
@@ -181,16 +267,17 @@ class RunSpec:
             pairs = zip(self.mesh.axes, self.mesh.sizes, strict=True)
             product = " x ".join(f"{axis}={size}" for axis, size in pairs)
             raise ValueError(
-                f"the mesh {product} has {self.mesh.world_size} ranks, the job {self.world_size}"
+                f"the mesh {product} has {self.mesh.world_size} ranks but the job has"
+                f" {self.world_size}"
             )
 
     def version(self, of: str) -> str | None:
-        """The version of torch, nccl, driver or python, None where it was not seen."""
+        """Returns the version of torch, cuda, nccl, driver or python; None if unknown."""
         return dict(self.versions).get(of)
 
 
 def to_json(spec: RunSpec) -> str:
-    """run.json's text."""
+    """The text of run.json."""
     body: dict[str, Any] = {"schema": SCHEMA} | asdict(spec)
     if spec.mesh is not None:
         pairs = zip(spec.mesh.axes, spec.mesh.sizes, strict=True)
@@ -200,7 +287,7 @@ def to_json(spec: RunSpec) -> str:
 
 
 def from_json(text: str | bytes) -> RunSpec:
-    """The RunSpec of run.json's text. Raises ValueError where the text is none."""
+    """Decodes the text of run.json. Raises ValueError if it is invalid."""
     body = json.loads(text)
     if not isinstance(body, dict) or body.get("schema") != SCHEMA:
         raise ValueError(f"not a {SCHEMA} file")
@@ -219,11 +306,11 @@ def from_json(text: str | bytes) -> RunSpec:
             hosts=tuple(HostInfo(**named(HostInfo, h)) for h in body.get("hosts", ())),
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a field is missing or odd: {error}") from error
+        raise ValueError(f"a field is missing or invalid: {error}") from error
 
 
 def merged_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
-    """The groups, each once, in order of creation where their names are numbers."""
+    """The distinct groups, in order of creation if their names are numbers."""
     return tuple(sorted(set(groups), key=_creation))
 
 
@@ -233,12 +320,12 @@ def _creation(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
 
 
 def write_run_json(folder: Path, spec: RunSpec) -> Path:
-    """Writes run.json into the folder, whole or not at all."""
+    """Writes run.json into the folder atomically."""
     return write_whole(folder / "run.json", to_json(spec).encode())
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes the file so that a reader sees all of it or none, as whole_file does."""
+    """Writes the file atomically, as whole_file does."""
     with whole_file(path) as file:
         file.write(content)
     return path
@@ -246,10 +333,10 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, of which a reader sees all or nothing; every output is written by this.
+    """Opens a file that is written atomically; every output of stepsplit is written this way.
 
-    A regular file is written beside its place, synced, and renamed: see replace_whole. Anything
-    else is opened and written as it is: see open_special.
+    A regular file is written as a draft in the same folder, synced and renamed: see replace_whole.
+    Any other file is written in place: see open_special.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     special = open_special(path)
@@ -263,22 +350,22 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replace_whole(path: Path) -> Iterator[Path]:
-    """A draft to write, which is synced and takes the place of the file when all is written.
+    """Yields a draft path; when the block has ended, the draft is synced and replaces the file.
 
-    Of a symbolic link the file that it leads to is replaced, not the link. A file that was there
-    keeps its mode, and its owner as far as the system permits. Where the path is a device, a pipe
-    or a socket the draft is the path itself, and nothing is replaced.
+    If the path is a symbolic link, its target is replaced, not the link. An existing file keeps its
+    mode, and its owner as far as the system permits. If the path is a device, a pipe or a socket,
+    the draft is the path itself and is not renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_special(path):
         yield path
         return
     target = path.resolve() if path.is_symlink() else path
-    # Two threads may write one file at a time.
+    # A unique name: two threads may write the same file at the same time.
     draft = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
     known = target.stat() if target.exists() else None
     try:
-        # Nobody reads a draft who may not read the file.
+        # The draft must not be readable by users who cannot read the file.
         mode = 0o666 if known is None else stat.S_IMODE(known.st_mode) & 0o777 | stat.S_IWUSR
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
@@ -291,10 +378,10 @@ def replace_whole(path: Path) -> Iterator[Path]:
 
 
 def open_special(path: Path) -> BinaryIO | None:
-    """Opens what must not be replaced: a device, a pipe, /dev/stdout. None for a regular file.
+    """Opens a file that must not be replaced (a device, a pipe, /dev/stdout); None if regular.
 
-    /dev/stdout, /dev/fd/N and /proc/self/fd/N are written through the open descriptor, after what
-    was written to it before. Raises OSError where the place cannot be opened.
+    /dev/stdout, /dev/fd/N and /proc/self/fd/N are written through the open descriptor, after its
+    earlier output. Raises OSError if the file cannot be opened.
     """
     if (descriptor := _descriptor(path)) is not None:
         if descriptor["pid"] == Path("/proc/self").resolve().name:
@@ -313,7 +400,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _descriptor(path: Path) -> re.Match[str] | None:
-    """The open descriptor of a process that the path leads to, whatever that is open on."""
+    """The /proc path of the open file descriptor that the path leads to; None if it does not."""
     for _ in range(_MOST_LINKS):
         found = _DESCRIPTOR.fullmatch(str(path.parent.resolve() / path.name))
         if found or not path.is_symlink():
@@ -324,7 +411,7 @@ def _descriptor(path: Path) -> re.Match[str] | None:
 
 def _set_owner_and_mode(draft: Path, known: os.stat_result) -> None:
     made = draft.stat()
-    # Only root may give a file away; some file systems have no owners and no modes.
+    # Only root can change a file's owner; some file systems have no owners or modes.
     for uid, gid in ((-1, known.st_gid), (known.st_uid, -1)):
         if uid not in (-1, made.st_uid) or gid not in (-1, made.st_gid):
             with suppress(PermissionError):
@@ -342,15 +429,15 @@ def _sync(path: Path) -> None:
 
 
 def group_of(body: Mapping[str, Any]) -> GroupInfo:
-    """The group of its fields. Raises KeyError, TypeError or ValueError where one is odd."""
+    """Decodes a group. Raises KeyError, TypeError or ValueError if a field is invalid."""
     return GroupInfo(str(body["name"]), str(body["description"]), tuple(map(int, body["ranks"])))
 
 
 def named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a newer file's fields, those that this version knows."""
+    """The fields of `body` that `kind` has; fields of a newer version are ignored."""
     return {field.name: body[field.name] for field in fields(kind) if field.name in body}
 
 
 def known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
-    """The noun of the body's fields; a field that this version does not know is passed over."""
+    """A `kind` built from the fields of `body`, ignoring unknown fields; None for None."""
     return None if body is None else kind(**named(kind, body))

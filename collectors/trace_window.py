@@ -1,4 +1,4 @@
-"""The profiler's window of steps: warm-up, start, end, and annotations inside."""
+"""The profiler's window of steps: warmup, start, end, and the annotations in the trace."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.profiler import ProfilerActivity, record_function
 
 from stepsplit.collectors.record import RecordPlan
 
-# torch.profiler over some steps: when it warms up, starts and ends, and who else may have it.
+# torch.profiler over some steps, and what happens if another profiler is in use.
 
 _STARTERS = ("_prepare_profiler", "_enable_profiler")
-"""What every profiler of torch calls before it runs, in torch.autograd.profiler."""
+"""Functions of torch.autograd.profiler that every profiler calls before it runs."""
 
 
 class TraceWindow:
     """The profiler of one recording.
 
-    torch has one a process. Where another one runs already, to warm up raises RuntimeError; when
-    another starts meanwhile, `give_way` is called first and this one ends.
+    torch allows one profiler per process. If another one is already running, the warmup raises
+    RuntimeError; if another one starts later, `give_way` is called first and this one ends.
     """
 
     _open: ClassVar[TraceWindow | None] = None
-    """The one that has torch's profiler."""
+    """The window that currently uses torch's profiler."""
 
     def __init__(self, plan: RecordPlan, first: int, give_way: Callable[[], None]) -> None:
         self._plan, self._first, self._give_way = plan, first, give_way
@@ -39,7 +39,7 @@ class TraceWindow:
         self._patches = ExitStack()
         self._ours = self._started = False
         self.recorded = 0
-        """Steps that were recorded to their end."""
+        """Number of completely recorded steps."""
 
     def before(self, step: int) -> None:
         """Call before each step: warms up, starts, and marks the step in the trace."""
@@ -59,7 +59,7 @@ class TraceWindow:
             self.recorded += 1
 
     def end(self) -> Any:
-        """Ends the profiler, also within a step. It, where a whole step was recorded; else None."""
+        """Ends the profiler and returns it; None if no complete step was recorded."""
         profiler, mark, self._mark = self._profiler, self._mark, None
         if profiler is None:
             return None
@@ -67,7 +67,7 @@ class TraceWindow:
             if mark is not None:
                 mark.__exit__(None, None, None)
             if not self._started:
-                # As torch does: a profiler that is warm is ended by starting it first.
+                # A prepared profiler must be started before it can be stopped.
                 self._start()
             self._run(profiler.stop_trace)
         finally:
@@ -77,9 +77,9 @@ class TraceWindow:
 
     def _warm_up(self) -> None:
         if TraceWindow._open is not None:
-            raise RuntimeError("another recording is under way, and there can be only one")
+            raise RuntimeError("another recording is running; only one is possible per process")
         if torch.autograd._profiler_enabled() or _another_is_warm():
-            raise RuntimeError("another torch.profiler is running, and there can be only one")
+            raise RuntimeError("another torch.profiler is running; only one is possible")
         TraceWindow._open = self
         self._patches.callback(_closed)
         self._profiler = torch.profiler.profile(
@@ -111,7 +111,7 @@ class TraceWindow:
         self._patches.callback(setattr, autograd_profiler, name, original)
 
     def _run(self, part: Callable[[], None]) -> None:
-        """Runs a part of our own profiler, for which there is no way to be made."""
+        """Calls a method of our own profiler, which must not end this window."""
         self._ours = True
         try:
             part()
@@ -124,10 +124,10 @@ def _closed() -> None:
 
 
 def _another_is_warm() -> bool:
-    """Whether a profiler of the user's has been prepared and not started yet.
+    """Whether the user has prepared a profiler that is not started yet.
 
-    torch knows no such state, and would crash where it is then started after ours. Such profilers
-    are found among all objects, once a recording and before the steps that it records.
+    torch does not report that state, and crashes if that profiler is started after ours. The check
+    searches all objects, once per recording and before the recorded steps.
     """
     found = gc.get_referrers(torch.profiler.profile)
     inner = (each.profiler for each in found if isinstance(each, torch.profiler.profile))
@@ -141,14 +141,16 @@ def _activities() -> list[Any]:
     return found
 
 
-# Names in the trace for what torch leaves unnamed: microbatches of a stage, and messages.
+# Annotations that torch lacks: microbatches of a stage, and point-to-point messages.
 #
-# A trace then holds, on the thread that calls: stepsplit::F stage=1 mb=0      forward of a
-# microbatch (B backward, W the weights' part of it) stepsplit::send group=3 src=0 dst=2 tag=0 n=7
-# bytes=65536 dtype=float32      (recv alike) group is the name of the process group in the job,
-# src and dst are global ranks, and n counts the messages of that (group, src, dst, tag) since the
-# annotations began: the n-th send meets the n-th receive. The range is the posting; the wait
-# comes after it.
+# The trace then has these ranges on the calling thread:
+#   stepsplit::F stage=1 mb=0
+#       forward of a microbatch (B: backward, W: weight gradients of the backward)
+#   stepsplit::send group=3 src=0 dst=2 tag=0 n=7 bytes=65536 dtype=float32
+#       a message (recv likewise)
+# group is the name of the process group, src and dst are global ranks, and n counts the messages of
+# that (group, src, dst, tag) since the annotations began: the n-th send matches the n-th receive.
+# The range covers the posting of the message; the wait follows it.
 
 _PHASES = {
     "forward_one_chunk": ("F", "fwd_chunk_id"),
@@ -161,7 +163,7 @@ _active = False
 
 @contextmanager
 def annotate_layers() -> Iterator[None]:
-    """While it lasts, pipeline stages and messages name themselves. Nested use changes nothing."""
+    """Annotates pipeline stages and messages within the block; nested use has no effect."""
     global _active
     if _active:
         yield
@@ -209,14 +211,14 @@ def _annotate_messages(undo: ExitStack) -> None:
 
 
 class _Channels:
-    """Who is at the ends of a message, and how many went the same way before."""
+    """Builds the label of a message: its two ranks and its number on that channel."""
 
     def __init__(self) -> None:
         self._numbers: defaultdict[tuple[object, ...], Iterator[int]] = defaultdict(count)
         self._ranks: dict[Any, list[int]] = {}
 
     def label(self, op: str, group: Any, tensors: Sequence[Any], peer: int, tag: int) -> str | None:
-        """The name of the message; None for a group that torch does not know by rank."""
+        """The label of the message; None if torch has no ranks for the group."""
         try:
             ranks = self._ranks_of(group)
             here, there = ranks[group.rank()], ranks[peer]
@@ -236,7 +238,7 @@ class _Channels:
 def _message(original: Callable[..., Any], op: str, channels: _Channels) -> Callable[..., Any]:
     @functools.wraps(original, assigned=("__name__", "__doc__"))
     def annotated(group: Any, *args: Any, **kwargs: Any) -> Any:
-        # A compiler that traces through here must see torch's own call alone.
+        # torch.compile must trace only torch's own call.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling():
             return original(group, *args, **kwargs)
         label = channels.label(op, group, *args)
@@ -254,6 +256,6 @@ def _payload(tensors: Sequence[Any]) -> str:
 
 
 def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    # The entry of the class itself: pybind's methods, read through the class, no longer bind.
+    # Keep the class's own dict entry: a pybind method read through the class no longer binds.
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""The agent in every process of a job under `stepsplit record`: counts steps, takes requests."""
+"""The agent in every process under `stepsplit record`: counts steps and answers requests."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ if TYPE_CHECKING:
     from stepsplit.collectors.profiler import ActiveRecording
 
 
-# What runs in every process of a job that was started to be recorded: next to nothing.
-#
-# It waits for torch's optimizers to be imported, and counts their steps. Only a process that
-# steps is a rank; there the agent records as its plan says, or listens for an attach.
+# The agent runs in every process of a recorded job, so it does as little as possible: it waits
+# until torch's optimizers are imported and counts their steps. Only a process that steps is a
+# rank; there the agent records by its plan, or listens for an attach.
 
 
 class Agent:
-    """The agent of this process; plan.first None: it stands by."""
+    """The agent of this process; it is on standby if plan.first is None."""
 
     def __init__(self, plan: RecordPlan) -> None:
         self._plan: RecordPlan | None = plan if plan.first is not None else None
@@ -59,11 +58,11 @@ class Agent:
         self._log: Path | None = None
 
     def install(self) -> None:
-        """Sees to it that steps are counted as soon as there can be any."""
+        """Starts to count steps once torch's optimizers are imported."""
         when_imported("torch.optim.optimizer", self._counter.install)
 
     def _ended(self, step: int) -> None:
-        """Runs on the training's own thread, at the end of each step."""
+        """Runs on the training thread at the end of each step."""
         self._times.append(time.perf_counter_ns())
         if not self._pid:
             self._listen()
@@ -76,14 +75,14 @@ class Agent:
 
     @staticmethod
     def _begins(plan: RecordPlan) -> int:
-        """The step before which a recording begins: some are timed before the profiler warms up."""
+        """The step before which the recording begins; some steps are timed before the warmup."""
         return max(1, (plan.first or 0) - plan.warmup - MARGIN_STEPS)
 
     def _begin(self, next_step: int) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
             with guarded(identity().rank, "the recording"):
-                # Only now: the optimizers were imported by a torch that was itself half imported.
+                # Import only now: at install, torch itself was only partly imported.
                 from stepsplit.collectors.profiler import ActiveRecording, Stated
 
                 self._recording = ActiveRecording(plan, Stated())
@@ -92,7 +91,7 @@ class Agent:
     def _close(self) -> None:
         recording, self._recording = self._recording, None
         if recording is not None:
-            # Other ranks may take their time: what waits for them must not hold up the training.
+            # close() waits for other ranks, which must not block the training.
             threading.Thread(target=recording.close, name="stepsplit-close").start()
 
     def _at_exit(self) -> None:
@@ -108,11 +107,11 @@ class Agent:
 
     def _listen(self) -> None:
         self._pid = os.getpid()
-        # What this rank starts is no rank of the job, even if it trains.
+        # A child process of this rank is not a rank of the job, even if it trains.
         started = os.environ.pop(PLAN_VARIABLE, None) is not None
         self._log = log_path(os.environ, self._pid) if started else None
         atexit.register(self._at_exit)
-        with guarded(identity().rank, "its socket: it cannot be attached to"):
+        with guarded(identity().rank, "its socket, so attach cannot reach it"):
             path = socket_path(self._pid)
             path.unlink(missing_ok=True)
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +127,7 @@ class Agent:
     def _serve(self, server: socket.socket) -> None:
         while True:
             connection, _ = server.accept()
-            with connection, guarded(identity().rank, "a word with an attach"):
+            with connection, guarded(identity().rank, "a request of an attach"):
                 connection.settimeout(2.0)
                 connection.sendall(answer_line(self._answer(read_line(connection))))
 
@@ -139,9 +138,11 @@ class Agent:
             return self._status()
         done = self._counter.steps
         if self._recording is not None or self._plan is not None:
-            return AgentAnswer(False, done, "it is being recorded")
+            return AgentAnswer(False, done, "it is already being recorded")
         if done + 1 > (plan.first or 0) - plan.warmup:
-            return AgentAnswer(False, done, f"step {plan.first} is too near: {done} have ended")
+            return AgentAnswer(
+                False, done, f"step {plan.first} is too soon: {done} steps have ended"
+            )
         self._plan = plan
         if not question.relayed:
             hand_on(plan)
@@ -166,14 +167,14 @@ class Agent:
 # Counts optimizer steps from the hooks that torch calls around every optimizer's step.
 
 SUCCESSION = 16
-"""An optimizer that has stepped so often without the leader leads: the leader is gone."""
+"""After this many steps without the leading optimizer another one becomes the leader."""
 
 
 class StepCounter:
     """Calls `ended(step)` at the end of each training step, counted from 0.
 
-    A step ends with the first optimizer seen, its leader; with the outermost one where optimizers
-    wrap each other. What a launcher or a data loader runs never steps.
+    A step ends when the leader has stepped: the first optimizer that stepped, or the outermost one
+    if optimizers wrap each other.
     """
 
     def __init__(self, ended: Callable[[int], None]) -> None:
@@ -182,7 +183,7 @@ class StepCounter:
         self._leader: int | None = None
         self._others: Counter[int] = Counter()
         self.steps = 0
-        """Steps that have ended."""
+        """Number of steps that have ended."""
 
     def install(self) -> None:
         """Hooks into every optimizer of the process."""
@@ -192,7 +193,7 @@ class StepCounter:
 
     def _before(self, optimizer: Any) -> None:
         if self._running and not _steps_now(self._running[0]):
-            # It began and never ended: it has raised, and may be replaced.
+            # It began and never ended, so it has raised and may be replaced.
             self._running.clear()
             self._leader = None
         self._running.append(optimizer)
@@ -214,7 +215,7 @@ class StepCounter:
 
 
 def _steps_now(optimizer: Any) -> bool:
-    """Whether a call of one of the optimizer's own methods, or around it, has not returned yet."""
+    """Whether a method of the optimizer is on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         first = frame.f_code.co_varnames[:1]
@@ -224,13 +225,13 @@ def _steps_now(optimizer: Any) -> bool:
     return False
 
 
-# DeepSpeed's engine as what steps: its inner optimizers step once for each group of parameters.
+# DeepSpeed: the engine counts as the optimizer, since its inner ones step per parameter group.
 
 _ENGINE = "deepspeed.runtime.engine"
 
 
 def enclose_engines(listener: Listener) -> None:
-    """The listener hears of each engine's step as of an optimizer around the engine's own."""
+    """Reports each step of a DeepSpeed engine to the listener, as an outer optimizer."""
     when_imported(_ENGINE, lambda: _enclose(listener))
 
 
@@ -250,7 +251,7 @@ def _enclose(listener: Listener) -> None:
     kind._take_model_step = step
 
 
-# Hands a plan on to the hosts that an attach cannot reach, through the store of the job.
+# Forwards a plan through the job's store to the hosts that an attach cannot reach.
 
 _FOREVER_S = 1e9
 
@@ -262,22 +263,22 @@ def several_hosts() -> bool:
 
 
 def hand_on(asked: RecordPlan) -> None:
-    """Leaves the plan for the other hosts, from one rank of this one."""
+    """Publishes the plan for the other hosts, from one rank of this host."""
     if several_hosts() and identity().local_rank == 0:
-        with guarded(identity().rank, "the other hosts: they do not hear of the attach"):
+        with guarded(identity().rank, "the other hosts, which do not get the attach request"):
             from stepsplit.collectors import job_info
 
             job_info.tell(f"attach/{job_info.next_number('attach')}", asked.text())
 
 
 def relay_plans() -> None:
-    """Listens, from one rank a host, for what is handed on, and asks the ranks of this host."""
+    """Waits on one rank per host for published plans, and passes them to the host's ranks."""
     if several_hosts() and identity().local_rank == 0:
         threading.Thread(target=_relay, name="stepsplit-relay", daemon=True).start()
 
 
 def _relay() -> None:
-    with guarded(identity().rank, "the relay: attach to each host by itself"):
+    with guarded(identity().rank, "the relay; attach to each host separately"):
         from stepsplit.collectors import job_info
 
         for number in count(1):
@@ -288,7 +289,7 @@ def _relay() -> None:
 
 
 def _tell_ranks(asked: RecordPlan) -> None:
-    """Those that were reached by the attach itself refuse: they are busy."""
+    """Asks the ranks of this host to record; ranks that already have the plan refuse as busy."""
     for pid in agents():
         status = ask_status(pid)
         if status is not None and status.job == job_name():

@@ -32,15 +32,15 @@ from stepsplit.collectors.rank_record import record_path, trace_path
 from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan
 from stepsplit.collectors.run_spec import RankInfo, RunSpec, write_run_json
 
-# attach by whichever way the job can be reached: its agents, Kineto's protocol, or PEP 768.
+# Attaches through the job's agents, Kineto's protocol, or PEP 768, whichever works.
 
 
 def attach_and_wait(
     target: int | None, out: Path | None, plan_in: Callable[[Path], RecordPlan], timeout_s: float
 ) -> str:
-    """Records the job, and returns when that is done; what to say of it.
+    """Records a running job, waits for the recording, and returns a message for the user.
 
-    plan_in: the plan for a folder. Raises CollectError.
+    plan_in: builds the plan for an output folder. Raises CollectError.
     """
     folder = out or default_out(target)
     plan = plan_in(folder)
@@ -61,30 +61,30 @@ def _by_agents(target: int | None, plan: RecordPlan, timeout_s: float) -> str:
     agreed = attach(target, plan)
     last = agreed.first + plan.steps - 1
     here, all_ranks = len(agreed.ranks), agreed.ranks[0].world_size
-    elsewhere = f", the others are told: {all_ranks - here}" if all_ranks > here else ""
+    elsewhere = f"; {all_ranks - here} ranks on other hosts notified" if all_ranks > here else ""
     _say(f"ranks {_listed(agreed)} record steps {agreed.first} to {last}{elsewhere}")
     for refusal in agreed.refused:
         _say(f"refused: {refusal}")
     if not wait_for(agreed, timeout_s, _say):
-        raise CollectError(f"step {last} was not reached in {timeout_s:.0f} s: raise --timeout")
+        raise CollectError(f"step {last} was not reached in {timeout_s:.0f} s; raise --timeout")
     if not written(agreed, timeout_s):
-        raise CollectError(f"{plan.out}: not all of its files are there: was a rank lost?")
-    return f"recorded: stepsplit analyze {plan.out}"
+        raise CollectError(f"{plan.out}: some files are missing; was a rank lost?")
+    return f"recorded; analyze with: stepsplit analyze {plan.out}"
 
 
 def _by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
-    _say("no agent; asking the profiler in each rank as a daemon does")
+    _say("no agent found; requesting a trace through Kineto's daemon protocol")
     captured = capture(target, plan, timeout_s)
     packer, folder = Packer(), Path(plan.out)
     packer.pack([Packed(each.trace, trace_path(folder, each.rank)) for each in captured])
     write_run_json(folder, _spec(plan, captured))
     if not packer.wait(timeout_s):
-        raise CollectError(f"{folder}: still being packed: wait before you analyze it")
-    return f"recorded {len(captured)} ranks: stepsplit analyze {plan.out}"
+        raise CollectError(f"{folder}: files are still being packed; wait before analyzing it")
+    return f"recorded {len(captured)} ranks; analyze with: stepsplit analyze {plan.out}"
 
 
 def _spec(plan: RecordPlan, captured: tuple[Captured, ...]) -> RunSpec:
-    """What the environments of the processes tell; their traces do not say which rank they are."""
+    """The RunSpec from the environments of the processes: their traces have no rank."""
     told = {each.pid: environment(each.pid) for each in captured}
     sizes = [int(env.get("WORLD_SIZE", "0")) for env in told.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
@@ -107,7 +107,7 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-# Asks the ranks of a running job to record: all of them the same steps.
+# Requests that all ranks of a running job record the same steps.
 
 _REACT_S = 0.5
 
@@ -116,7 +116,7 @@ _POLL_S, _TELL_S, _SECOND_STEP_S = 0.2, 5.0, 300.0
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What was agreed: the first step and the ranks that were asked; refused says why not all."""
+    """The agreed plan, the ranks that were asked, and a message per rank that refused."""
 
     plan: RecordPlan
     ranks: tuple[Status, ...]
@@ -124,31 +124,32 @@ class Attached:
 
     @property
     def first(self) -> int:
+        """The first recorded step."""
         return self.plan.first or 0
 
 
 def attach(target: int | None, plan: RecordPlan) -> Attached:
-    """Asks the ranks of the job to record the plan's steps, from the next step that all can reach.
+    """Asks the ranks of the job to record, beginning at the next step that all can reach.
 
-    target: a process of the job, a rank or what has started it; None where there is one job only.
-    Ranks on other hosts are told through the job. Raises CollectError where no rank answers.
+    target: a rank of the job or a process that started it; None if there is only one job. Ranks on
+    other hosts are notified through the job's store. Raises CollectError if no rank accepts.
     """
     ranks = _stepping(target)
     begun = max(rank.steps for rank in ranks)
     wait_s = _REACT_S + (2 * POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0)
-    # By the quickest step of all: a job may have been slow just now.
+    # Use the fastest step of all ranks: recent steps may have been slow.
     ahead = int(wait_s * 1e9 / min(rank.step_ns for rank in ranks))
     first = begun + plan.warmup + ahead + 2 * MARGIN_STEPS
     agreed = replace(plan, first=first)
     answers = [(rank, ask_record(rank.pid, agreed)) for rank in ranks]
     refused = tuple(_refusal(rank, answer) for rank, answer in answers if not _took(answer))
     if len(refused) == len(ranks):
-        raise CollectError(f"no rank records: {refused[0]}")
+        raise CollectError(f"no rank accepted the request: {refused[0]}")
     return Attached(agreed, ranks, refused)
 
 
 def wait_for(attached: Attached, timeout_s: float, said: Callable[[str], None]) -> bool:
-    """Whether all ranks have ended their last step to record in time; says how far they are."""
+    """Waits for the last recorded step of all ranks; False on timeout. `said` gets progress."""
     begun, last = time.monotonic(), attached.first + attached.plan.steps
     waiting, tell_at = {rank.pid for rank in attached.ranks}, begun + _TELL_S
     while waiting and (now := time.monotonic()) < begun + timeout_s:
@@ -163,7 +164,7 @@ def wait_for(attached: Attached, timeout_s: float, said: Callable[[str], None]) 
 
 
 def written(attached: Attached, timeout_s: float) -> bool:
-    """Whether the files of the ranks that were asked are whole, after waiting so long at most."""
+    """Waits until the files of all asked ranks are complete; False on timeout."""
     folder, deadline = Path(attached.plan.out), time.monotonic() + timeout_s
     records = [record_path(folder, rank.rank) for rank in attached.ranks]
 
@@ -176,11 +177,11 @@ def written(attached: Attached, timeout_s: float) -> bool:
 
 
 def _stepping(target: int | None) -> tuple[Status, ...]:
-    """The ranks, when each has ended two steps: before, nobody knows how long one takes."""
+    """The ranks, once each has ended two steps, so that its step time is known."""
     deadline, ranks = time.monotonic() + _SECOND_STEP_S, _job(target)
     while not all(rank.step_ns for rank in ranks):
         if time.monotonic() > deadline:
-            raise CollectError(f"no second step in {_SECOND_STEP_S:.0f} s: does the job still run?")
+            raise CollectError(f"no second step in {_SECOND_STEP_S:.0f} s; is the job running?")
         time.sleep(_POLL_S)
         ranks = _job(target)
     return ranks
@@ -208,10 +209,10 @@ def _belongs(rank: Status, target: int) -> bool:
 def _which(found: Sequence[Sequence[Status]], target: int | None) -> str:
     if found:
         pids = ", ".join(f"{job[0].pid} ({command_line(job[0].pid)})" for job in found)
-        return f"{len(found)} jobs stand by here: name a process of one: {pids}"
+        return f"{len(found)} jobs are on standby on this host; choose a process of one: {pids}"
     what = "no job" if target is None else f"no rank of process {target}"
     return (
-        f"{what} on this host stands by, or none has ended a step yet: start it with"
+        f"{what} on this host is on standby, or no step has ended yet; start the job with"
         " stepsplit record --standby -- ..., or with KINETO_USE_DAEMON=1"
     )
 
@@ -225,14 +226,14 @@ def _refusal(rank: Status, answer: AgentAnswer | None) -> str:
 
 
 def default_out(target: int | None) -> Path:
-    """A folder that is not there yet."""
+    """An output folder that does not exist yet."""
     number = 1
     while (folder := Path(f"runs/attach-{target or 'job'}-{number}")).exists():
         number += 1
     return folder.absolute()
 
 
-# Starts the agent in a process that was not prepared: Python 3.14 and later, on both sides.
+# Starts the agent in an unprepared process; needs Python 3.14 or later on both sides.
 
 _PATIENCE_S = 30.0
 
@@ -244,16 +245,16 @@ runpy.run_path({site!r})
 
 
 def inject(pid: int, plan: RecordPlan) -> None:
-    """Runs the agent's start in the process (PEP 768) and waits until it has ended a step.
+    """Starts the agent in the process (PEP 768) and waits until the process has ended a step.
 
-    Raises CollectError where this Python or the other cannot, or may not.
+    Raises CollectError if either Python does not support or permit it.
     """
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None:
         version = ".".join(map(str, sys.version_info[:2]))
         raise CollectError(
-            f"process {pid} has no agent, and Python {version} cannot start one in it (3.14 can):"
-            " start the job with stepsplit record --standby -- ..."
+            f"process {pid} has no agent, and Python {version} cannot start one (3.14 can); start"
+            " the job with stepsplit record --standby -- ..."
         )
     script = _SCRIPT.format(
         name=PLAN_VARIABLE, plan=plan.text(), site=str(SITE / "sitecustomize.py")
@@ -264,7 +265,7 @@ def inject(pid: int, plan: RecordPlan) -> None:
         remote_exec(pid, file.name)
         _await_agent(pid)
     except (OSError, RuntimeError) as error:
-        raise CollectError(f"process {pid} lets no code in: {error}") from None
+        raise CollectError(f"cannot run code in process {pid}: {error}") from None
     finally:
         Path(file.name).unlink()
 
@@ -273,5 +274,5 @@ def _await_agent(pid: int) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while ask_status(pid) is None:
         if time.monotonic() > deadline:
-            raise CollectError(f"process {pid} has ended no step in {_PATIENCE_S:.0f} s")
+            raise CollectError(f"process {pid} did not end a step in {_PATIENCE_S:.0f} s")
         time.sleep(0.2)

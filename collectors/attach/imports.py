@@ -1,4 +1,4 @@
-"""Runs something of ours as soon as a module of others has been imported."""
+"""Runs a callback as soon as another module has been imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Calls `then` once, after the module's own code has run; at once where it already has."""
+    """Calls `then` once after the module was imported; at once if it already is."""
     if name in sys.modules:
         then()
     else:
@@ -17,7 +17,7 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands before the finders of others until the module is looked for."""
+    """A finder, first in sys.meta_path until the module is imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
@@ -38,7 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _follow(loader: object, then: Callable[[], None]) -> None:
-    """Has this one loader call `then` after it has run its module."""
+    """Makes the loader call `then` after it has executed the module."""
     run = getattr(loader, "exec_module", None)
     if run is None:
         return

@@ -1,4 +1,4 @@
-"""The protocol between attach and agents, and how processes of a job are found."""
+"""The protocol between attach and the agents, and the search for a job's processes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from stepsplit.collectors.record import _RANK, RecordPlan, is_rank, plan_of
 from stepsplit.collectors.run_spec import named
 
 MARGIN_STEPS = 3
-"""An attach names a step at least so far ahead, so that every rank hears of it in time."""
+"""An attach starts at least this many steps ahead, so that every rank gets the request in time."""
 
 POLL_S = 2.0
-"""How often one rank of each host asks whether there is a plan."""
+"""Interval at which one rank of each host polls for a plan."""
 
-# What attach and the agents say to each other: one JSON object a line, over a Unix socket.
+# Messages between attach and the agents: one JSON object per line, over a Unix socket.
 
 _MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How one rank is doing: steps it has ended, the quickest of the last, if it is recorded."""
+    """Status of one rank: its number of steps, its fastest recent step, if it is recording."""
 
     pid: int
     rank: int
@@ -46,7 +46,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """Whether a rank takes a plan, how many steps it has ended, and why not."""
+    """Whether a rank accepts a plan, its number of steps, and the reason for a refusal."""
 
     accepted: bool
     steps: int
@@ -55,24 +55,26 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A plan to record by; None: only for the status."""
+    """A request to an agent: a plan to record, or None to ask for the status."""
 
     plan: RecordPlan | None
     relayed: bool = False
 
 
 def socket_folder() -> Path:
-    """Where the sockets of this user's agents are, for nobody else to reach.
+    """The folder of this user's agent sockets, created if missing; no other user has access.
 
-    The same for a job and for a shell whose temporary folders differ; STEPSPLIT_SOCKETS names
-    another. Raises CollectError where the folder is somebody else's.
+    It does not depend on TMPDIR, which may differ between a job and a shell; STEPSPLIT_SOCKETS
+    overrides it. Raises CollectError if other users have access to the folder.
     """
     named = os.environ.get("STEPSPLIT_SOCKETS")
     folder = Path(named or f"/tmp/stepsplit-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     seen = folder.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
-        raise CollectError(f"{folder} is not this user's alone: name another in STEPSPLIT_SOCKETS")
+        raise CollectError(
+            f"{folder} is accessible to other users; set STEPSPLIT_SOCKETS to a private folder"
+        )
     return folder
 
 
@@ -82,46 +84,46 @@ def socket_path(pid: int) -> Path:
 
 
 def agents() -> list[int]:
-    """The processes of this user on this host that may have an agent."""
+    """The process ids of this user on this host that may have an agent."""
     names = (path.stem for path in socket_folder().glob("*.sock"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def ask_status(pid: int) -> Status | None:
-    """How the rank in the process is doing; None where no agent answers there."""
+    """Asks the agent of the process for its status; None if no agent answers."""
     body = _ask(pid, {"do": "status"}, 2.0)
     return None if body is None else Status(**named(Status, body))
 
 
 def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer | None:
-    """Asks the rank in the process to record; None where no agent answers there.
+    """Asks the agent of the process to record; None if no agent answers.
 
-    relayed: the other hosts of the job have heard of it.
+    relayed: the request was already published to the other hosts of the job.
     """
     body = _ask(pid, {"do": "record", "plan": asdict(plan), "relayed": relayed}, 2.0)
     return None if body is None else AgentAnswer(**named(AgentAnswer, body))
 
 
 def answer_line(status: Status | AgentAnswer) -> bytes:
-    """The line that ask_status or ask_record reads back."""
+    """The answer as a line, as read by ask_status or ask_record."""
     return json.dumps(asdict(status)).encode() + b"\n"
 
 
 def asked(line: bytes) -> Asked:
-    """What the line asks. Raises ValueError for a line that is no question."""
+    """Parses a request. Raises ValueError if it is invalid."""
     body = json.loads(line)
     if not isinstance(body, dict) or body.get("do") not in ("status", "record"):
-        raise ValueError("neither status nor record")
+        raise ValueError("the request is neither status nor record")
     if body["do"] == "status":
         return Asked(None)
     try:
         return Asked(plan_of(body["plan"]), bool(body.get("relayed")))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"no plan: {error}") from None
+        raise ValueError(f"invalid plan: {error}") from None
 
 
 def read_line(connection: socket.socket) -> bytes:
-    """A line, or what came before the other side fell silent."""
+    """Reads a line, or the data received before the connection ended."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _MOST_BYTES:
         part = connection.recv(4096)
@@ -143,17 +145,17 @@ def _ask(pid: int, question: Mapping[str, Any], timeout_s: float) -> dict[str, A
     return body if isinstance(body, dict) else None
 
 
-# Attaches to jobs started with KINETO_USE_DAEMON=1: speaks what their profiler asks a daemon.
+# Attaches to jobs started with KINETO_USE_DAEMON=1, by acting as their profiler daemon.
 #
-# Kineto in every process of such a job sends datagrams to the socket of a daemon (dynolog's) and
-# asks for a configuration every few seconds. This is that daemon, for one capture. What comes is
-# a trace a process, without the names of its groups.
+# Kineto in every process of such a job sends datagrams to the socket of a daemon (dynolog) and asks
+# for a configuration every few seconds. This is that daemon, for one capture. The result is one
+# trace per process, without the names of process groups.
 
 ABSTRACT = "\0dynolog\0"
-"""Where Kineto looks for the daemon, unless KINETO_IPC_SOCKET_DIR names a folder."""
+"""Abstract socket of the daemon, unless KINETO_IPC_SOCKET_DIR is set."""
 
 ROUND_UP = 10
-"""All ranks begin at the next multiple of so many steps, for they ask at different times."""
+"""All ranks begin at the next multiple of this many steps, because they ask at different times."""
 
 _HEAD = struct.Struct("=Q32s")
 
@@ -166,7 +168,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A process that was asked, its rank and the trace that it wrote."""
+    """A captured process, its rank and its trace."""
 
     pid: int
     rank: int
@@ -174,17 +176,17 @@ class Captured:
 
 
 def ranks_with_daemon(target: int) -> dict[int, int]:
-    """The rank of each process of the target's family that asks a daemon."""
+    """{pid: rank} of the processes in the target's process tree that use a profiler daemon."""
     told = {pid: environment(pid) for pid in family(target)}
     asks = {pid: env for pid, env in told.items() if env.get("KINETO_USE_DAEMON")}
     return {pid: int(env.get("RANK", "0")) for pid, env in asks.items() if is_rank(env)}
 
 
 def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[Captured, ...]:
-    """Has every rank of the target's family write a trace of the plan's steps beside `plan.out`.
+    """Makes every rank in the target's process tree write a trace of the plan to `plan.out`.
 
-    Raises CollectError where another daemon has the socket, or a rank asks or writes nothing in
-    time.
+    Raises CollectError if another daemon uses the socket, or a rank does not ask for a
+    configuration or write its trace in time.
     """
     ranks = ranks_with_daemon(target)
     folder = Path(plan.out).absolute()
@@ -214,14 +216,14 @@ def _configuration(folder: Path, plan: RecordPlan) -> str:
 def _daemon(pid: int) -> Iterator[socket.socket]:
     """The daemon's socket as the process expects it."""
     folder = environment(pid).get("KINETO_IPC_SOCKET_DIR")
-    # Kineto ends its process where an answer comes from a path that it did not expect.
+    # Kineto aborts its process if an answer comes from an unexpected path.
     address = str((Path(folder) / "dynolog").absolute()) if folder else ABSTRACT
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         try:
             server.bind(address)
         except OSError as error:
             raise CollectError(
-                f"dynolog's socket: {error.strerror}: another daemon has it, ask that one"
+                f"dynolog's socket: {error.strerror}; another daemon uses it, use that one instead"
             ) from None
         server.settimeout(_POLL_S)
         try:
@@ -232,7 +234,7 @@ def _daemon(pid: int) -> Iterator[socket.socket]:
 
 
 def _configure(server: socket.socket, waiting: set[int], text: str) -> None:
-    """Answers until each of the processes has the configuration, once."""
+    """Answers requests until each of the processes has received the configuration once."""
     deadline = time.monotonic() + _ASK_S
     while waiting and time.monotonic() < deadline:
         try:
@@ -259,7 +261,7 @@ def _opened(message: bytes) -> tuple[str, bytes]:
 
 
 def _asking(body: bytes) -> int:
-    """The process that asks: the first of the list, before its ancestors."""
+    """The pid of the requesting process, which is listed before its ancestors."""
     _, count, _ = _REQUEST.unpack_from(body)
     return int(struct.unpack_from("=i", body, _REQUEST.size)[0]) if count else 0
 
@@ -268,16 +270,16 @@ def _reply(server: socket.socket, sender: str | bytes, kind: str, body: bytes) -
     try:
         server.sendto(_HEAD.pack(len(body), kind.encode()) + body, sender)
     except OSError:
-        # It has gone meanwhile; then it will not be among those that have the configuration.
+        # The process has ended meanwhile; it is then reported as not configured.
         return
 
 
 def _await(traces: Sequence[Path], deadline: float) -> None:
-    """Returns when all the files are whole."""
+    """Returns when all the files are complete."""
     while not all(_whole(trace) for trace in traces):
         if time.monotonic() > deadline:
             missing = next(trace for trace in traces if not _whole(trace))
-            raise CollectError(f"{missing}: not written in time: does the job still step?")
+            raise CollectError(f"{missing}: not written in time; is the job still running steps?")
         time.sleep(_POLL_S)
 
 
@@ -310,7 +312,7 @@ class Identity:
 
 
 def identity(environment: Mapping[str, str] = os.environ) -> Identity:
-    """As torchrun, Slurm or MPI tell, in this order; the only rank where none does."""
+    """The identity set by torchrun, Slurm or MPI, in this order; else a job of one rank."""
     world_size = max(1, _number(environment, _SIZE, 1))
     return Identity(
         rank=_number(environment, _RANK, 0),
@@ -321,7 +323,7 @@ def identity(environment: Mapping[str, str] = os.environ) -> Identity:
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """What the ranks of a job have in common, and those of another do not."""
+    """A name that all ranks of the job share and other jobs do not have."""
     told = [environment[name] for name in _JOB if environment.get(name)]
     return ":".join(told) or f"pid {os.getpid()}"
 
@@ -331,11 +333,11 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int
     return next((int(each) for each in told if each.isdigit()), default)
 
 
-# What /proc tells of other processes of this user.
+# Other processes of this user, from /proc.
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that the process was started with; empty where it cannot be read."""
+    """The initial environment of the process; empty if it cannot be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -345,7 +347,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def command_line(pid: int) -> str:
-    """The words of its command; empty where it cannot be read."""
+    """The command line of the process; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -353,7 +355,7 @@ def command_line(pid: int) -> str:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The processes that have started it, its parent first."""
+    """The ancestors of the process, its parent first."""
     found: list[int] = []
     while (pid := _parent(pid)) > 1:
         found.append(pid)
@@ -361,7 +363,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that it has started, directly or through others, in order."""
+    """The process and all of its descendants, in order."""
     every = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return sorted(each for each in every if each == pid or pid in ancestors(each))
 
@@ -371,5 +373,5 @@ def _parent(pid: int) -> int:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    # The name in parentheses may hold spaces and parentheses itself.
+    # The name in parentheses may itself contain spaces and parentheses.
     return int(text.rpartition(")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""The recorder inside other people's training loops: a module a framework.
+"""Integrations of the recorder with training frameworks, one module per framework.
 
-None is imported with stepsplit.collectors; each imports its own framework, when it is imported.
+They are not imported with stepsplit.collectors; each module imports its own framework.
 """

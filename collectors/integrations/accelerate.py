@@ -1,12 +1,12 @@
-"""The recorder around a loop of accelerate.
+"""The recorder for training loops that use accelerate.
 
     with profile_accelerator(accelerator, "runs/exp1"):
         for batch in loader:
             with accelerator.accumulate(model): ...
 
 A step is an optimizer step, at which accelerate synchronizes gradients, with all its microbatches.
-Accelerate's own profiler (ProfileKwargs) is torch's too, and there is one a process: where it
-starts within the recorded steps, ours ends with what it has.
+Accelerate's own profiler (ProfileKwargs) also uses torch's profiler, of which there is one per
+process: if it starts within the recorded steps, the recording ends early.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from stepsplit.collectors.run_spec import Training
 def profile_accelerator(
     accelerator: Any, out: str | Path, **options: Unpack[Options]
 ) -> Iterator[None]:
-    """Records what trains within it into the folder `out`; the options are those of profile_run.
+    """Records the training steps within the block to `out`; the options are those of profile_run.
 
-    Begin after accelerator.prepare(...), so that run.json can tell of the model.
+    Enter it after accelerator.prepare(...), so that run.json includes the model.
     """
     run = LateRun(out, **options)
     with ExitStack() as undo:
@@ -50,14 +50,14 @@ def profile_accelerator(
 
 
 def _optimizer_types() -> list[type]:
-    """The classes whose step() a loop calls; DeepSpeed's does nothing, for backward has stepped."""
+    """The classes whose step() a loop calls; with DeepSpeed the step happens in backward."""
     library("accelerate.utils", "accelerate")
     base = library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
     return [base, *(each for each in base.__subclasses__() if "step" in vars(each))]
 
 
 class _Steps:
-    """Tells the recorder of the steps of the first optimizer that steps."""
+    """Calls the recorder at each step of the first optimizer that stepped."""
 
     def __init__(self, run: LateRun) -> None:
         self._run = run
@@ -92,16 +92,16 @@ def _facts(accelerator: Any) -> Facts:
     return Facts(mesh_of_state(state), model_spec(model), training)
 
 
-# How a job of accelerate is parallel, and so one of transformers' Trainer: by AcceleratorState.
+# Parallelism of an accelerate job (also of transformers' Trainer), from AcceleratorState.
 
 _NOT_DATA = ("tp", "cp", "sp")
 
 
 def mesh_of_state(state: Any) -> dict[str, int] | None:
-    """{axis: size}, outermost first; None where the state leaves it open."""
+    """{axis: size}, outermost first; None if the state does not define it."""
     mesh = getattr(state, "device_mesh", None)
     if mesh is not None:
-        # What accelerate calls sp cuts sequences, as cp does.
+        # accelerate's sp shards sequences, as cp does.
         names = ("cp" if name == "sp" else name for name in mesh.mesh_dim_names)
         return dict(zip(names, mesh.shape, strict=True))
     axis = _data_axis(state)
@@ -109,7 +109,7 @@ def mesh_of_state(state: Any) -> dict[str, int] | None:
 
 
 def replicas(state: Any) -> int:
-    """Ranks that read different data."""
+    """The number of ranks that read different data."""
     mesh = getattr(state, "device_mesh", None)
     if mesh is None:
         return int(state.num_processes)
@@ -118,7 +118,7 @@ def replicas(state: Any) -> int:
 
 
 def framework_of(state: Any, plain: str) -> str:
-    """Whose way of training it is: deepspeed, or `plain` where it is accelerate's own."""
+    """The training framework: deepspeed, or `plain` otherwise."""
     return "deepspeed" if state.distributed_type.name == "DEEPSPEED" else plain
 
 
@@ -132,7 +132,7 @@ def _data_axis(state: Any) -> str | None:
 
 
 def _fsdp_axis(plugin: Any) -> str | None:
-    """Of FSDP2 every way shards; of FSDP1 a hybrid says not how many ranks share a copy."""
+    """The axis of FSDP; None for hybrid FSDP1, whose number of replicas is not known."""
     if getattr(plugin, "fsdp_version", 1) == 2:
         return "dp_shard"
     way = plugin.sharding_strategy or plugin.reshard_after_forward

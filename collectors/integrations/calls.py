@@ -1,4 +1,4 @@
-"""Counting steps where a framework's loop offers no callback: by the calls of a function of its."""
+"""Counts steps by the calls of a function, for frameworks without a callback."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _R = TypeVar("_R")
 def profile_calls(
     function: Callable[_P, _R], out: str | Path, **options: Unpack[Options]
 ) -> Callable[_P, _R]:
-    """The function, each call of which is a step of a recording into the folder `out`.
+    """Wraps the function so that each call is a step of a recording to `out`.
 
-    The recording begins with the first call, when the job's groups are there, and ends with the
+    The recording begins with the first call, when the process groups exist, and ends with the
     process. The options are those of profile_run.
     """
     run = LateRun(out, **options)
@@ -38,7 +38,7 @@ def profile_calls(
 
 @contextmanager
 def after_each(owner: Any, name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """While it lasts, `then` gets the object after each call of that method of a class."""
+    """Within the block, `then` is called with the object after each call of the method."""
     original = vars(owner)[name]
 
     @functools.wraps(original)

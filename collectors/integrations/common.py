@@ -1,4 +1,4 @@
-"""What the integrations share: options, calls of library methods, model facts."""
+"""Shared code of the integrations: options, lazy recording, library imports, model shape."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stepsplit.collectors.job_info import job
 from stepsplit.collectors.profiler import MeshLike, ProfiledRun, profile_run
 from stepsplit.collectors.run_spec import ModelSpec, Training
 
-# What every integration lets its user choose: the options of profile_run, all of them optional.
+# The options of every integration: those of profile_run, all optional.
 
 
 class Options(TypedDict, total=False):
-    """As profile_run's. What model and training leave open is filled in by the framework."""
+    """Options of profile_run; missing fields of model and training come from the framework."""
 
     name: str | None
     mesh: MeshLike
@@ -34,14 +34,14 @@ class Options(TypedDict, total=False):
     with_stack: bool
 
 
-# A recording that begins within a framework's loop, where the job is known and not before.
+# A recording that begins within a framework's training loop.
 
 _Spec = TypeVar("_Spec", ModelSpec, Training)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a framework knows of its own run; None is unknown."""
+    """Mesh, model and training setup as reported by the framework; None means unknown."""
 
     mesh: MeshLike = None
     model: ModelSpec | None = None
@@ -49,25 +49,25 @@ class Facts:
 
 
 class LateRun:
-    """One recording: begin() in the running job, step() after each step, end().
+    """A recording that begins in the running job: begin(), step() after each step, end().
 
-    Raises ValueError at once for options that make no recording; after that it raises nothing. It
-    records once: what trains again in the same process is left alone.
+    The constructor raises ValueError for invalid options; the methods never raise. It records once:
+    a second training in the same process is not recorded.
     """
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
-        # Where the job changes its folder meanwhile, the files still go where the user meant.
+        # Resolve the folder now: the job may change its working directory later.
         self._out, self._options = Path(out).absolute(), options
         self._run: ProfiledRun | None = profile_run(self._out, **options)
         self._began = False
 
     def begin(self, facts: Callable[[], Facts]) -> None:
-        """Begins before the first step, with what the framework knows now."""
+        """Begins before the first step; `facts` reads the run's metadata from the framework."""
         if self._began:
             return
         self._began = True
         known = Facts()
-        with guarded(job()[0], "what its framework knows of the run"):
+        with guarded(job()[0], "the framework's description of the run"):
             known = facts()
         with guarded(job()[0], "the recording"):
             self._run = profile_run(self._out, **_filled(self._options, known))
@@ -75,13 +75,13 @@ class LateRun:
             atexit.register(self.end, failed=True)
 
     def step(self) -> None:
-        """Ends a training step."""
+        """Marks the end of a training step."""
         if self._began and self._run is not None:
             self._run.step()
 
     @contextmanager
     def around(self, facts: Callable[[], Facts]) -> Iterator[None]:
-        """begin() and end() around what trains within."""
+        """Records the training within the block: begin() before it, end() after it."""
         self.begin(facts)
         try:
             yield
@@ -91,7 +91,7 @@ class LateRun:
         self.end()
 
     def end(self, failed: bool = False) -> None:
-        """Ends the recording; failed: the training did, and no rank waits for another."""
+        """Ends the recording; failed: the training failed, so do not wait for other ranks."""
         run, self._run = self._run, None
         atexit.unregister(self.end)
         if self._began and run is not None:
@@ -99,7 +99,7 @@ class LateRun:
 
 
 def _filled(options: Options, facts: Facts) -> Options:
-    """The options, with what they leave open as the framework knows it."""
+    """The options, with missing fields filled in from the framework."""
     filled = options.copy()
     if filled.get("mesh") is None:
         filled["mesh"] = facts.mesh
@@ -109,35 +109,35 @@ def _filled(options: Options, facts: Facts) -> Options:
 
 
 def _merged(stated: _Spec | None, known: _Spec | None) -> _Spec | None:
-    """The fields that the user stated, and for the others those that are known."""
+    """The fields given by the user; the others as known to the framework."""
     if stated is None or known is None:
         return stated or known
     return replace(known, **{k: v for k, v in asdict(stated).items() if v is not None})
 
 
-# The library that an integration is for: imported when used, and named where it is absent.
+# Imports of the framework libraries.
 
 
 def library(module: str, install: str) -> Any:
-    """The module of that name. Raises ImportError on one line, with the command that fixes it."""
+    """Imports the module. Raises ImportError with the pip command if it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # A library that is there but lacks something itself says so best.
+        # The library is installed but lacks a dependency: keep its own error.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         hint = f"pip install {install}"
-        raise ImportError(f"{module} is not installed, and this records it: {hint}") from None
+        raise ImportError(f"{module} is not installed; run: {hint}") from None
 
 
-# The shape of a model, as far as its configuration and its parameters tell.
+# The shape of a model, from its config and its parameters.
 
 _FFN = ("intermediate_size", "ffn_dim", "n_inner")
-"""What the configurations of transformers call the width of the MLP."""
+"""Names of the MLP width in transformers configs."""
 
 
 def model_spec(model: Any) -> ModelSpec | None:
-    """The shape of a torch module, whoever wraps it; None of none. Only what is beyond doubt."""
+    """The shape of a torch module, also if it is wrapped; uncertain fields are None."""
     if model is None:
         return None
     inner = _unwrapped(model)
@@ -156,16 +156,16 @@ def model_spec(model: Any) -> ModelSpec | None:
 
 
 def parameters(model: Any) -> int | None:
-    """How many the whole model has; None where a rank holds a part of them and can't tell."""
+    """The parameter count of the whole model; None if a rank knows only its shard (FSDP1)."""
     held = list(model.parameters())
     if any(type(each).__name__ == "FlatParameter" for each in held):
         return None
-    # ZeRO-3 leaves the whole's count on the empty shell; a DTensor's own count is the whole's.
+    # ZeRO-3 keeps the full count on the empty parameter; a DTensor's numel is the full count.
     return sum(int(getattr(each, "ds_numel", each.numel())) for each in held)
 
 
 def _unwrapped(model: Any) -> Any:
-    """The module below DistributedDataParallel, an engine or a compiler."""
+    """The module inside DistributedDataParallel, an engine or torch.compile."""
     while True:
         below = getattr(model, "_orig_mod", getattr(model, "module", None))
         if below is None or not hasattr(below, "parameters"):
@@ -174,7 +174,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _gated(model: Any) -> bool | None:
-    """Whether its MLPs have a gate beside their first matrix; None where no name tells."""
+    """Whether the MLPs have a gate projection, by module names; None if unknown."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if names & {"gate_proj", "gate_up_proj"}:
         return True
@@ -186,7 +186,7 @@ def _number(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-# The words of run.json for what frameworks call otherwise.
+# Framework names converted to the names of run.json.
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32"}
 
@@ -194,13 +194,13 @@ _OPTIMIZERS = ("adam", "sgd", "lion", "muon", "adafactor")
 
 
 def dtype_word(name: object) -> str:
-    """fp32, bf16, fp16 or fp8 for torch.bfloat16, "bf16-mixed", "no", ...; else the name itself."""
+    """Converts torch.bfloat16, "bf16-mixed", "no", ... to bf16, fp32, ...; else the name itself."""
     plain = str(name).removeprefix("torch.").partition("-")[0]
     return _DTYPES.get(plain, {"16": "fp16", "32": "fp32"}.get(plain, plain))
 
 
 def optimizer_word(name: object) -> str:
-    """adam for adamw_torch_fused, AdamW, FusedAdam, ...; else the name in lower case."""
+    """Converts adamw_torch_fused, AdamW, FusedAdam, ... to adam; else the name in lower case."""
     plain = str(getattr(name, "value", name)).lower()
     if "adam" in plain and "8bit" in plain:
         return "adam-8bit"
@@ -208,5 +208,5 @@ def optimizer_word(name: object) -> str:
 
 
 def data_axis(zero_stage: int) -> str:
-    """The axis of the ranks that read different data: under ZeRO-3 they shard the model."""
+    """The mesh axis of the data-parallel ranks: dp_shard with ZeRO-3, else dp_replicate."""
     return "dp_shard" if zero_stage == 3 else "dp_replicate"

@@ -1,10 +1,10 @@
-"""The recorder around a loop over DeepSpeed's engine.
+"""The recorder for training loops that use a DeepSpeed engine.
 
     with profile_engine(engine, "runs/exp1"):
         for batch in loader: ...
 
-A step is a training step (engine.global_steps), with all its microbatches. The optimizers inside
-can't tell: under ZeRO-3 they step once for each group of parameters.
+A step is a training step (engine.global_steps), with all its microbatches. The inner optimizers
+cannot be used to count steps: with ZeRO-3 they step once per parameter group.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stepsplit.collectors.integrations.common import (
 from stepsplit.collectors.run_spec import ModelSpec, Training
 
 _STEPS = ("train_batch", "step")
-"""What ends a training step: train_batch of a pipeline's engine, which has no step of its own."""
+"""Methods that end a training step; a pipeline engine has train_batch instead of step."""
 _AXES = {"pipe": "pp", "model": "tp"}
 
 
 @contextmanager
 def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> Iterator[None]:
-    """Records what trains within it into the folder `out`; the options are those of profile_run."""
+    """Records the training steps within the block to `out`; options as for profile_run."""
     run = LateRun(out, **options)
     done = engine.global_steps
 
@@ -51,13 +51,13 @@ def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> 
 
 
 def _step_of(kind: type) -> tuple[type, str]:
-    """The class and the name of the method that a loop calls."""
+    """The class and the name of the method that ends a step."""
     found = ((base, name) for name in _STEPS for base in kind.__mro__ if name in vars(base))
     return next(found)
 
 
 def engine_facts(engine: Any) -> Facts:
-    """What an engine knows of its run."""
+    """Reads mesh, model and training setup from the engine."""
     training = Training(
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         global_batch=engine.train_batch_size(),
@@ -73,13 +73,13 @@ def engine_facts(engine: Any) -> Facts:
 
 
 def _model(engine: Any) -> ModelSpec | None:
-    """Its shape; a rank of a pipeline holds one stage, and can't count the whole's parameters."""
+    """The model's shape, without a parameter count if this rank has only a pipeline stage."""
     spec = model_spec(engine)
     return replace(spec, parameters=None) if spec and hasattr(engine, "grid") else spec
 
 
 def _mesh(engine: Any) -> dict[str, int] | None:
-    """{axis: size}, outermost first; None where a user's own groups cut the ranks otherwise."""
+    """{axis: size}, outermost first; None if the user's own groups define the layout."""
     data = data_axis(engine.zero_optimization_stage())
     topology = getattr(getattr(engine, "grid", None), "_topo", None)
     if topology is not None:

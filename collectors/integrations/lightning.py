@@ -1,8 +1,9 @@
-"""The recorder as a callback of Lightning, in either of its namespaces.
+"""The recorder as a callback of Lightning, for both of its package names.
 
     Trainer(callbacks=[StepsplitCallback("runs/exp1")])
 
-A step is a batch at whose end trainer.global_step has grown, with the batches accumulated before.
+A step ends with the batch that increases trainer.global_step, and includes the batches accumulated
+before it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stepsplit.collectors.run_spec import Training
 
 
 def _callback() -> Any:
-    """The Callback of the namespace that the script uses; it may use `lightning` by default."""
+    """The Callback class of the package that the script has imported; by default `lightning`."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
             return sys.modules[name].Callback
@@ -39,7 +40,7 @@ def _callback() -> Any:
 
 
 class StepsplitCallback(_callback()):  # type: ignore[misc]
-    """Records a fit into the folder `out`; the options are those of profile_run."""
+    """Records a fit to the folder `out`; the options are those of profile_run."""
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
         super().__init__()
@@ -47,14 +48,14 @@ class StepsplitCallback(_callback()):  # type: ignore[misc]
         self._done = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins: the strategy has set up its groups, and the sanity check is over."""
+        """Begins the recording; process groups exist and the sanity check is over."""
         self._done = trainer.global_step
         self._run.begin(lambda: facts_of(trainer, pl_module))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends a step where an optimizer has stepped in this batch."""
+        """Ends a step if an optimizer has stepped in this batch."""
         if trainer.global_step != self._done:
             self._done = trainer.global_step
             self._run.step()
@@ -64,20 +65,20 @@ class StepsplitCallback(_callback()):  # type: ignore[misc]
         self._run.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Keeps what was recorded so far."""
+        """Ends the recording and keeps the steps recorded so far."""
         self._run.end(failed=True)
 
 
-# What Lightning's Trainer knows of its run.
+# Metadata from Lightning's Trainer.
 
 _FRAMEWORKS = {"FSDPStrategy": "fsdp2", "ModelParallelStrategy": "fsdp2"}
 
 _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
-"""The dims of ModelParallelStrategy's mesh."""
+"""Dim names of ModelParallelStrategy's mesh, as mesh axes."""
 
 
 def facts_of(trainer: Any, module: Any) -> Facts:
-    """Mesh, model and training of a fit that has begun."""
+    """Reads mesh, model and training setup of a running fit."""
     mesh = _mesh(trainer)
     return Facts(mesh, model_spec(module), _training(trainer, mesh))
 
@@ -104,7 +105,7 @@ def _replicas(mesh: dict[str, int]) -> int:
 
 
 def _mesh(trainer: Any) -> dict[str, int] | None:
-    """{axis: size}, outermost first; None of a strategy that leaves it open."""
+    """{axis: size}, outermost first; None if the strategy does not define it."""
     strategy, ranks = trainer.strategy, trainer.world_size
     kind = type(strategy).__name__
     if kind == "ModelParallelStrategy":

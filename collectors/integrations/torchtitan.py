@@ -1,9 +1,9 @@
-"""The recorder where torchtitan's Trainer has its profiler.
+"""The recorder in place of the profiler of torchtitan's Trainer.
 
     Trainer.Config(profiler=StepsplitProfiler.Config(enable_profiling=True, profile_freq=10))
 
-The fields keep their meaning, for one recording: of the first profile_freq steps the last
-profiler_active are recorded, after profiler_warmup, into the folder save_traces_folder.
+The fields have their usual meaning, for one recording: the last profiler_active of the first
+profile_freq steps are recorded to save_traces_folder, after profiler_warmup steps of warmup.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Profiler: Any = library("torchtitan.tools.profiler", "torchtitan").Profiler
 
 
 class StepsplitProfiler(_Profiler):  # type: ignore[misc]
-    """torchtitan's Profiler with our recorder for its traces; its memory snapshots are as ever."""
+    """torchtitan's Profiler that records traces with stepsplit; memory snapshots are unchanged."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_Profiler.Config):  # type: ignore[misc]
@@ -28,7 +28,7 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
     def build_torch_profiler(
         self, *, global_step: int, base_folder: str, leaf_folder: str
     ) -> _Handle | None:
-        """The recorder, running; None where profiling is not enabled."""
+        """Starts the recorder; None if profiling is disabled."""
         config = self._config
         if not config.enable_profiling:
             return None
@@ -45,7 +45,7 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
 
 
 class _Handle:
-    """A running recorder, as torchtitan calls torch's profiler."""
+    """A running recorder with the interface of torch's profiler that torchtitan uses."""
 
     def __init__(self, run: LateRun) -> None:
         self._run = run

@@ -26,17 +26,17 @@ _Callback: Any = library("transformers", "transformers accelerate").TrainerCallb
 
 
 class StepsplitCallback(_Callback):  # type: ignore[misc]
-    """Records a Trainer's run into the folder `out`; the options are those of profile_run."""
+    """Records a Trainer's run to the folder `out`; the options are those of profile_run."""
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
         self._run = LateRun(out, **options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins: the job's groups are there, and the model is where it trains."""
+        """Begins the recording; process groups exist and the model is on its device."""
         self._run.begin(lambda: _facts(args, kwargs.get("model")))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends a step, all its microbatches included; Trainer calls this once a global_step."""
+        """Ends a step with all its microbatches; Trainer calls this once per global_step."""
         self._run.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

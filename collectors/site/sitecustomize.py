@@ -1,6 +1,7 @@
-"""Found by Python at its start where `stepsplit record` has put this folder first: the agent.
+"""Starts the agent: `stepsplit record` puts this folder first on PYTHONPATH.
 
-Then runs the sitecustomize that it stands before. Nothing that goes wrong here reaches the program.
+It then runs the sitecustomize of the environment that it shadows. An error in here never reaches
+the program.
 """
 
 import importlib.machinery
@@ -16,7 +17,7 @@ _COLLECTORS = _HERE.parent
 
 
 def _start_agent() -> None:
-    """Lets the agent wait for torch: a process without it loads nothing more than this."""
+    """Installs the agent when torch is imported; other processes load only this file."""
     text = os.environ.get("STEPSPLIT_PLAN")
     if not text:
         return
@@ -33,11 +34,11 @@ def _start_agent() -> None:
 
 
 def _make_importable() -> None:
-    """The collectors work where stepsplit is not installed: by where this file lies."""
+    """Makes stepsplit.collectors importable from this folder if stepsplit is not installed."""
     parent: Any = types.ModuleType("stepsplit")
     parent.__path__ = []
     if importlib.util.find_spec("stepsplit") is not None:
-        # Installed, or a folder of that name that is somebody else's and has no collectors.
+        # Installed; or an unrelated folder of that name, which has no collectors.
         if importlib.util.find_spec("stepsplit.collectors") is not None:
             return
         parent = importlib.import_module("stepsplit")
@@ -57,7 +58,7 @@ def _loaded(name: str, file: Path, places: list[str] | None = None) -> Any:
 
 
 def _run_shadowed() -> None:
-    """The sitecustomize of the environment, which this one has hidden."""
+    """Runs the sitecustomize of the environment that this one shadows."""
     places = [place for place in sys.path if Path(place or ".").resolve() != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
     if spec is not None and spec.loader is not None:
@@ -70,6 +71,6 @@ try:
     _start_agent()
 except Exception as error:  # noqa: BLE001 - the program must start as it would without us
     sys.stderr.write(f"stepsplit: no agent in this process: {error}\n")
-# Where an attach runs this file in a process that is long under way, nothing was shadowed.
+# If an attach runs this file in a running process, no sitecustomize was shadowed.
 if __name__ == "sitecustomize":
     _run_shadowed()

@@ -1,4 +1,4 @@
-"""The cache of read traces: tables of events as Parquet, keyed by the file and the reader."""
+"""The cache of read traces: event tables as Parquet, keyed by the file and the reader."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Calls, Events, FoundCalls, Group, Lane, Note
 from stepsplit.collectors.run_spec import whole_file
 
-# Traces as read before, in Parquet files under the user's cache folder.
+# Cached traces are Parquet files in the user's cache folder.
 #
-# A cached trace is used only where the source's place, size, time of change, and first and last
-# MiB are those that were read, and by the version of the reader and the rules that made it.
-# Whatever cannot be read is as good as absent. STEPSPLIT_CACHE names another folder, or is "off".
+# A cached trace is used only if the source's path, size, modification time, and first and last MiB
+# are unchanged, and if the reader version and the kernel rules are the same. An unreadable cache
+# file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off".
 
 READER = "stepsplit.events/2"
-"""Changes with what the reader makes of a trace: then caches are made again."""
+"""Version of the reader's output; a change invalidates all cache files."""
 
 MOST_BYTES = 16 << 30
-"""The files that were not used for the longest time go when the folder outgrows this."""
+"""Maximum size of the cache folder; the least recently used files are removed first."""
 
 _EDGE_BYTES = 1 << 20
 
 _MOST_ABOUT_BYTES = 64 << 20
-"""More than this is too much for a Parquet file's header."""
+"""Maximum size of the metadata in a Parquet file."""
 
 _CALLS = {
     "event": np.int64,
@@ -55,7 +55,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, msgspec.MsgspecError)
 
 
 class _Calls(Struct):
-    """Calls as bytes, column by column, and the groups that they are on."""
+    """Calls as bytes per column, and their process groups."""
 
     columns: dict[str, bytes]
     dtypes: tuple[str, ...]
@@ -63,7 +63,7 @@ class _Calls(Struct):
 
 
 class _About(Struct):
-    """What is told beside the columns."""
+    """Metadata of a cached trace, stored with its columns."""
 
     stamp: str
     t0_unix_ns: int
@@ -78,7 +78,7 @@ class _About(Struct):
 
 
 def cache_folder() -> Path | None:
-    """Where cached traces lie; None where the user wants none."""
+    """The cache folder; None if the user has disabled the cache."""
     named = os.environ.get("STEPSPLIT_CACHE", "")
     if named == "off":
         return None
@@ -87,13 +87,13 @@ def cache_folder() -> Path | None:
 
 
 def has(source: Source) -> bool:
-    """Whether something is cached of the file, be it still true or not."""
+    """Whether the cache has an entry for the file, valid or not."""
     cached = _place(source)
     return cached is not None and cached.is_file()
 
 
 def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | None:
-    """The trace as it was read before; None where that is not known or no longer true."""
+    """The cached trace; None if it is missing or outdated."""
     cached = _place(source)
     if cached is None or not cached.is_file():
         return None
@@ -112,7 +112,7 @@ def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | No
 
 
 def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) -> None:
-    """Keeps what was read; where that cannot be, nothing is kept."""
+    """Saves the trace to the cache; errors are ignored."""
     cached = _place(source)
     if cached is None:
         return
@@ -162,7 +162,7 @@ def _place(source: Source) -> Path | None:
 
 
 def _stamp(source: Source, path: Path, rules: Rules) -> str:
-    """Which content, read by which reader under which rules."""
+    """A key of the file content, the reader version and the kernel rules."""
     edges = hashlib.sha256()
     with path.open("rb") as file:
         edges.update(file.read(_EDGE_BYTES))
@@ -180,9 +180,9 @@ def _prune(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-# Events as a Parquet file, with whatever else is told of them as bytes in its header.
+# Events as a Parquet file, with other data as bytes in its metadata.
 #
-# pyarrow is asked for buffers alone: its conversions from and to numpy would import pandas first.
+# Only pyarrow buffers are used: its conversions from and to numpy would import pandas.
 
 _SCHEMA = pa.schema(
     {"start_ns": pa.int64(), "dur_ns": pa.int64(), "category": pa.uint8(), "name_id": pa.int32(),
@@ -195,7 +195,7 @@ _ABOUT = b"stepsplit"
 
 
 class EventsFile:
-    """An open file of events. Raises OSError or ValueError for what is none, or is damaged."""
+    """An open file of events. Raises OSError or ValueError if it is invalid or damaged."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -205,12 +205,12 @@ class EventsFile:
 
     @property
     def about(self) -> bytes:
-        """What is told beside the columns; nothing where the file is another's."""
+        """The metadata as bytes; empty if the file was not written by stepsplit."""
         found: bytes = (self._file.metadata.metadata or {}).get(_ABOUT, b"")
         return found
 
     def events(self, names: tuple[str, ...], lanes: tuple[Lane, ...]) -> Events:
-        """The columns, with these names and lanes."""
+        """Reads the events, with the given names and lanes."""
         try:
             start, dur, category, name_id, lane, correlation = self._columns()
         except pa.ArrowException as error:
@@ -218,7 +218,7 @@ class EventsFile:
         return Events(start, dur, category, name_id, lane, correlation, names, lanes)
 
     def _columns(self) -> list[npt.NDArray[Any]]:
-        """Filled group by group, so that no column is there twice."""
+        """Reads the columns by row group, so that no column is in memory twice."""
         kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
         columns = [np.empty(self._file.metadata.num_rows, dtype=kind) for kind in kinds]
         at = 0
@@ -240,7 +240,7 @@ def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
 
 
 def write_events(path: Path, events: Events, about: bytes) -> None:
-    """Writes the file so that a reader sees all of it or none."""
+    """Writes the file atomically."""
     with (
         whole_file(path) as file,
         pq.ParquetWriter(

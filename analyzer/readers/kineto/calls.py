@@ -29,7 +29,7 @@ from stepsplit.analyzer.trace import (
     to_calls,
 )
 
-# The collectives and messages that a device's kernels carry out -> Calls.
+# Collectives and messages of device kernels -> Calls.
 
 _MOST_DIMS = 64
 
@@ -37,10 +37,10 @@ _MESSAGES = ("send", "recv")
 
 
 def calls_of_device(rows: Sorted, known: Sequence[Group], rules: Rules = BUILT_IN) -> FoundCalls:
-    """A call for each kernel that communicates; groups seen only in arguments are added.
+    """A call for each communication kernel; groups that appear only in arguments are added.
 
-    What a kernel does not state, the record_param_comms around its launch does. Where other
-    kernels name their collective, a SendRecv that does not is a batch of messages.
+    Arguments missing on a kernel are taken from the record_param_comms around its launch. If other
+    kernels name their collective, a SendRecv kernel without a name is a batch of messages.
     """
     book = _GroupBook(known)
     events = rows.events
@@ -65,14 +65,14 @@ def calls_of_device(rows: Sorted, known: Sequence[Group], rules: Rules = BUILT_I
 
 
 def _is_batch(name: str, args: Args) -> bool:
-    """Whether the kernel carries out messages and does not say which."""
+    """Whether the kernel is a SendRecv without a named collective."""
     return "SendRecv" in name and op_named(args.collective or "") == "unknown"
 
 
 def _posted(
     rows: Sorted, own: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
 ) -> list[list[int]]:
-    """The ops that posted the messages of each kernel that does not describe itself."""
+    """For each kernel without a description, the ops that posted its messages."""
     events, ops = rows.events, rows.noted_row[_params(rows)]
     messages = [op for op in ops.tolist() if op_named(own[op].collective or "") in _MESSAGES]
     free = np.setdiff1d(np.array(messages, dtype=np.int64), around)
@@ -84,13 +84,13 @@ def _posted(
 
 
 def _params(rows: Sorted) -> Bool:
-    """Which of the noted rows are ops that describe a collective."""
+    """A mask of the noted rows that are record_param_comms ops."""
     events = rows.events
     return (events.named(PARAM_COMMS) & events.of(Category.OP))[rows.noted_row]
 
 
 def _stated(kernel: Args | None, op: Args | None) -> Args:
-    """What the kernel states of its call, else the op that launched it."""
+    """The arguments of the kernel; if it has none, those of the op that launched it."""
     if kernel is not None and kernel.collective is not None:
         return kernel
     if op is None or op.collective == "wait":
@@ -99,7 +99,7 @@ def _stated(kernel: Args | None, op: Args | None) -> Args:
 
 
 def _sized(op: Args) -> Args:
-    """The op with the size of its first tensors, for traces that name no message."""
+    """The op's arguments with the size from its input shapes, for traces without message sizes."""
     nelems = _elements(op.dims[0] if op.dims else None)
     kind = str(op.types[0]) if op.types else ""
     if nelems < 0 or element_bytes(kind) < 0:
@@ -108,7 +108,7 @@ def _sized(op: Args) -> Args:
 
 
 def _elements(dims: Any) -> int:
-    """Of tensors of these shapes, or of one of this shape; -1 for what is no shape."""
+    """The number of elements of one shape or a list of shapes; -1 if the shape is invalid."""
     if not isinstance(dims, list) or not dims:
         return -1
     shapes = [dims] if isinstance(dims[0], int) else dims
@@ -118,14 +118,14 @@ def _elements(dims: Any) -> int:
 
 
 class _GroupBook:
-    """The groups of a trace, numbered; it grows by those that only arguments name."""
+    """The numbered process groups of a trace; groups found in arguments are added."""
 
     def __init__(self, known: Sequence[Group]) -> None:
         self.groups = list(known)
         self._numbers = {(group.name, group.ranks): i for i, group in enumerate(known)}
 
     def number(self, args: Args) -> int:
-        """The number of the group that the arguments name, -1 where they do not say enough."""
+        """The number of the group in the arguments; -1 if it is ambiguous or missing."""
         ranks = ranks_in(args.group_ranks)
         if not ranks:
             named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
@@ -141,7 +141,7 @@ class _GroupBook:
 
 def _call(event: int, by_name: str, args: Args, group_id: int, issued_ns: int) -> Call:
     op = op_named(args.collective or "")
-    if op == "unknown":  # "coalesced" says nothing of what the kernel does
+    if op == "unknown":  # such as "coalesced", which does not name the operation
         op = by_name
     input_bytes = _bytes(args.in_nelems, args.dtype)
     output_bytes = _bytes(args.out_nelems, args.dtype)
@@ -163,13 +163,13 @@ def _bytes(nelems: int, dtype: str) -> int:
     return known_bytes(nelems * width) if nelems >= 0 and width > 0 else -1
 
 
-# Which op surrounded the launch of a device event.
+# The op that surrounds the launch of a device event.
 
 
 def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
-    """Of these ops, the one on the same lane within which each of the rows starts; -1 for none.
+    """For each row, the op on the same lane in which it starts; -1 if there is none.
 
-    ops ascend and do not surround one another; a row of -1 is in none of them.
+    ops are sorted and not nested; for a row of -1 the result is -1.
     """
     found = np.full(len(rows), -1, dtype=np.int64)
     known = np.flatnonzero(rows >= 0)
@@ -186,10 +186,10 @@ def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
     return found
 
 
-# The collectives and messages of a gloo run -> Calls.
+# Collectives and messages of a gloo run -> Calls.
 #
-# A gloo trace tells when a collective worked; which group and call it was comes from the Flight
-# Recorder. A message's identity comes from the collector's annotation around ProcessGroup.send
+# A gloo trace has the time range of each collective; its group and call come from the Flight
+# Recorder. The peers of a message come from the collector's annotation around ProcessGroup.send
 # and recv, else from the arguments of the c10d op.
 
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -206,7 +206,7 @@ _ANNOTATED = re.compile(
 def calls_of_gloo(
     rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
 ) -> tuple[FoundCalls, tuple[Note, ...]]:
-    """A call for each gloo range, in the order of the events, and what could not be told."""
+    """A call for each gloo range, in the order of the events, and notes on unmatched ranges."""
     collectives, notes = _collectives(rows, flight, groups)
     calls = sorted(collectives + _messages(rows, groups), key=lambda call: call.event)
     return FoundCalls(to_calls(calls), tuple(groups)), notes
@@ -221,8 +221,8 @@ def _collectives(
     entries = _recorded(rows, flight)
     pairs = assign(_by_thread(rows, ranges), _requests(entries, rows.t0_unix_ns))
     if pairs is None:
-        note = Note("gloo_unpaired", "gloo's collectives name no group and no Flight Recorder dump "
-                    "explains them: they are split as for a single rank")  # fmt: skip
+        note = Note("gloo_unpaired", "gloo collectives have no process group and no Flight Recorder"
+                    " dump matches them; they are split as for a single rank")  # fmt: skip
         return [Call(r.event, op_named(r.name)) for r in ranges], (note,)
     numbers = {group.name: i for i, group in enumerate(groups)}
     found = [r for r in ranges if r.event in pairs]
@@ -234,8 +234,8 @@ def _collectives(
 def _dropped(count: int) -> Note:
     return Note(
         "flight_incomplete",
-        f"the Flight Recorder has dropped the oldest {count} collectives: they are split as for a "
-        "single rank; record with a higher TORCH_FR_BUFFER_SIZE",
+        f"the Flight Recorder dropped the oldest {count} collectives, which are split as for a "
+        "single rank; record with a larger TORCH_FR_BUFFER_SIZE",
     )
 
 
@@ -252,9 +252,9 @@ def _ranges(rows: Sorted) -> list[Range]:
 
 
 def _recorded(rows: Sorted, flight: Sequence[FlightEntry]) -> list[tuple[FlightEntry, str]]:
-    """The Flight Recorder's entries that were made while the trace ran, each with its c10d op.
+    """The Flight Recorder entries created within the trace, each with its c10d op.
 
-    A call that no op of the trace surrounds came from outside of the profiled window.
+    An entry that is not inside an op of the trace is outside of the profiled window.
     """
     events = rows.events
     ops = np.flatnonzero(events.of(Category.OP) & events.named("c10d::"))
@@ -325,7 +325,7 @@ def _messages(rows: Sorted, groups: Sequence[Group]) -> list[Call]:
 
 
 def _around(rows: Sorted, event: int, candidates: np.ndarray) -> int | None:
-    """The candidate on the event's thread inside which the event starts."""
+    """The candidate on the event's thread in which the event starts."""
     events = rows.events
     at = events.start_ns[event]
     last = int(np.searchsorted(events.start_ns[candidates], at, side="right")) - 1
@@ -355,7 +355,7 @@ def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -
 
 
 def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
-    """A message of a plain trace: its op states the peer's place in a group without a name."""
+    """A message of a trace without annotations: its op has the peer's index in the group."""
     op = op_named(rows.events.name_of(event))
     place = _place(rows, around)
     group_id = _pipeline_group(groups)
@@ -368,34 +368,34 @@ def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> C
 
 
 def _place(rows: Sorted, op: int) -> str:
-    """The peer's place in the group, "" where the op does not state it."""
+    """The peer's index in the group; "" if the op does not have it."""
     args = rows.args_of(op)
     return str(args.concrete[2]) if args is not None and len(args.concrete) > 2 else ""
 
 
 def _pipeline_group(groups: Sequence[Group]) -> int:
-    """The group that messages of a pipeline use: the one described so, else the default group."""
+    """The group of pipeline messages: the one described as pp, else the default group."""
     described = [i for i, group in enumerate(groups) if group.description in ("mesh_pp", "pp")]
     default = [i for i, group in enumerate(groups) if group.description == "default_pg"]
     return (described or default or [-1])[0]
 
 
-# Which process group each of gloo's worker threads serves.
+# Assignment of gloo's worker threads to process groups.
 #
-# A gloo range in a trace names no group; the Flight Recorder does, but knows no end. A group has
-# two workers that take its calls in order, so under the right assignment each range starts when
-# its call was made and a worker was free. Worker threads are numbered as groups are created,
-# which leaves few assignments to try: each group takes a run of neighboring threads.
+# A gloo range in a trace has no group; a Flight Recorder entry has one, but no end time. A group
+# has two workers that take its calls in order, so with the right assignment each range starts when
+# its call was made and a worker was free. Worker threads are numbered in the order in which groups
+# are created, so few assignments are possible: each group has a run of consecutive threads.
 
 WORKERS = 2
 
 EARLY_NS = 1_000_000
-"""A range may seem to start this much before its call: two clocks are read one after the other."""
+"""Tolerance for a range that starts before its call, because two clocks are read in sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A collective at work on a thread: its event, name, and start and end in ns."""
+    """A running collective on a thread: event, name, start and end in ns."""
 
     event: int
     name: str
@@ -405,7 +405,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call on a group: what to call back to, the range's name that it must have, and when."""
+    """A call on a group: its index, the name that its range must have, and its time in ns."""
 
     index: int
     name: str
@@ -415,11 +415,11 @@ class Request:
 def assign(
     lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]]
 ) -> Mapping[int, int] | None:
-    """{event of a range: index of its request}; None where no assignment explains the ranges.
+    """{event of a range: index of its request}; None if no assignment matches the ranges.
 
     lanes are the threads' ranges in order of thread number, groups the requests of each group in
-    order of creation. The oldest ranges of a group may lack their requests: a recorder that keeps
-    the latest alone has dropped them.
+    order of creation. The oldest ranges of a group may have no request, because the Flight Recorder
+    keeps only the latest entries.
     """
     cost = _cost_of(lanes, groups)
 
@@ -451,7 +451,7 @@ def _merged(lanes: Sequence[Sequence[Range]]) -> list[Range]:
 
 
 def _misfit_ns(ranges: Sequence[Range], requests: Sequence[Request]) -> float:
-    """By how much the ranges start at other times than two workers would have started them."""
+    """The sum of differences between the ranges' starts and those expected with two workers."""
     if len(ranges) < len(requests) or (ranges and not requests):
         return math.inf
     ranges = ranges[len(ranges) - len(requests) :]

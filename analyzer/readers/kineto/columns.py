@@ -1,4 +1,4 @@
-"""Trace entries to columns: block by block, in the order of the file, sorted at the end."""
+"""Converts trace entries to columns, block by block in file order, and sorts them at the end."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The events of a trace, its earliest start on the world's clock, and what it says beside.
+    """The sorted events of a trace and its earliest start in Unix time.
 
-    noted_row (sorted) and noted_args are the events that communicate, and their arguments' text.
+    noted_row (sorted) are the communication events, noted_args the text of their arguments.
     """
 
     events: Events
@@ -43,11 +43,11 @@ class Sorted:
 
     @property
     def on_device(self) -> bool:
-        """Whether an accelerator recorded anything."""
+        """Whether there are accelerator events."""
         return bool(self.events.of(*DEVICE_CATEGORIES).any())
 
     def args_of(self, row: int) -> Args | None:
-        """The arguments of an event that communicates, None for others."""
+        """The arguments of a communication event; None for other events."""
         at = int(np.searchsorted(self.noted_row, row))
         if at == len(self.noted_row) or self.noted_row[at] != row:
             return None
@@ -55,7 +55,7 @@ class Sorted:
 
 
 def in_order(parts: Sequence[Rows], base_ns: int) -> Sorted:
-    """The rows of all parts, sorted by start; base_ns is what the trace counts its times from."""
+    """The rows of all parts, sorted by start; base_ns is the time base of the trace."""
     start = _column([part.start_ns for part in parts])
     order = np.argsort(start, kind="stable")
     t0 = int(start[order[0]]) if len(order) else 0
@@ -76,7 +76,7 @@ def in_order(parts: Sequence[Rows], base_ns: int) -> Sorted:
 
 
 def _joined(tables: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], list[Int32]]:
-    """The distinct values of all tables, and for each table where its values are among them."""
+    """The distinct values of all tables, and for each table the indices of its values."""
     place = {value: i for i, value in enumerate(dict.fromkeys(v for t in tables for v in t))}
     return tuple(place), [np.array([place[v] for v in t], dtype=np.int32) for t in tables]
 
@@ -86,12 +86,12 @@ def _mapped(columns: Iterable[Int32], ids: Iterable[Int32]) -> Int32:
 
 
 def _column(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
-    """The parts as one, without a copy where there is one alone."""
+    """The concatenated parts, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[bytes, ...]]:
-    """The events that communicate, by their place in the order."""
+    """The communication events as positions in the sorted order, and their arguments."""
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
     before = np.cumsum([0, *map(len, parts)])
@@ -121,7 +121,7 @@ _LAST_WORDS = {
     "memcpy": Category.MEMCPY,
     "memset": Category.MEMSET,
 }
-"""What is common to "cuda_runtime", "xpu_driver", "gpu_memcpy" and "Runtime" of 2020."""
+"""Suffixes of categories such as "cuda_runtime", "xpu_driver", "gpu_memcpy", "Runtime" (2020)."""
 
 PARAM_COMMS = "record_param_comms"
 
@@ -138,7 +138,7 @@ _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class EntryCounts:
-    """How many entries were read, were beyond reading, and stated a negative duration."""
+    """Number of entries read, unreadable entries, and entries with a negative duration."""
 
     entries: int = 0
     lost: int = 0
@@ -152,9 +152,9 @@ class EntryCounts:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The complete events of a trace or a part of it, in its order; columns as of Events.
+    """The complete events of a trace or a part of it in file order; columns as in Events.
 
-    noted_row and noted_args are the events that communicate, and the text of their arguments.
+    noted_row are the communication events, noted_args the text of their arguments.
     """
 
     start_ns: Int64
@@ -177,7 +177,7 @@ _LaneKey = tuple[int | str, int | str, int, int]
 
 
 class _Numbers(dict[str, int]):
-    """A number for each distinct name, in the order of their coming; noted are those to keep."""
+    """Numbers distinct names in order of appearance; noted: whether a name is communication."""
 
     def __init__(self, rules: Rules) -> None:
         self.noted: list[bool] = []
@@ -190,14 +190,14 @@ class _Numbers(dict[str, int]):
         return number
 
     def note_of_device(self, numbers: Iterable[int]) -> None:
-        """Notes which of these names of kernels and copies communicate; each is asked once."""
+        """Marks which of these kernel and copy names are communication, once per name."""
         for number in set(numbers) - self._asked:
             self.noted[number] |= self._rules.communicates(self._texts[number])
             self._asked.add(number)
 
 
 class _Lanes(dict[_LaneKey, int]):
-    """A number for each distinct lane."""
+    """Numbers distinct lanes."""
 
     def __missing__(self, key: _LaneKey) -> int:
         self[key] = number = len(self)
@@ -205,7 +205,7 @@ class _Lanes(dict[_LaneKey, int]):
 
 
 class _Categories(dict[str, int]):
-    """What a category's name of any age means."""
+    """Category codes by name, including the names of old torch versions."""
 
     def __missing__(self, name: str) -> int:
         told = name.lower()
@@ -223,7 +223,7 @@ def rows_of(blocks: Iterable[Entries], rules: Rules = BUILT_IN) -> Rows:
 
 
 class _Builder:
-    """Rows as blocks of entries arrive; columns grow in place, so that no row is there twice."""
+    """Builds Rows from blocks of entries; columns grow in place, so no row is in memory twice."""
 
     def __init__(self, rules: Rules) -> None:
         self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), _Categories()
@@ -274,7 +274,7 @@ class _Builder:
         self._noted_args += [bytes(events[row].args) for row in rows]
 
     def rows(self) -> Rows:
-        """All that were added."""
+        """The rows added so far."""
         columns: Any = map(np.frombuffer, self._columns, _COLUMNS)
         start, dur, category, name_id, lane, correlation = columns
         return Rows(
@@ -295,7 +295,7 @@ class _Builder:
 def _exactly(
     events: Sequence[Complete], found: Entries
 ) -> tuple[list[Complete], Int64, Int64, int]:
-    """The events with their times by every digit, and how many outgrow 64 bits and are left out."""
+    """The events with exact times, and the number of events dropped as out of 64-bit range."""
     times = [(exact_ns_of_decimal(ts), exact_ns_of_decimal(dur)) for ts, dur in exact_times(found)]
     kept = [i for i, (start, dur) in enumerate(times) if start is not None and dur is not None]
     start = np.array([times[i][0] for i in kept], dtype=np.int64)
@@ -303,15 +303,14 @@ def _exactly(
     return [events[i] for i in kept], start, dur, len(times) - len(kept)
 
 
-# Which messages a kernel without a description carries out: those posted since the last launch.
+# The messages of a kernel without a description are those posted since the last launch.
 #
 # A batch of sends and receives (batch_isend_irecv, a coalescing block) posts its messages one by
-# one, each with its description, and launches one kernel for all of them at the end, in none of
-# the posts.
+# one, each with its description, and launches one kernel for all of them after the last post.
 
 
 def posted_before(events: Events, posts: Int64, launches: Int64) -> list[list[int]]:
-    """For each launch (a row, -1 for none) the posts on its thread since the launch before it."""
+    """For each launch (a row, or -1) the posts on its thread since the previous launch."""
     found: list[list[int]] = [[] for _ in range(len(launches))]
     known = np.flatnonzero(launches >= 0)
     for lane in np.unique(events.lane[launches[known]]).tolist():

@@ -1,4 +1,4 @@
-"""The JSON stream of a trace: blocks, byte ranges, entries."""
+"""Streams the JSON of a trace: blocks, byte ranges, entries, and damaged text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from stepsplit.analyzer.readers.kineto.schema import (
     EntryTimes,
 )
 
-# A stream of JSON text -> the entries of its array, block after block, and what follows it.
+# A stream of JSON text -> the entries of its array, block by block, and the text after it.
 
 BLOCK_BYTES = 2 << 20
 
 MOST_BLOCK_BYTES = 32 << 20
-"""An entry beyond this size is damage."""
+"""A larger entry is treated as damaged."""
 
 MOST_TAIL_BYTES = 64 << 20
 
@@ -46,18 +46,18 @@ _OPEN, _CLOSE, _COMMA = b"[],"
 
 
 class Stream(Protocol):
-    """Where the text comes from, piece by piece; 0 or no bytes are its end."""
+    """A binary stream; 0 or no bytes mark its end."""
 
     def read(self, size: int, /) -> bytes: ...
     def readinto(self, room: memoryview, /) -> int: ...
 
 
 class ArrayBlocks:
-    """The entries of an array of objects, of which begin was read before; iterate once.
+    """The entries of an array of objects whose first bytes, begin, were already read; iterate once.
 
-    Memory is bounded by the block, not by the file. A file cut anywhere yields every entry that is
-    whole before the cut. Afterwards whole says whether the array was closed, and tail is the text
-    behind it. The text of what is yielded holds until the next is asked for.
+    Memory is bounded by the block size, not by the file. A truncated file yields every complete
+    entry. After the iteration, whole is whether the array was closed, and tail is the text after
+    it. The text of a yielded block is valid until the next block is read.
     """
 
     def __init__(self, stream: Stream, begin: bytes) -> None:
@@ -79,7 +79,7 @@ class ArrayBlocks:
             yield from self._last()
 
     def _fill(self, want: int) -> bool:
-        """Reads that many bytes more, where there are."""
+        """Reads up to `want` more bytes; returns whether there were any."""
         begin, end = self._have, self._have + want
         self._room(end + 1)
         room = memoryview(self._buffer)
@@ -88,12 +88,12 @@ class ArrayBlocks:
         return self._have > begin
 
     def _room(self, end: int) -> None:
-        """A larger buffer, where that place is beyond it; texts of the old one stay as they are."""
+        """Replaces the buffer by a larger one if needed; views of the old one stay valid."""
         if end > len(self._buffer):
             self._buffer = self._buffer + bytearray(end)
 
     def _up_to_a_cut(self) -> Iterator[Entries]:
-        """The entries up to the last cut between two, where one is in the buffer."""
+        """The entries up to the last boundary between two entries in the buffer, if any."""
         for comma in self._cuts():
             try:
                 found = self._closed_at(comma)
@@ -109,7 +109,7 @@ class ArrayBlocks:
             return
 
     def _one_by_one(self) -> Entries:
-        """The entries of a damaged buffer."""
+        """The entries of a damaged buffer, read one by one."""
         walk = walked(self._text())
         if walk.closed:
             self._end_at(walk.end)
@@ -118,17 +118,17 @@ class ArrayBlocks:
         return walk.found
 
     def _cuts(self) -> Iterator[int]:
-        """Where the comma between two entries may be, from the end, then from the middle."""
+        """Possible commas between two entries, searched from the end, then from the middle."""
         for stop in (self._have, self._have // 2):
             yield from self._cuts_within(stop - _NEAR_BYTES, stop) or self._cuts_within(0, stop)
 
     def _cuts_within(self, begin: int, end: int) -> list[int]:
-        """The last few commas between what looks like two entries there, from the end."""
+        """The last few commas within the range that look like entry boundaries, last first."""
         found = deque(BETWEEN.finditer(self._buffer, max(begin, 0), end), _BLOCK_TRIES)
         return [self._buffer.index(_COMMA, match.start()) for match in reversed(found)]
 
     def _closed_at(self, place: int) -> Entries:
-        """The entries before that place, if one may close the array there."""
+        """The entries before `place`, if the array can be closed there."""
         kept, self._buffer[place] = self._buffer[place], _CLOSE
         try:
             return entries_of(memoryview(self._buffer)[: place + 1])
@@ -137,13 +137,13 @@ class ArrayBlocks:
             raise
 
     def _drop(self, end: int) -> None:
-        """Keeps what is behind that place, as the beginning of an array."""
+        """Drops the buffer up to `end` and keeps the rest as the beginning of an array."""
         rest = self._buffer[end : self._have]
         self._buffer[1 : len(rest) + 1] = rest
         self._have = len(rest) + 1
 
     def _close(self, end: int) -> Entries:
-        """The last entries, of an array that ends at that place."""
+        """The last entries of an array that ends at `end`."""
         text = self._text()[:end]
         self._end_at(end)
         try:
@@ -156,7 +156,7 @@ class ArrayBlocks:
         self.whole = True
 
     def _last(self) -> Iterator[Entries]:
-        """What is left when the text has ended."""
+        """The remaining entries at the end of the text."""
         yield from self._up_to_a_cut()
         if self.whole:
             return
@@ -175,7 +175,7 @@ class ArrayBlocks:
             yield found
 
     def _given_up(self) -> Entries:
-        """What can be read of a buffer in which no cut is right."""
+        """The readable entries of a buffer without a valid boundary."""
         found = last_entries(self._text())
         self._have = 1
         return found
@@ -184,10 +184,10 @@ class ArrayBlocks:
         return bytes(self._buffer[: self._have])
 
 
-# A large trace as ranges of its bytes that can be read side by side.
+# Byte ranges of a large trace that can be read in parallel.
 
 LEAST_RANGE_BYTES = 32 << 20
-"""A range below this is not worth a process."""
+"""Minimum size of a range: a smaller one is not worth a process."""
 
 _WINDOW_BYTES = 512 << 10
 
@@ -196,17 +196,17 @@ _RANGE_TRIES = 32
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """From the first byte of an entry to that of a later one, or to the end of the file."""
+    """A range from the first byte of one entry to that of a later one, or to the file's end."""
 
     begin: int
     end: int
 
 
 def ranges_of(path: Path, array_at: int, most: int) -> tuple[ByteRange, ...]:
-    """At most that many ranges, of about one size, that together are the array and what follows.
+    """Splits the array and the text after it into at most `most` ranges of similar size.
 
-    array_at is where the array's text begins. Each begins where an entry does: a range that began
-    elsewhere could not be read as JSON.
+    array_at is the offset of the array's text. Each range begins at an entry, otherwise it could
+    not be read as JSON.
     """
     size = path.stat().st_size
     count = max(min(most, (size - array_at) // LEAST_RANGE_BYTES), 1)
@@ -218,7 +218,7 @@ def ranges_of(path: Path, array_at: int, most: int) -> tuple[ByteRange, ...]:
 
 
 def _entry_from(file: io.BufferedReader, offset: int) -> int | None:
-    """The first byte at or after the offset at which an entry begins; None where none is near."""
+    """The offset of the first entry at or after `offset`; None if none is near."""
     file.seek(offset)
     window = file.read(_WINDOW_BYTES)
     for match in islice(BETWEEN.finditer(window), _RANGE_TRIES):
@@ -243,7 +243,7 @@ class _Range(io.RawIOBase):
         return got
 
 
-# A piece of a JSON array of trace entries -> the entries, damaged ones fixed or counted.
+# Decodes part of a JSON array of trace entries; damaged entries are fixed or counted.
 
 Text = bytes | bytearray | memoryview
 
@@ -260,7 +260,7 @@ _PIECES = msgspec.json.Decoder(list[Raw])
 _OTHER: Entry = msgspec.json.decode(b'{"ph": "i"}', type=ANY_ENTRY)
 
 _BEHIND = rb"\s*(?:\}|,\s*\"|\Z)"
-"""What may follow the array: the end of the trace's object, another field of it, or nothing."""
+"""Text that may follow the array: the end of the object, another field, or the end of the file."""
 
 _END = re.compile(rb"\]" + _BEHIND)
 
@@ -279,18 +279,18 @@ _OF_NUMBERS = b"+-.0123456789Ee"
 _MOST_DAMAGED_BYTES = 4 << 20
 
 _MOST_TOKENS = 1 << 16
-"""Beyond this, what began as an entry of a damaged text is none."""
+"""Maximum number of tokens of an entry in a damaged text."""
 
 _PATIENCE = 2000
-"""So many entries in a row that cannot be read make it likely that more follow."""
+"""After this many consecutive unreadable entries the search skips ahead."""
 
 
 class CutShort(Exception):
-    """The text ends before its array does."""
+    """The text ends before its array is closed."""
 
 
 class EndsAt(Exception):
-    """The array ends within the text, at .byte; what follows is not its."""
+    """The array ends within the text, at offset .byte."""
 
     def __init__(self, byte: int) -> None:
         self.byte = byte
@@ -298,12 +298,12 @@ class EndsAt(Exception):
 
 
 class Damaged(Exception):
-    """The text is no JSON; walked tells what can be read in it."""
+    """The text is not valid JSON; walked finds the readable entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Entries in their order, and their text, None where it had to be fixed; lost were not."""
+    """Entries in order, their text (None if it had to be fixed), and the number lost."""
 
     entries: Sequence[Entry]
     text: Text | None
@@ -312,9 +312,9 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """The entries of a damaged text, and the place behind them.
+    """The entries of a damaged text, and the offset after them.
 
-    That is the end of the array where it was closed, else what is not whole or beyond fixing.
+    The offset is the end of the array if it was closed, else the first incomplete entry.
     """
 
     found: Entries
@@ -323,7 +323,7 @@ class Walked:
 
 
 def entries_of(text: Text) -> Entries:
-    """The entries of a whole JSON array, odd ones fixed. Raises CutShort, EndsAt and Damaged."""
+    """Decodes a JSON array and fixes invalid entries. Raises CutShort, EndsAt or Damaged."""
     try:
         return Entries(_ENTRIES.decode(text), text)
     except UNDECODABLE:
@@ -331,9 +331,9 @@ def entries_of(text: Text) -> Entries:
 
 
 def begins_entries(text: bytes) -> bool:
-    """Whether the text is a piece of the array that ends early, and nothing is wrong with it."""
+    """Whether the text is a valid but truncated part of the array."""
     try:
-        _PIECES.decode(b"[" + text.rstrip(_OF_NUMBERS))  # half a number is one that is malformed
+        _PIECES.decode(b"[" + text.rstrip(_OF_NUMBERS))  # a truncated number is malformed
     except msgspec.DecodeError as error:
         return "truncated" in str(error)
     except RecursionError:
@@ -342,7 +342,7 @@ def begins_entries(text: bytes) -> bool:
 
 
 def exact_times(found: Entries) -> list[tuple[Decimal, Decimal]]:
-    """(ts, dur) of the complete entries with every digit that their text or value states."""
+    """(ts, dur) of the complete entries, with all digits of their text or value."""
     if found.text is None:
         events = (e for e in found.entries if type(e) is Complete and e.ts is not None)
         return [(Decimal(str(e.ts)), Decimal(str(e.dur))) for e in events]
@@ -351,7 +351,7 @@ def exact_times(found: Entries) -> list[tuple[Decimal, Decimal]]:
 
 
 def walked(text: bytes) -> Walked:
-    """The entries of a damaged array, found one by one."""
+    """Reads the entries of a damaged array one by one."""
     found: list[Entry | None] = []
     in_vain, at = 0, _gap(text, 1)
     while at < len(text) and text[at : at + 1] != b"]":
@@ -365,13 +365,13 @@ def walked(text: bytes) -> Walked:
 
 
 def _farther(text: bytes, at: int, in_vain: int) -> int:
-    """Behind an entry some way ahead: the more were read in vain, the longer is the stride."""
+    """Skips to a later entry; the distance grows with the number of failures."""
     following = _TO_THE_NEXT.search(text, at + 16 * (in_vain - _PATIENCE))
     return following.start() + 1 if following else at
 
 
 def last_entries(text: bytes) -> Entries:
-    """The entries of an array that nobody closed."""
+    """The entries of an array that was not closed."""
     walk = walked(text)
     lost = 0 if walk.closed or begins_entries(text[walk.end :]) else 1
     return Entries(walk.found.entries, None, walk.found.lost + lost)
@@ -392,7 +392,7 @@ def _raise_where_it_ends(text: Text, message: str) -> None:
     if "truncated" in message:
         raise CutShort from None
     if (match := _TRAILING.search(message)) is not None:
-        # Only blanks are between the end of the array and the byte that msgspec stumbled over.
+        # Only whitespace is between the end of the array and the byte that msgspec rejected.
         end = bytes(text[: int(match[1])]).rfind(b"]")
         if _END.match(text, end):
             raise EndsAt(end + 1) from None
@@ -410,9 +410,9 @@ def _gap(text: bytes, at: int) -> int:
 
 
 def _entry_at(text: bytes, at: int) -> tuple[Entry | None, int | None]:
-    """The entry at that place, None where it is beyond fixing, and where to read on.
+    """The entry at `at` (None if it cannot be fixed) and the offset to continue at.
 
-    That is None where nothing whole follows: the text may end within the entry.
+    The offset is None if no complete entry follows: the text may end within the entry.
     """
     stop = min(at + _MOST_DAMAGED_BYTES, len(text))
     following = _TO_THE_NEXT.search(text, at, stop)
@@ -428,7 +428,7 @@ def _entry_at(text: bytes, at: int) -> tuple[Entry | None, int | None]:
 
 
 def _object_end(text: bytes, at: int, stop: int) -> int | None:
-    """Where the object that begins at that place ends, at most stop; None where none begins."""
+    """The end of the object that begins at `at`, at most stop; None if it is not an object."""
     opened: list[bytes] = []
     for match in islice(_TOKEN.finditer(text, at, stop), _MOST_TOKENS):
         token = match[0]
@@ -449,7 +449,7 @@ def _object_end(text: bytes, at: int, stop: int) -> int | None:
 
 
 def entry_of(text: bytes) -> Entry | None:
-    """The entry that the text means, also where JSON forbids how it says it; None for no entry."""
+    """Decodes an entry, also from slightly invalid JSON; None if it cannot be decoded."""
     found = _strictly(text)
     return _loosely(text) if found is None else found
 
@@ -465,7 +465,7 @@ def _strictly(text: bytes) -> Entry | None:
 
 
 def _loosely(text: bytes) -> Entry | None:
-    """The entry, by what passes as JSON elsewhere."""
+    """Decodes an entry with the lenient parser."""
     stated = loose_object(text) if b'"ph"' in text else None
     return None if stated is None else _entry(stated)
 
@@ -497,21 +497,21 @@ def _number(value: Any) -> int | Decimal | None:
 
 
 def _text(value: Any) -> str:
-    """A name; what is none has none."""
+    """The value as a string; "" for other types."""
     if not isinstance(value, str | int | Decimal):
         return ""
     return str(value).encode(errors="replace").decode()
 
 
 def _args(value: Any) -> Raw:
-    """The arguments as text, none where that cannot be."""
+    """The arguments as JSON text; empty if they cannot be encoded."""
     try:
         return Raw(msgspec.json.encode(value)) if isinstance(value, dict) else NO_ARGS
     except (ValueError, RecursionError):
         return NO_ARGS
 
 
-# JSON objects that break the rules of JSON in the ways that writers of traces are known for.
+# Invalid JSON in the forms that trace writers are known to produce.
 
 _NO_VALUE = re.compile(r'":\s*(?=[,}\]])')
 
@@ -519,10 +519,10 @@ _LAST_COMMA = re.compile(r",\s*(?=[}\]])")
 
 
 def loose_object(text: bytes) -> dict[str, Any] | None:
-    """The object that the text means, numbers with a point as Decimal; None where it means none.
+    """Parses an object leniently, with fractions as Decimal; None if it cannot be parsed.
 
-    NaN and infinities are None. Bytes that are no UTF-8 are replaced, control characters stay. Some
-    builds of torch write a key without its value: that is None too.
+    NaN and infinities become None. Invalid UTF-8 is replaced, control characters are kept. Some
+    builds of torch write a key without a value, which becomes None too.
     """
     known = text.decode(errors="replace")
     found = _parsed(known)
@@ -540,7 +540,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def decimal_of(text: str) -> Decimal | None:
-    """The number, None where even the exponent is beyond numbers."""
+    """The number as Decimal; None if it is invalid."""
     try:
         return Decimal(text)
     except ArithmeticError:
@@ -548,4 +548,4 @@ def decimal_of(text: str) -> Decimal | None:
 
 
 def _none(_: str) -> None:
-    """NaN and infinities say nothing."""
+    """Replaces NaN and infinities by None."""

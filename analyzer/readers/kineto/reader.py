@@ -1,4 +1,4 @@
-"""Kineto traces of a recording: read in parallel, cached, one RankTrace for each rank."""
+"""Reads the Kineto traces of a recording in parallel, with a cache: one RankTrace per rank."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from stepsplit.analyzer.readers.workers import Progress, Task, run_all
 from stepsplit.analyzer.trace import RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
-"""Smaller files are read about as fast as their cache, for which pyarrow is imported."""
+"""Smaller files are not cached: reading them is as fast as importing pyarrow."""
 
-# Many trace files -> what each holds, from the cache or side by side in worker processes.
+# Many trace files, read from the cache or in parallel worker processes.
 
 _RANGES_A_WORKER = 4
 
 _UNFAIR = 1.25
 
 _PACKED_RATIO = 12
-"""About how much larger a trace is than its gzip."""
+"""Approximate compression ratio of a gzipped trace."""
 
 _Piece = KinetoFile | TracePart | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a file is read: as a whole, or, where opening is known, in ranges."""
+    """The tasks that read a file: one, or one per byte range if opening is known."""
 
     source: Source
     rules: Rules
@@ -54,7 +54,7 @@ class _Plan:
 def read_traces(
     sources: Sequence[Source], workers: int, progress: Progress, rules: Rules = BUILT_IN
 ) -> list[KinetoFile | DataError | None]:
-    """What each file holds, in their order: a trace, no trace (None), or what is wrong with it."""
+    """For each file, in order: its trace, None if it is not a trace, or its error."""
     fair_bytes = sum(map(_size_bytes, sources)) // workers
     plans = [_plan(source, fair_bytes, workers, rules) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
@@ -64,7 +64,7 @@ def read_traces(
 
 
 def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
-    """The trace in the file, from the cache where it was read before. Raises DataError."""
+    """The trace in the file, from the cache if possible. Raises DataError."""
     with source.local() as path:
         if path.stat().st_size < LEAST_CACHED_BYTES:
             return read_kineto(DiskFile(path, source.where), rules)
@@ -79,7 +79,7 @@ def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None
 
 
 def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
-    """In ranges, where one worker would have more than its share of the bytes with this file."""
+    """Plans byte ranges if the file exceeds one worker's fair share of the bytes."""
     whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source, rules))
     if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
         return _Plan(source, rules, None, (whole,))
@@ -94,7 +94,7 @@ def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
 
 
 def _is_large(source: DiskFile, fair_bytes: int) -> bool:
-    """Whether the file is worth reading in ranges; what is cached or packed cannot be."""
+    """Whether to read the file in ranges; cached and compressed files cannot be."""
     least = max(2 * LEAST_RANGE_BYTES, round(_UNFAIR * fair_bytes))
     if source.path.stat().st_size < least or is_packed(source.path):
         return False
@@ -104,7 +104,7 @@ def _is_large(source: DiskFile, fair_bytes: int) -> bool:
 
 
 def _size_bytes(source: Source) -> int:
-    """About how much there is to read; unknown is taken for much."""
+    """The approximate uncompressed size; an unknown size counts as large."""
     if not isinstance(source, DiskFile):
         return LEAST_RANGE_BYTES
     size = source.path.stat().st_size
@@ -138,10 +138,10 @@ def to_rank_trace(
     flight: Sequence[FlightEntry],
     classifier: EventClassifier,
 ) -> RankTrace:
-    """The nouns of one rank. Raises DataError where nothing in the trace has a duration."""
+    """Builds the trace of one rank. Raises DataError if the trace has no events."""
     rows, header = file.rows, file.header
     if not len(rows.events):
-        raise DataError(where, "a trace without events", RECORD_AGAIN, rank)
+        raise DataError(where, "the trace has no events", RECORD_AGAIN, rank)
     info = header.distributed
     found, notes = file.calls, file.notes
     if found is None:

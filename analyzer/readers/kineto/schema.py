@@ -14,15 +14,15 @@ from msgspec import Meta, Raw, Struct, field
 
 from stepsplit.analyzer.trace import Group, Int64
 
-# What a trace's JSON holds, as types: its entries, their arguments, what stands around them.
+# Types of a trace's JSON: entries, their arguments, and the fields around the array.
 
 Wide = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 Narrow = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-"""Numbers that fit into a column; a larger one says nothing."""
+"""Numbers that fit into a column; larger ones are ignored."""
 
 MOST_US = 2**61 // 1000
-"""73 years: a time and a duration up to this, on any clock, add up to what 64 bits hold."""
+"""73 years: the sum of a time and a duration up to this fits into 64 bits of ns."""
 
 _Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
 
@@ -39,11 +39,11 @@ _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
 _T = TypeVar("_T")
 
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for a text that it cannot decode."""
+"""Exceptions that msgspec raises for invalid text."""
 
 
 class Complete(Struct, tag_field="ph", tag="X", gc=False):
-    """An event with a start and a duration; args stay text until somebody needs them."""
+    """An event with a start and a duration; args are decoded on demand."""
 
     name: str = ""
     cat: str = ""
@@ -55,7 +55,7 @@ class Complete(Struct, tag_field="ph", tag="X", gc=False):
 
 
 class EntryTimes(Struct, tag_field="ph", tag="X", gc=False):
-    """The times of an event, with every digit."""
+    """The times of an event, with all digits."""
 
     ts: Decimal | None = None
     dur: Decimal = Decimal(0)
@@ -66,7 +66,7 @@ def _other(phase: str) -> type[Struct]:
 
 
 Entry = Struct
-"""An entry of traceEvents: Complete, or one of another phase, which is only counted."""
+"""An entry of traceEvents: Complete, or another phase, which is only counted."""
 
 _OTHERS: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES))
 
@@ -74,7 +74,7 @@ ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, EntryTimes | _OTHERS
 
 
 class DeviceArgs(Struct, gc=False):
-    """The arguments that place a launch or a piece of device work."""
+    """The arguments that identify a launch or a device event."""
 
     correlation: Wide = -1
     stream: Narrow = -1
@@ -83,12 +83,12 @@ class DeviceArgs(Struct, gc=False):
 
     @property
     def communicates(self) -> bool:
-        """Whether the event says which collective it carries out."""
+        """Whether the event names its collective."""
         return self.collective is not UNSTATED and bytes(self.collective) != b"null"
 
 
 class Args(Struct, gc=False):
-    """The arguments of a kernel or an op that communicates."""
+    """The arguments of a communication kernel or op."""
 
     collective: str | None = field(default=None, name="Collective name")
     in_nelems: Wide = field(default=-1, name="In msg nelems")
@@ -109,14 +109,14 @@ class Args(Struct, gc=False):
 
     @property
     def strided_ranks(self) -> tuple[int, ...]:
-        """The ranks of a group too long to be listed, where they lie in even steps."""
+        """The ranks of a group given by start and stride because it is too long to list."""
         if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MOST_RANKS:
             return ()
         return tuple(self.rank_start + i * self.rank_stride for i in range(self.group_size))
 
 
 class PgConfig(Struct):
-    """A process group as distributedInfo lists it."""
+    """A process group in distributedInfo."""
 
     pg_name: str = ""
     pg_desc: str = ""
@@ -124,7 +124,7 @@ class PgConfig(Struct):
 
 
 class DistributedInfo(Struct):
-    """Which rank of what; an engine within a job states its own size, its groups tell the job's."""
+    """Rank and size of the job; the size may be too small, then the groups' ranks extend it."""
 
     backend: str = ""
     rank: _Count = -1
@@ -137,7 +137,7 @@ class DistributedInfo(Struct):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The process groups of the rank, as far as they are listed."""
+        """The listed process groups of the rank."""
         return tuple(Group(pg.pg_name, ranks_in(pg.ranks), pg.pg_desc) for pg in self.pg_config)
 
 
@@ -148,7 +148,7 @@ class DeviceProperties(Struct):
 
 
 class KinetoHeader(Struct, gc=False):
-    """What a trace says around its entries."""
+    """The fields of a trace around its entries."""
 
     distributed: DistributedInfo = field(default_factory=DistributedInfo, name="distributedInfo")
     devices: list[DeviceProperties] = field(default=[], name="deviceProperties")
@@ -166,7 +166,7 @@ _RANKS = msgspec.json.Decoder(tuple[Narrow, ...], strict=False)
 
 
 def ranks_in(told: str | list[int]) -> tuple[int, ...]:
-    """The ranks of "[0, 1]" or [0, 1]; none where torch has cut a long list short with dots."""
+    """The ranks of "[0, 1]" or [0, 1]; empty if torch has abbreviated a long list with dots."""
     if isinstance(told, list):
         return tuple(told)
     try:
@@ -176,7 +176,7 @@ def ranks_in(told: str | list[int]) -> tuple[int, ...]:
 
 
 def device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
-    """Where each event ran; arguments of an odd type are as good as absent."""
+    """Decodes device arguments; arguments of a wrong type are ignored."""
     try:
         return [_DEVICE_ARGS.decode(text) for text in texts]
     except UNDECODABLE:
@@ -184,7 +184,7 @@ def device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
 
 
 def comm_args(text: Raw | bytes) -> Args:
-    """What an event communicates; those of an odd type are as good as absent."""
+    """Decodes communication arguments; arguments of a wrong type are ignored."""
     try:
         return _ARGS.decode(text)
     except UNDECODABLE:
@@ -192,7 +192,7 @@ def comm_args(text: Raw | bytes) -> Args:
 
 
 def lenient(text: Raw | bytes, kind: type[_T]) -> _T:
-    """The struct of that kind, each field as far as the text states it in the known form."""
+    """Decodes a struct field by field; invalid fields keep their defaults."""
     try:
         stated = _FIELDS.decode(text)
     except UNDECODABLE:
@@ -207,7 +207,7 @@ def lenient(text: Raw | bytes, kind: type[_T]) -> _T:
 
 
 def _decoded(text: Raw, kind: Any) -> Any:
-    """The value of that kind, None where the text is another; structs field by field."""
+    """Decodes a value; None if the text has another type; structs are decoded field by field."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return lenient(text, kind)
     try:
@@ -216,18 +216,18 @@ def _decoded(text: Raw, kind: Any) -> Any:
         return None
 
 
-# Exact ns from the microseconds of a trace's text.
+# Exact ns from the microseconds in a trace's text.
 
 Microseconds = int | float | Decimal
 
 EXACT_BELOW_US = 2.0**43
-"""Below this a float64 holds microseconds with three decimals exactly enough to round back."""
+"""Below this, microseconds with three decimals survive a round trip through float64."""
 
 
 def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
-    """The times in ns, exactly as the text stated them; None where these numbers cannot tell.
+    """The times in ns, exactly as in the text; None if these numbers are not precise enough.
 
-    A sum of the whole and the rounded fraction, since ts * 1000 is off by one from 2**42 us on.
+    Computed as the integer part plus the rounded fraction: ts * 1000 is off by one from 2**42 us.
     """
     values = np.array(microseconds) if len(microseconds) else np.zeros(0, dtype=np.int64)
     most = MOST_US if values.dtype == np.int64 else EXACT_BELOW_US
@@ -241,7 +241,7 @@ def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
 
 
 def exact_ns_of_decimal(microseconds: Decimal) -> int | None:
-    """The time in ns, digits beyond the ns rounded; None where it outgrows 64 bits."""
+    """The time in ns, rounded; None if it does not fit into 64 bits."""
     if not (microseconds.is_finite() and -MOST_US < microseconds < MOST_US):
         return None
     return int((microseconds * 1000).to_integral_value())

@@ -1,4 +1,4 @@
-"""One Kineto trace file, or a byte range of it: header, entries, what is torn."""
+"""One Kineto trace file, or a byte range of it: header, entries and notes on damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stepsplit.analyzer.trace import Category, FoundCalls, Note
 
 
 def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
-    """The entries that begin in the range of the file."""
+    """Reads the entries that begin in the byte range of the file."""
     with path.open("rb", buffering=0) as file:
         return part_of(_Range(file, wanted), b"", rules)
 
@@ -38,10 +38,10 @@ def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> TraceP
 
 @dataclass(frozen=True, slots=True)
 class KinetoFile:
-    """One trace file: what it says of the run, its events, and what was wrong with it.
+    """One trace file: its header, its events, and notes on damage.
 
-    calls are those of a device's kernels; None where there is no device, for then rows keep the
-    arguments of the ops, and what they called only a recorder beside the trace can tell.
+    calls are those of device kernels. Without a device they are None, and rows keep the arguments
+    of the ops: the calls are then built later with the Flight Recorder.
     """
 
     header: KinetoHeader
@@ -52,7 +52,7 @@ class KinetoFile:
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """The rows of a range of a trace's bytes; the text behind the array where it was closed."""
+    """The rows of a byte range; whether the array was closed in it, and the text after that."""
 
     rows: Rows
     whole: bool
@@ -60,7 +60,7 @@ class TracePart:
 
 
 def is_kineto(head: bytes) -> bool:
-    """Whether the bytes that a file begins with are a trace's, as far as they tell."""
+    """Whether the first bytes of a file look like a Kineto trace."""
     opening = opening_of(io.BytesIO(head))
     return opening is not None and (
         bool(opening.fields) or b'"ph"' in opening.begin or not opening.begin.strip(b" \r\n\t]")
@@ -68,7 +68,7 @@ def is_kineto(head: bytes) -> bool:
 
 
 def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
-    """The trace in the file; None where its JSON is something else. Raises DataError."""
+    """Reads the trace in the file; None if it is other JSON. Raises DataError."""
     with unpacked(source) as content:
         opening = opening_of(content)
         if opening is None:
@@ -78,7 +78,7 @@ def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
 
 
 def opening_of_file(source: Source) -> Opening | None:
-    """How the trace in the file begins; None where its JSON is something else."""
+    """Reads the opening of the trace in the file; None if it is other JSON."""
     with unpacked(source) as content:
         return opening_of(content)
 
@@ -86,7 +86,7 @@ def opening_of_file(source: Source) -> Opening | None:
 def joined(
     opening: Opening, parts: list[TracePart], rules: Rules = BUILT_IN, torn: str = ""
 ) -> KinetoFile:
-    """The trace of which these are all parts, in their order; torn says why its file ends early."""
+    """Joins all parts of a trace, in order; torn is the reason why the file ends early."""
     last = parts[-1]
     header = header_of(opening.fields, last.tail)
     rows = in_order([part.rows for part in parts], header.base_ns)
@@ -99,32 +99,32 @@ def joined(
 
 
 def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
-    """The entries of the stream, of which begin was read before."""
+    """Reads the entries of the stream, whose first bytes, begin, were already read."""
     blocks = ArrayBlocks(stream, begin)
     rows = rows_of(blocks, rules)
     return TracePart(rows, blocks.whole, blocks.tail)
 
 
 def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:
-    """What was wrong with the file."""
+    """Notes on damage in the file."""
     counts, notes = rows.counts, []
     if not whole:
         why = f" ({torn})" if torn else ""
-        text = f"the file is cut off{why}: {counts.entries:,} whole entries were read before it"
+        text = f"the file is truncated{why}; {counts.entries:,} complete entries were read"
         notes.append(Note("trace_cut_off", text))
     if counts.lost:
-        text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged, left out"
+        text = f"{counts.lost:,} of {counts.entries + counts.lost:,} entries are damaged; ignored"
         notes.append(Note("entries_damaged", text))
     if counts.negative:
-        text = f"{counts.negative:,} events state a negative duration, taken as 0"
+        text = f"{counts.negative:,} events have a negative duration; taken as 0"
         notes.append(Note("negative_durations", text))
     if len(rows.events) and not (rows.events.category != Category.OTHER).any():
-        text = "no event is of a category that torch.profiler writes: nothing of it is split"
+        text = "no event has a category of torch.profiler; the trace is not split"
         notes.append(Note("unknown_categories", text))
     return tuple(notes)
 
 
-# Where the array of entries begins in a trace's text, and what stands around it.
+# The position of the array of entries in a trace's text, and the fields around it.
 
 MOST_HEADER_BYTES = 64 << 20
 
@@ -141,8 +141,10 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A trace's text up to its array: the fields before it, an open JSON object or b"" for a bare
-    list; the first of the array's text; and how many bytes of the file lie before the array.
+    """The beginning of a trace.
+
+    fields: the fields before the array as an open JSON object, b"" for a bare list; begin: the
+    first text of the array; array_at: the offset of the array in the file.
     """
 
     fields: bytes
@@ -151,7 +153,7 @@ class Opening:
 
 
 def opening_of(stream: Stream) -> Opening | None:
-    """Where the array of entries begins; None where the text is no trace."""
+    """Finds the begin of the array of entries; None if the text is not a trace."""
     text = stream.read(_BLOCK_BYTES)
     blank = len(text) - len(text.removeprefix(_BOM).lstrip())
     if text[blank : blank + 1] == b"[":
@@ -171,7 +173,7 @@ def opening_of(stream: Stream) -> Opening | None:
 
 
 def _at_top(fields: bytes) -> bool:
-    """Whether what follows these fields is of the outermost object."""
+    """Whether the text after these fields belongs to the outermost object."""
     try:
         _FIELDS.decode(fields + b'"":0}')
     except UNDECODABLE as error:
@@ -180,7 +182,7 @@ def _at_top(fields: bytes) -> bool:
 
 
 def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
-    """What the trace says around its entries, as far as it can be read."""
+    """Decodes the fields around the entries, ignoring unreadable ones."""
     before = fields or b"{"
     whole = before + b'"":0' + (tail.strip() or b"}")
     try:
@@ -191,7 +193,7 @@ def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
 
 
 def _fixed(text: bytes) -> bytes | None:
-    """The object as JSON that keeps JSON's rules; None where it is beyond that."""
+    """The object as valid JSON; None if it cannot be fixed."""
     found = loose_object(text)
     try:
         return None if found is None else _NUMBERS.encode(found)

@@ -101,7 +101,7 @@ def test_a_rank_that_is_busy_refuses_and_the_others_go_on() -> None:
 def test_where_no_rank_records_the_reason_is_told() -> None:
     Rank(status(0, 40), takes=False)
 
-    with pytest.raises(CollectError, match="no rank records: rank 0: busy"):
+    with pytest.raises(CollectError, match="no rank accepted the request: rank 0: busy"):
         attach(None, PLAN)
 
 
@@ -111,7 +111,7 @@ def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
         own = Rank(status(0, 40, pid=child.pid))
         Rank(status(0, 7, job="other"))
 
-        with pytest.raises(CollectError, match="2 jobs stand by here: name a process of one"):
+        with pytest.raises(CollectError, match="2 jobs are on standby on this host"):
             attach(None, PLAN)
         attach(os.getpid(), PLAN)
         child.kill()
@@ -120,7 +120,7 @@ def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
 
 
 def test_without_a_job_the_mend_is_named() -> None:
-    with pytest.raises(CollectError, match="start it with stepsplit record --standby"):
+    with pytest.raises(CollectError, match="start the job with stepsplit record --standby"):
         attach(None, PLAN)
 
 
@@ -132,7 +132,7 @@ def test_nobody_answers_where_no_agent_is() -> None:
 def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
     socket_folder().chmod(0o755)
 
-    with pytest.raises(CollectError, match="not this user's alone"):
+    with pytest.raises(CollectError, match="accessible to other users"):
         socket_path(1)
 
 
@@ -245,5 +245,5 @@ def test_a_profiler_that_asks_a_daemon_is_told_the_steps(asker: Asker, tmp_path:
 def test_where_another_daemon_has_the_socket_it_is_named(asker: Asker, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(tmp_path / "dynolog"))
-        with pytest.raises(CollectError, match="another daemon has it"):
+        with pytest.raises(CollectError, match="another daemon uses it"):
             capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=1)

@@ -264,9 +264,9 @@ def test_a_training_that_ends_before_the_first_step_says_so(
 
     assert alike(job, undisturbed)
     assert names(tmp_path) == ["run.json"]
-    early = "lost its trace: the run ended before the first step to record"
+    early = "lost its trace: the run ended before the first recorded step"
     assert job.lost == [f"rank {rank}: {early}" for rank in (0, 1)]
-    assert "recorded nothing: did any rank reach step 14?" in job.err
+    assert "no trace was recorded; did any rank reach step 14?" in job.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -327,7 +327,7 @@ def test_a_script_without_torch_runs_as_it_is(tmp_path: Path) -> None:
     job = run([*recording(tmp_path), sys.executable, "-c", code])
 
     assert (job.status, job.out) == (3, "False False\n")
-    assert job.err == "recorded nothing: did any rank reach step 6?\n"
+    assert job.err == "no trace was recorded; did any rank reach step 6?\n"
 
 
 SAYS_ITS_START = """
@@ -426,7 +426,7 @@ def refused(job: Ended, why: str) -> bool:
 
 
 def test_attach_records_the_same_steps_on_all_ranks_once_at_a_time(tmp_path: Path) -> None:
-    assert refused(run(attach(tmp_path / "none")), "stands by")
+    assert refused(run(attach(tmp_path / "none")), "is on standby")
     stop = tmp_path / "stop"
     standby = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "standby"), "--"]
     job = start([*standby, *RANKS, TRAIN, "until_told"], STOP=str(stop))
@@ -435,7 +435,7 @@ def test_attach_records_the_same_steps_on_all_ranks_once_at_a_time(tmp_path: Pat
         first = start(attach(tmp_path / "first", str(job.pid)))
         with ended_at_last(first):
             when(lambda ranks: all(status.busy for status in ranks))
-            assert refused(run(attach(tmp_path / "second")), "it is being recorded")
+            assert refused(run(attach(tmp_path / "second")), "it is already being recorded")
             told = end(first)
         assert told.status == 0, told.err
         # When it says that all is recorded, all is there: rank 1 takes a second to write.

@@ -87,13 +87,13 @@ def test_a_rank_that_left_nothing_is_named(
 
     assert main(["gather", str(tmp_path / "a"), "--out", str(tmp_path / "whole")]) == 0
 
-    assert capsys.readouterr().err == "missing: rank 1\n"
+    assert capsys.readouterr().err == "missing ranks: 1\n"
 
 
 def test_two_runs_are_not_mixed(tmp_path: Path) -> None:
     a, b = host(tmp_path / "a", FIRST), host(tmp_path / "b", FIRST, content="another")
 
-    with pytest.raises(CollectError, match="differs: are they of one run"):
+    with pytest.raises(CollectError, match="are they from the same run"):
         gather([a, b], tmp_path / "whole")
 
 

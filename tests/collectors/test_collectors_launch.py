@@ -66,7 +66,7 @@ def test_a_recipe_that_the_mesh_cannot_hold_is_refused(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parse_command(["--out", "runs/a", "--parallel", "pp=3"])
 
-    assert "2 layers cannot be cut into 3 stages" in capsys.readouterr().err
+    assert "layers (2) must be divisible by pp (3)" in capsys.readouterr().err
 
 
 def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float = 30.0) -> float:
@@ -82,12 +82,12 @@ def test_when_one_rank_fails_the_others_end_and_its_last_words_are_told(tmp_path
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no GPU'); time.sleep(60)"
     begin = time.monotonic()
 
-    with pytest.raises(LaunchError, match=r"rank 1 ended with status 1\nno GPU"):
+    with pytest.raises(LaunchError, match=r"rank 1 exited with status 1\nno GPU"):
         run_ranks(code, tmp_path)
 
     assert time.monotonic() - begin < 20
 
 
 def test_a_run_that_never_ends_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="ranks 0, 1 did not end in time"):
+    with pytest.raises(LaunchError, match="ranks 0, 1 did not finish in time"):
         run_ranks("import time; time.sleep(60)", tmp_path, patience_s=0.5)

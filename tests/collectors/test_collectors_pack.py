@@ -80,7 +80,7 @@ def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
     assert pack_all([str(raw), str(out)]) == 1
 
     assert list(tmp_path.iterdir()) == []
-    assert "it was cut off while it was written: is the disk full?" in capsys.readouterr().err
+    assert "the file is truncated; is the disk full?" in capsys.readouterr().err
 
 
 def test_one_lost_file_does_not_cost_the_others(tmp_path: Path) -> None:

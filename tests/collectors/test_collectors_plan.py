@@ -27,7 +27,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
 
 def test_ranks_are_listed_as_people_write_them() -> None:
     assert listed("0-2, 7") == {0, 1, 2, 7}
-    with pytest.raises(ValueError, match="write all, auto or 0-7,16"):
+    with pytest.raises(ValueError, match="use all, auto or 0-7,16"):
         listed("one")
 
 

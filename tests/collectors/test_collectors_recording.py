@@ -218,7 +218,7 @@ def test_a_mesh_that_does_not_fit_is_left_out_with_a_warning(tmp_path: Path) -> 
     from stepsplit.collectors import profile_run
 
     with (
-        pytest.warns(RuntimeWarning, match="the mesh in run.json: it has 2 ranks, the job 1"),
+        pytest.warns(RuntimeWarning, match="the mesh has 2 ranks but the job has 1"),
         profile_run(tmp_path, mesh={"tp": 2}, active=1) as run,
     ):
         steps(run, 4)
@@ -246,7 +246,7 @@ def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
     from stepsplit.collectors import profile_run
 
     with (
-        pytest.warns(RuntimeWarning, match="ended before the first step to record"),
+        pytest.warns(RuntimeWarning, match="ended before the first recorded step"),
         profile_run(tmp_path, wait=5) as run,
     ):
         steps(run, 2)

@@ -52,7 +52,7 @@ def test_a_mesh_that_cannot_be_is_refused(sizes: dict[str, int], complaint: str)
 
 
 def test_a_mesh_must_have_as_many_ranks_as_the_job() -> None:
-    with pytest.raises(ValueError, match=r"the mesh tp=2 has 2 ranks, the job 3"):
+    with pytest.raises(ValueError, match=r"the mesh tp=2 has 2 ranks but the job has 3"):
         RunSpec("exp1", 3, "gloo", mesh=Mesh.of({"tp": 2}))
 
 

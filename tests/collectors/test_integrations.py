@@ -42,8 +42,7 @@ def test_a_missing_framework_is_one_line_that_names_the_hint() -> None:
         library("no_such_framework.trainer", "no-such-framework")
 
     assert str(refused.value) == (
-        "no_such_framework.trainer is not installed, and this records it: "
-        "pip install no-such-framework"
+        "no_such_framework.trainer is not installed; run: pip install no-such-framework"
     )
 
 
@@ -114,7 +113,7 @@ def test_what_follows_a_call_may_fail_and_the_call_never_does() -> None:
 def test_facts_that_fail_cost_a_line_and_no_training(tmp_path: Path) -> None:
     run = LateRun(tmp_path / "run", wait=0, warmup=0, active=1)
 
-    with pytest.warns(RuntimeWarning, match="lost what its framework knows of the run: no mesh"):
+    with pytest.warns(RuntimeWarning, match="description of the run: no mesh"):
         run.begin(lambda: Facts(mesh=exec("raise RuntimeError('no mesh')")))
     run.step()
     run.end()

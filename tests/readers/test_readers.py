@@ -37,10 +37,10 @@ def begun(content: bytes) -> bytes:
         (gzip.compress(begun(body())), "cut off before its first event"),
         (gzip.compress(body())[:9], "torn"),
         (b'{"nodes": []}', "no trace"),
-        (b'{"traceEvents": []}', "without events"),
+        (b'{"traceEvents": []}', "has no events"),
         (b'{"traceEvents": 7}', "no trace"),
         (b"[1, 2]", "no trace"),
-        (b"[]", "without events"),
+        (b"[]", "has no events"),
     ],
 )
 def test_bad_input_is_one_line_with_file_and_hint(

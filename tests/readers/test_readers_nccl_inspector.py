@@ -185,9 +185,9 @@ def test_odd_lines_are_counted_and_calls_of_nobody_left_out(tmp_path: Path) -> N
     log = read(tmp_path, whole + torn + lines(coll("AllReduce", 6, 8, 1), proxy) + b"{}\n\n")
     assert rows(log) == [("0xa", 1, "all_reduce", 1, -1, 8, 8, 1_000)]
     assert {note.code: note.message for note in log.notes} == {
-        "lines_skipped": "2 lines are no whole Inspector records",
-        "calls_skipped": "1 calls follow no record that names their communicator; left out",
-        "calls_missing": "the Inspector dropped 5 calls: its ring was full",
+        "lines_skipped": "2 lines are not complete Inspector records",
+        "calls_skipped": "1 calls have no record that names their communicator; ignored",
+        "calls_missing": "the Inspector dropped 5 calls; its ring buffer was full",
     }
 
 
@@ -213,7 +213,7 @@ def test_a_packed_dump_that_is_cut_says_so(tmp_path: Path) -> None:
 
 @for_each("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
 def test_what_is_no_dump_is_said(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(DataError, match="no whole Inspector record"):
+    with pytest.raises(DataError, match="no complete Inspector record"):
         read(tmp_path, content)
 
 

@@ -179,7 +179,7 @@ def test_a_cut_json_report_is_refused(tmp_path: Path) -> None:
     text = json.dumps(REPORT)
     begin = text[: text.index('"args": ') + 8]
     for cut in [text[:size] for size in range(len(begin), len(text))] + [begin + "[" * 10**5]:
-        with pytest.raises(DataError, match="no whole report of nccl-tests"):
+        with pytest.raises(DataError, match="incomplete nccl-tests report"):
             read(tmp_path, cut)
 
 
@@ -230,7 +230,7 @@ def test_a_page_with_a_pasted_table(tmp_path: Path) -> None:
 def test_torn_rows_are_counted(tmp_path: Path) -> None:
     found = read(tmp_path, f"{SUM}\n{SUM[:50]}host:1:2 [0] NCCL INFO x\n{SUM[:60]}\n{SUM}\n")
     assert len(found.sweeps[0].rows) == 2
-    assert found.notes[-1].message == "2 rows are cut and left out"
+    assert found.notes[-1].message == "2 rows are truncated; ignored"
 
 
 def test_no_damage_raises(tmp_path: Path) -> None:

@@ -320,7 +320,7 @@ def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: 
     [cut] = [w for w in report.warnings if w.code == "trace_cut_off"]
     assert (cut.rank, cut.message) == (
         0,
-        "the file is cut off: 2 whole entries were read before it",
+        "the file is truncated; 2 complete entries were read",
     )
 
 
@@ -343,7 +343,7 @@ def test_one_odd_event_does_not_cost_the_others(
     report = analyze(file)
     assert [row.compute_ns for row in report.steps if row.compute_ns] == compute_ns
     damaged = [w.message for w in report.warnings if w.code == "entries_damaged"]
-    assert damaged == ([] if compute_ns else ["1 of 3 entries are damaged, left out"])
+    assert damaged == ([] if compute_ns else ["1 of 3 entries are damaged; ignored"])
 
 
 def test_a_negative_duration_is_none_and_said(tmp_path: Path) -> None:

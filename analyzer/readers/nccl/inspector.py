@@ -1,4 +1,4 @@
-"""Dumps of NCCL's Inspector plugin (JSON lines): calls of each communicator."""
+"""Reader of NCCL Inspector dumps (JSON lines): the calls of each communicator."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from stepsplit.analyzer.readers.compression import unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Calls, Group, Note, RankCalls, UInt8
 
-# The dumps of NCCL's Inspector plugin (JSON lines) -> what each communicator called.
-#
-# A record names its communicator in its own header (formats v4.0 to v4.2), or follows a
-# dump_stats record that names it for the so many records after it (from v4.3 on).
+# A record names its communicator in its own header (formats v4.0 to v4.2), or follows a dump_stats
+# record that names the communicator of a number of records after it (from v4.3 on).
 
 Float64 = npt.NDArray[np.float64]
 
 MOST_DUR_US = 1 << 43
-"""A duration of months is an unsigned difference of two clocks that went below zero."""
+"""A duration of months is an underflow of an unsigned clock difference."""
 
 MOST_UNIX_US = 1 << 53
 
@@ -39,10 +37,10 @@ _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 
 @dataclass(frozen=True, slots=True)
 class CallTimings:
-    """How the calls of one RankCalls were timed, a row a call.
+    """Timings of the calls of one RankCalls, one row per call.
 
-    timing indexes the log's timings. algbw and busbw are as the Inspector wrote them, over the
-    whole execution (a wait for the last rank included); nan where it wrote none.
+    timing indexes the log's timings. algbw and busbw are as written by the Inspector, over the
+    whole execution (including the wait for the last rank); nan if missing.
     """
 
     timing: UInt8
@@ -52,14 +50,15 @@ class CallTimings:
 
 @dataclass(frozen=True, slots=True)
 class InspectorLog:
-    """What one process called, by communicator.
+    """The calls of one process, by communicator.
 
-    calls has an entry a communicator and rank, measured an entry a calls. The log knows ranks only
-    within a communicator: rank, peer and the ranks of the group (0 to n-1) count there, and
-    world_size is -1. seq counts the calls of one function on the communicator, messages all
-    together. issued_ns is the start of a call on the host, told by verbose dumps only (else -1);
-    t0_unix_ns is the earliest of them, else the time of the first dump. timings says who measured:
-    kernel_gpu, kernel_cpu or collective_cpu; "" where not told. pid is -1 where not told.
+    calls has one entry per communicator and rank, measured one per entry of calls. Ranks are local
+    to the communicator: this applies to rank, peer and the ranks of the group (0 to n-1), and
+    world_size is -1. seq counts the calls of one function on the communicator; all messages share
+    one count. issued_ns is the start of a call on the host, which only verbose dumps have (else
+    -1); t0_unix_ns is the earliest of them, else the time of the first dump. timings are the
+    sources of the times: kernel_gpu, kernel_cpu, collective_cpu, or "" if unknown. pid is -1 if
+    unknown.
     """
 
     source: str
@@ -73,7 +72,7 @@ class InspectorLog:
 
 
 def is_inspector_log(head: bytes) -> bool:
-    """Whether these are the first bytes of an Inspector dump: a whole record is among them."""
+    """Whether these first bytes of a file contain a complete Inspector record."""
     if b'"header"' not in head or b'"n_ranks"' not in head:
         return False
     lines = head.split(b"\n")
@@ -83,7 +82,7 @@ def is_inspector_log(head: bytes) -> bool:
 
 
 def read_inspector(source: Source) -> InspectorLog:
-    """The calls of a dump, in the order of the file. Raises DataError where no record is whole."""
+    """Reads the calls of a dump in file order. Raises DataError if there is no complete record."""
     reading = _Reading()
     with unpacked(source) as content:
         for text in objects(content.lines()):
@@ -91,7 +90,7 @@ def read_inspector(source: Source) -> InspectorLog:
         torn = content.torn
     if not reading.records:
         hint = "check that it is a JSON dump of NCCL's Inspector"
-        raise DataError(source.where, "no whole Inspector record in it", hint)
+        raise DataError(source.where, "no complete Inspector record found", hint)
     return reading.log(source.where, torn)
 
 
@@ -101,7 +100,7 @@ def _is_inspectors(record: InspectorRecord) -> bool:
 
 
 class _Reading:
-    """What was read so far: the columns of each communicator, and whom records belong to."""
+    """The data read so far: the columns of each communicator, and the current header."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -114,7 +113,7 @@ class _Reading:
         self._first_dump_us = 0
 
     def take(self, text: bytes) -> None:
-        """Adds the record; counts what is none."""
+        """Adds a record; counts invalid ones."""
         record = record_of(text)
         self._left -= 1
         if record is None or not record.kind_known:
@@ -133,7 +132,7 @@ class _Reading:
         self._columns_of(self._header).add(perf, self._header.n_ranks, min(timing, 255))
 
     def _enter(self, header: Header, metadata: Metadata, stats: DumpStats | None) -> None:
-        """From here on records without a header are of this communicator, as many as stats say."""
+        """Sets the communicator of the records that follow without a header."""
         self._header, self._metadata, self._left = header, metadata, 0
         process = (metadata.hostname, metadata.pid)
         self._processes.setdefault(process, metadata.inspector_output_format_version)
@@ -150,7 +149,7 @@ class _Reading:
         return self._columns[key]
 
     def log(self, source: str, torn: str) -> InspectorLog:
-        """All of it as the log's noun."""
+        """Builds the log from all records."""
         starts = [us for c in self._columns.values() if (us := c.first_start_us) >= 0]
         t0_ns = min(starts, default=self._first_dump_us) * 1000
         (host, pid), version = next(iter(self._processes.items()), (("", -1), ""))
@@ -167,20 +166,23 @@ class _Reading:
 
     def _notes(self, torn: str) -> Iterator[Note]:
         if torn:
-            yield Note("file_cut", f"the Inspector dump is cut: {torn}; what is whole is kept")
+            yield Note(
+                "file_cut", f"the Inspector dump is truncated ({torn}); complete records were read"
+            )
         if self._odd:
-            yield Note("lines_skipped", f"{self._odd} lines are no whole Inspector records")
+            yield Note("lines_skipped", f"{self._odd} lines are not complete Inspector records")
         if self._orphans:
-            problem = "calls follow no record that names their communicator; left out"
+            problem = "calls have no record that names their communicator; ignored"
             yield Note("calls_skipped", f"{self._orphans} {problem}")
         if dropped := sum(self._dropped.values()):
-            yield Note("calls_missing", f"the Inspector dropped {dropped} calls: its ring was full")
+            problem = "its ring buffer was full"
+            yield Note("calls_missing", f"the Inspector dropped {dropped} calls; {problem}")
         if len(self._processes) > 1:
-            yield Note("processes_mixed", f"the dump is of {len(self._processes)} processes")
+            yield Note("processes_mixed", f"the dump has {len(self._processes)} processes")
 
 
 class _Columns:
-    """The calls of one rank of a communicator, column by column."""
+    """The calls of one rank of a communicator, as columns."""
 
     def __init__(self, header: Header, host: str) -> None:
         self._header, self._host = header, host
@@ -191,7 +193,7 @@ class _Columns:
         self._algbw, self._busbw = array("d"), array("d")
 
     def add(self, perf: Coll | P2p, n_ranks: int, timing: int) -> None:
-        """One more row."""
+        """Adds a row."""
         op = _op(perf.name)
         input_bytes, message_bytes = _sizes(op, perf.msg_size_bytes, n_ranks)
         self._op.append(OP_CODE[op])
@@ -207,11 +209,11 @@ class _Columns:
 
     @property
     def first_start_us(self) -> int:
-        """The earliest start that is told, -1 where none is."""
+        """The earliest known start; -1 if none is known."""
         return min((us for us in self._start_us if us >= 0), default=-1)
 
     def calls(self, source: str, t0_unix_ns: int) -> RankCalls:
-        """The calls, on one clock that counts from t0."""
+        """The calls, with times relative to t0."""
         header, n = self._header, len(self._op)
         start_us = np.array(self._start_us, dtype=np.int64)
         unknown = np.full(n, -1, dtype=np.int64)
@@ -232,7 +234,7 @@ class _Columns:
         return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, groups)
 
     def measured(self) -> CallTimings:
-        """How they were timed."""
+        """The timings of the calls."""
         return CallTimings(
             timing=np.array(self._timing, dtype=np.uint8),
             algbw_bytes_per_s=np.array(self._algbw, dtype=np.float64),
@@ -241,7 +243,7 @@ class _Columns:
 
 
 def _group(header: Header) -> Group:
-    """The communicator; its id is the description, and the name where it has none."""
+    """The communicator as a group; its id is the description, and the name if it has none."""
     named = header.comm_name not in ("", "unknown")
     ranks = tuple(range(min(header.n_ranks, MOST_RANKS)))
     return Group(header.comm_name if named else header.id, ranks, header.id)
@@ -253,10 +255,10 @@ def _op(name: str) -> str:
 
 
 def _sizes(op: str, told_bytes: int, n_ranks: int) -> tuple[int, int]:
-    """The bytes that go in and the message as nccl-tests count it, of what the Inspector tells.
+    """Input bytes and message bytes (as in nccl-tests) from the size in the dump.
 
-    It tells the count of the call: one rank's share of all_gather and reduce_scatter. What it
-    means for all_to_all is not defined: -1.
+    The dump has the count of the call: one rank's part for all_gather and reduce_scatter. It is not
+    defined for all_to_all, so both are -1.
     """
     told = _known(told_bytes)
     if op == "all_to_all" or told < 0:
@@ -268,7 +270,7 @@ def _sizes(op: str, told_bytes: int, n_ranks: int) -> tuple[int, int]:
 
 
 def _known(value: int, bits: int = 63) -> int:
-    """The value, -1 where it does not fit: an unsigned number that went below zero."""
+    """The value; -1 if it is out of range (underflow of an unsigned number)."""
     return value if 0 <= value < 1 << bits else -1
 
 
@@ -288,10 +290,10 @@ def _bytes_per_s(gbs: float | str | None) -> float:
     return gbs * 1e9 if isinstance(gbs, float) else math.nan
 
 
-# The records of an Inspector dump, one by one: JSON objects, a line each.
+# The records of an Inspector dump: JSON objects, one per line.
 
 MOST_LINES = 4096
-"""So many lines may one record be spread over, as in the documentation's examples."""
+"""Maximum number of lines of one record, which may be indented as in NCCL's documentation."""
 
 _NO_NUMBER = re.compile(rb":\s*-?(?:inf|nan)\b")
 
@@ -311,7 +313,7 @@ class Metadata(Struct):
 
 
 def _with(kind: str) -> Callable[[str], str]:
-    """The file's key of a field: the call's kind itself, or a key that begins with it."""
+    """The JSON key of a field: the kind of call itself for name, else prefixed with it."""
     return lambda field: kind if field == "name" else f"{kind}_{field}"
 
 
@@ -383,7 +385,7 @@ _ODD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The texts that may be records: lines, or what stands between lone braces."""
+    """The texts of possible records: single lines, or the lines between lone braces."""
     spread: list[bytes] = []
     for line in lines:
         bare = line.rstrip()
@@ -405,7 +407,7 @@ def objects(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def record_of(text: bytes) -> InspectorRecord | None:
-    """The record, None for what is none. Bandwidths of no time were written as inf or nan."""
+    """Decodes a record; None if it is invalid. Bandwidths may be written as inf or nan."""
     try:
         return _DECODER.decode(text)
     except _ODD:

@@ -1,4 +1,4 @@
-"""NCCL (2.4 to 2.30) and RCCL debug logs: communicators, members and calls."""
+"""Reader of NCCL (2.4 to 2.30) and RCCL debug logs: communicators, members and calls."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from stepsplit.analyzer.readers.nccl.records import (
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
 
-# The communicators of a log, each as one process knows it, as its lines tell them.
+# The communicators of a log, one handle per process.
 
 Owner = tuple[str, int, int]
-"""Host, pid and device: what holds one rank."""
+"""Host, pid and device of one rank."""
 
 
 @dataclass(slots=True)
 class Handle:
-    """One communicator as one process knows it; filled as the log goes on."""
+    """One communicator in one process; filled in while the log is read."""
 
     host: str
     pid: int
@@ -84,10 +84,10 @@ class Handle:
 
 @dataclass(slots=True)
 class Handles:
-    """The handles of a log, in the order in which they are first named.
+    """The handles of a log, in order of their first appearance.
 
-    A record that names no communicator belongs to the one that its thread is setting up: it keeps
-    the number of a slot, which learns later whose it is.
+    A record without a communicator belongs to the one that its thread is initializing: it gets the
+    number of a slot, which is bound to a handle later.
     """
 
     all: list[Handle] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Handles:
     _channels: dict[int, Channels] = field(default_factory=dict)
 
     def see_init(self, by: Speaker, said: Init) -> None:
-        """Takes over an "Init START" or "Init COMPLETE"."""
+        """Adds an "Init START" or "Init COMPLETE" message."""
         index = self._at(by, said.pointer, said.rank, said.nranks, said.comm_id)
         handle = self.all[index]
         handle.complete = said.complete
@@ -119,13 +119,13 @@ class Handles:
             self._done.add(slot)
 
     def see_topology(self, by: Speaker, said: Topology) -> None:
-        """Takes over how many nodes a communicator spans."""
+        """Adds the number of nodes of a communicator."""
         index = self._at(by, said.pointer, said.rank, said.nranks, "")
         self.all[index].nodes, self.all[index].local_ranks = said.nodes, said.local_ranks
         self._bound(by, index)
 
     def see_init_time(self, by: Speaker, said: InitTime) -> None:
-        """Takes over how long a setup took: that of the communicator that the thread completed."""
+        """Adds the init time of the communicator that the thread has completed."""
         slot = self._slot_of.get(by[:3], -1)
         index, ranks = self._slots[slot] if slot >= 0 else -1, (said.rank, said.nranks)
         if index < 0 or (self.all[index].rank, self.all[index].nranks) != ranks:
@@ -134,12 +134,12 @@ class Handles:
         self.all[index].init_ns = said.init_ns
 
     def called(self, by: Speaker, pointer: str, nranks: int) -> int:
-        """The index of the handle that a call names."""
+        """The index of the handle of a call."""
         index = self._by_pointer.get((by.host, by.pid, pointer))
         return self._new(by, pointer, nranks) if index is None else index
 
     def slot(self, by: Speaker, pointer: str = "") -> int:
-        """The slot of a record: that of the pointer, where the record ends with one."""
+        """The slot of a record: that of its pointer if it has one, else of its thread."""
         index = self._by_pointer.get((by.host, by.pid, pointer), -1) if pointer else -1
         if index >= 0:
             return self._new_slot(by, index)
@@ -149,14 +149,14 @@ class Handles:
         return slot
 
     def see_channels(self, by: Speaker, said: Channels) -> None:
-        """Takes over the numbers of channels, which precede the end of the setup."""
+        """Adds the numbers of channels, which are printed before the end of the init."""
         slot = self.slot(by)
         self._channels[slot] = said
         if self._slots[slot] >= 0:
             self._bound(by, self._slots[slot])
 
     def in_slots(self) -> tuple[int, ...]:
-        """The handle of each slot: as said, else the only one of its process, else -1."""
+        """The handle of each slot: as bound, else the only one of its process, else -1."""
         only: dict[tuple[str, int], int] = {}
         for index, handle in enumerate(self.all):
             process = (handle.host, handle.pid)
@@ -175,7 +175,7 @@ class Handles:
 
     @staticmethod
     def _is_other(handle: Handle, rank: int, nranks: int, comm_id: str) -> bool:
-        """Whether the pointer was freed and means another communicator now."""
+        """Whether the pointer was freed and reused for another communicator."""
         if handle.rank < 0:
             return False
         same = (handle.rank, handle.nranks) == (rank, nranks)
@@ -205,7 +205,7 @@ class Handles:
         return len(self._slots) - 1
 
 
-# The debug log of NCCL (2.4 to 2.30) or RCCL, of one process or of a whole job on one stream.
+# The debug log of one process, or of a whole job in one file.
 
 _WRITTEN = re.compile(
     rb"(?:^|\[\d{1,5}\] +(?:\d{16} )?|:\d+ (?:\([^)\n]{1,80}\) )?)NCCL (?:INFO|WARN) \S", re.M
@@ -213,15 +213,15 @@ _WRITTEN = re.compile(
 
 
 def is_nccl_log(head: bytes) -> bool:
-    """Whether NCCL wrote some of these first bytes; a page that quotes its lines counts."""
+    """Whether these first bytes of a file contain NCCL log lines, quoted ones included."""
     return _WRITTEN.search(head) is not None
 
 
 def read_nccl_log(source: Source) -> NcclLog:
-    """What the log tells; whole messages are taken out of lines that ran into one another.
+    """Reads the log; complete messages of interleaved lines are recovered.
 
-    Memory grows with what is kept: 72 bytes a call, a record a connection. Raises DataError where
-    the file cannot be opened.
+    Memory use is 72 bytes per call and one record per connection. Raises DataError if the file
+    cannot be opened.
     """
     reading = _Reading()
     with unpacked(source) as content:
@@ -232,13 +232,13 @@ def read_nccl_log(source: Source) -> NcclLog:
 
 @dataclass(slots=True)
 class CollRows:
-    """The calls so far: an array a process, _COLUMNS numbers a call."""
+    """The calls so far: one array per process, _COLUMNS numbers per call."""
 
     _rows: dict[tuple[str, int], array[int]] = field(default_factory=dict)
     _ops: dict[bytes, int] = field(default_factory=dict)
 
     def take(self, by: Speaker, stamp_ns: int, text: bytes, handles: Handles) -> bool:
-        """Takes a "...: opCount ..." over; False where it is cut."""
+        """Adds a "...: opCount ..." message; False if it is truncated."""
         match = _COLL.match(text)
         if match is None:
             return False
@@ -268,7 +268,7 @@ class CollRows:
 
 @dataclass(slots=True)
 class _Reading:
-    """All that the lines said so far."""
+    """The data of all lines read so far."""
 
     lines: int = 0
     nccl_lines: int = 0
@@ -286,10 +286,10 @@ class _Reading:
     tables: CostTables = field(default_factory=CostTables)
 
     def take(self, line: bytes) -> None:
-        """Takes over what a line says."""
+        """Adds a line."""
         self.lines += 1
         if b"CCL" not in line:
-            self.torn += b" [nranks=" in line  # the rest of a line that another cut
+            self.torn += b" [nranks=" in line  # the rest of a line that another writer interrupted
             return
         if b"CCL version" in line:
             self.versions |= dict.fromkeys(versions_in(line))
@@ -299,7 +299,7 @@ class _Reading:
             self.torn += len(messages) > sum(self._whole(message) for message in messages)
 
     def _whole(self, message: LogMessage) -> bool:
-        """Takes a message over; False where it is cut."""
+        """Adds a message; False if it is truncated."""
         by, stamp_ns, level, text = message
         if b": opCount " in text:
             return self.rows.take(by, stamp_ns, text, self.handles)
@@ -336,7 +336,7 @@ class _Reading:
                 self.told[said] = None
 
     def log(self, source: str, torn_end: str) -> NcclLog:
-        """All of it, with each record's communicator."""
+        """Builds the log, with the communicator of each record."""
         joint = joined(self.handles.all)
         world = world_of(joint.communicators)
         told = tuple(self.told)
@@ -374,23 +374,27 @@ def _notes(
     torn: int, torn_end: str, joint: Joined, world: World, calls: Sequence[RankCalls]
 ) -> Iterator[Note]:
     if torn:
-        yield Note("nccl_torn_lines", f"{torn} lines are cut or run into one another")
+        yield Note("nccl_torn_lines", f"{torn} lines are truncated or interleaved")
     if torn_end:
         yield Note("nccl_torn_file", f"the file ends early ({torn_end})")
     if joint.alone:
         yield Note(
-            "nccl_alone", f"{joint.alone} communicators print no id and stand alone, a process each"
+            "nccl_alone",
+            f"{joint.alone} communicators have no id and could not be joined across processes",
         )
     if world.comm >= 0:
         name = joint.communicators[world.comm].id
-        yield Note("nccl_world", f"ranks are those of {name}, the largest ({world.size} ranks)")
+        yield Note(
+            "nccl_world",
+            f"global ranks are those of {name}, the largest communicator ({world.size} ranks)",
+        )
     elif calls:
-        yield Note("nccl_no_world", "no communicator of all processes: global ranks are unknown")
+        yield Note("nccl_no_world", "no communicator of all processes; global ranks are unknown")
     if any((one.calls.issued_ns >= 0).any() for one in calls):
-        yield Note("nccl_clock", "times without a zone are read as UTC")
+        yield Note("nccl_clock", "times without a time zone are read as UTC")
 
 
-# The calls that a log names with NCCL_DEBUG_SUBSYS=COLL, in columns a process.
+# The calls that a log has with NCCL_DEBUG_SUBSYS=COLL, as columns per process.
 
 _COLL = re.compile(
     rb"(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
@@ -411,7 +415,7 @@ _COLUMNS = 9
 def rank_calls(
     source: str, tables: Sequence[Int64], handles: Sequence[Handle], joined: Joined, world: World
 ) -> tuple[RankCalls, ...]:
-    """The calls of each process and device, by rank; times count from the first of the log."""
+    """The calls of each process and device, sorted by rank; times relative to the log's first."""
     stamps = [rows[:, 7][rows[:, 7] >= 0] for rows in tables]
     t0_unix_ns = min((int(known.min()) for known in stamps if len(known)), default=0)
     holders = [handle.owner for handle in handles]
@@ -480,7 +484,7 @@ def _peers(
     communicators: Sequence[Communicator],
     world: World,
 ) -> Int32:
-    """The global rank of whom a send or recv names, where the communicator tells."""
+    """The global rank of the peer of each send and recv; -1 if unknown."""
     peers = np.full(len(handle), -1, dtype=np.int32)
     for index, communicator in zip(used, communicators, strict=True):
         ranks = global_ranks(communicator, world)
@@ -490,7 +494,7 @@ def _peers(
 
 
 def _group(communicator: Communicator, world: World) -> Group:
-    """The communicator's global ranks in its order, () where the log does not tell them all."""
+    """The communicator as a group of global ranks; no ranks if some are unknown."""
     ranks = global_ranks(communicator, world)
     whole = len(ranks) == communicator.nranks
     return Group(communicator.id, tuple(ranks[r] for r in sorted(ranks)) if whole else (), "")
@@ -505,7 +509,7 @@ def _one_of(op: Int64, *names: str) -> Bool:
 
 
 def _in_order(handle: Int64) -> list[int]:
-    """The handles that occur, in the order of their first call."""
+    """The distinct handles in order of their first call."""
     indices, first = np.unique(handle, return_index=True)
     return [int(index) for index in indices[np.argsort(first)]]
 
@@ -516,14 +520,14 @@ def _positions(handle: Int64, used: Sequence[int]) -> Int32:
     return at[handle]
 
 
-# Communicators out of what each process says of its own, and the global ranks they imply.
+# Communicators joined from the handles of all processes, and their global ranks.
 
 Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The communicators, the one that each handle belongs to, and how many have no others found."""
+    """The communicators, the communicator of each handle, and the number of unjoined ones."""
 
     communicators: tuple[Communicator, ...]
     comm_of: tuple[int, ...]
@@ -531,12 +535,12 @@ class Joined:
 
 
 def joined(handles: Sequence[Handle]) -> Joined:
-    """The handles that are one communicator together.
+    """Joins the handles of each communicator.
 
-    They share a commId or, of a split that prints none, parent, turn and color. Before 2.16 there
-    is neither: handles of one size are one communicator if each rank is always the same process,
-    in the whole log or on one host, and for several of them the n-th of each process belong
-    together. What is ambiguous then is left alone.
+    They share a commId or, for a split without one, the parent, the number of the split and the
+    color. Before NCCL 2.16 there is neither: then handles of one size are one communicator if each
+    rank is always the same process, in the whole log or on one host; the n-th handles of all
+    processes belong together. Ambiguous handles are not joined.
     """
     parts: dict[Key, list[int]] = defaultdict(list)
     turns: Counter[Key] = Counter()
@@ -584,7 +588,7 @@ def _teams(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]]:
 
 
 def _by_turn(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]] | None:
-    """The n-th handles of each rank together; None where a rank is several processes."""
+    """Joins the n-th handles of all ranks; None if a rank has several processes."""
     owners: dict[int, Owner] = {}
     turns: Counter[int] = Counter()
     teams: dict[int, list[int]] = defaultdict(list)
@@ -633,7 +637,7 @@ def _has_no_id(communicator: Communicator) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The largest communicator of a log; comm is -1 where none is the one."""
+    """The largest communicator of a log; comm is -1 if it is ambiguous or missing."""
 
     comm: int
     size: int
@@ -644,9 +648,9 @@ NO_WORLD = World(-1, -1, {})
 
 
 def world_of(communicators: Sequence[Communicator]) -> World:
-    """The largest communicator: its ranks are taken for the job's.
+    """The largest communicator, whose ranks are used as global ranks.
 
-    Several of that size must be of the same processes in the same order, else none is the one.
+    If several have that size, all must have the same processes in the same order.
     """
     named = [i for i, one in enumerate(communicators) if one.members[0].rank >= 0]
     size = max((communicators[i].nranks for i in named), default=-1)
@@ -662,7 +666,7 @@ def world_of(communicators: Sequence[Communicator]) -> World:
 
 
 def global_ranks(communicator: Communicator, world: World) -> dict[int, int]:
-    """The global rank of each rank of the communicator, as far as the log tells."""
+    """The global rank of each rank of the communicator, if known."""
     if communicator.nranks == world.size and world.comm >= 0:
         return {rank: rank for rank in range(world.size)}
     found = {

@@ -1,4 +1,4 @@
-"""Messages of an NCCL or RCCL debug log: lines, cost tables, algorithm choices, rings and trees."""
+"""Parsers of NCCL and RCCL log messages: init, cost tables, algorithm choices, rings, trees."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stepsplit.analyzer.readers.nccl.records import (
     TreeNode,
 )
 
-# One message of NCCL 2.4 to 2.30 or RCCL -> what it says; None where it is cut.
+# Parsers of single messages of NCCL 2.4 to 2.30 or RCCL; they return None for a truncated message.
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """A line that names a communicator by its pointer; -1, "" and None where it says less."""
+    """An init message of a communicator; -1, "" and None for missing fields."""
 
     pointer: str
     rank: int
@@ -49,7 +49,7 @@ _FIELD = re.compile(
 
 
 def init_in(text: str) -> Init | None:
-    """What an "Init START" or "Init COMPLETE" says."""
+    """Parses "Init START" or "Init COMPLETE"."""
     match = _INIT.search(text)
     if match is None:
         return None
@@ -81,7 +81,7 @@ def _number(text: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Over how many nodes a communicator spans, and its ranks on this one."""
+    """The number of nodes of a communicator, and its number of ranks on this node."""
 
     pointer: str
     rank: int
@@ -97,14 +97,14 @@ _TOPOLOGY = re.compile(
 
 
 def topology_in(text: str) -> Topology | None:
-    """What "comm 0x rank 0 nRanks 16 nNodes 2 ..." says."""
+    """Parses "comm 0x rank 0 nRanks 16 nNodes 2 ..."."""
     match = _TOPOLOGY.search(text)
     return match and Topology(match[1], *(int(match[i]) for i in range(2, 6)))
 
 
 @dataclass(frozen=True, slots=True)
 class InitTime:
-    """How long a rank took to set a communicator up."""
+    """The time in which a rank initialized a communicator."""
 
     rank: int
     nranks: int
@@ -117,14 +117,14 @@ _TIMINGS = re.compile(
 
 
 def init_time_in(text: str) -> InitTime | None:
-    """The total of an "Init timings"."""
+    """Parses the total of "Init timings"."""
     match = _TIMINGS.search(text)
     return match and InitTime(int(match[1]), int(match[2]), round(float(match[3]) * 1e9))
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """How many channels collectives and messages use."""
+    """The number of channels for collectives and for messages."""
 
     coll: int
     p2p: int
@@ -136,14 +136,14 @@ _CHANNELS = re.compile(
 
 
 def channels_in(text: str) -> Channels | None:
-    """How many channels a communicator has."""
+    """Parses the number of channels of a communicator."""
     match = _CHANNELS.search(text)
     return match and Channels(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The network that connects the nodes, by NCCL's name."""
+    """NCCL's name of the network between the nodes."""
 
     name: str
 
@@ -156,20 +156,20 @@ _SETTING = re.compile(
 
 
 def network_in(text: str) -> Network | None:
-    """The network that is used."""
+    """Parses the name of the network."""
     match = _NETWORK.match(text)
     return match and Network(match[1])
 
 
 def setting_in(text: str) -> NcclSetting | None:
-    """The variable of the environment that a message names."""
+    """Parses the name and value of an environment variable."""
     match = _SETTING.search(text)
     return match and NcclSetting(match[1] or match[3], match[2] or match[4] or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Rings, trees or links that one message names; pointer is the communicator's, mostly ""."""
+    """Rings, trees or links of one message; pointer is the communicator's, often ""."""
 
     pointer: str
     graphs: tuple[Graph, ...]
@@ -184,10 +184,10 @@ _GRAPHS = re.compile(r"(?:Channel|Ring|Tree|CollNet) \d{1,6}(?:/\d{1,6})? :|Tree
 
 
 def choice_in(text: str) -> AlgorithmChoice | None:
-    """The choice of an "N Bytes -> ..."; None where the line is cut.
+    """Parses "N Bytes -> ..."; None if the line is truncated.
 
-    The bytes of the numbered lines (to 2.23) are those of the full buffer, those of the named
-    lines (from 2.24) what one rank hands in: https://github.com/NVIDIA/nccl, src/enqueue.cc.
+    With algorithm numbers (up to NCCL 2.23) the bytes are those of the full buffer; with names
+    (from 2.24) those of one rank's input: https://github.com/NVIDIA/nccl, src/enqueue.cc.
     """
     if match := _NAMED.match(text):
         names = (_name(match[3]), _name(match[4]))
@@ -208,7 +208,7 @@ def choice_in(text: str) -> AlgorithmChoice | None:
 
 
 def pattern_in(text: str) -> GraphPattern | None:
-    """What NCCL's search found for one pattern."""
+    """Parses the result of NCCL's graph search for one pattern."""
     match = _PATTERN.match(text)
     if match is None:
         return None
@@ -218,7 +218,7 @@ def pattern_in(text: str) -> GraphPattern | None:
 
 
 def system_in(text: str) -> SystemBandwidth | None:
-    """The bandwidths of a "=== System : maxBw 48.0 totalBw 370.8 ==="."""
+    """Parses "=== System : maxBw 48.0 totalBw 370.8 ==="."""
     match = _SYSTEM.match(text)
     return match and SystemBandwidth(_gigabytes(match[1]), _gigabytes(match[2]))
 
@@ -240,13 +240,13 @@ _FAMILIES: tuple[tuple[str, Callable[[str], Said | None]], ...] = (
 
 
 def parser_of(text: str) -> Callable[[str], Said | None] | None:
-    """What reads a message of this kind; None where nobody asks for what it says."""
+    """The parser for this kind of message; None if the message is not used."""
     if _GRAPHS.match(text):
         return graphs_in
     return next((parse for words, parse in _FAMILIES if words in text), None)
 
 
-# What NCCL expects an op to cost, and how it decides to run it.
+# NCCL's cost tables and algorithm choices.
 
 _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 
@@ -278,7 +278,7 @@ def _of(names: tuple[str, ...], number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a cost table as its heading names them, so far."""
+    """The columns of a cost table, from the heading lines read so far."""
 
     algorithms: tuple[str, ...] = ()
     protocols: tuple[str, ...] = ()
@@ -298,14 +298,14 @@ def is_table(text: str) -> bool:
 
 
 def _columns_after(columns: Columns, text: str) -> Columns | None:
-    """The columns with what this line of the heading says; None for a line of costs."""
+    """The columns updated by a heading line; None for a line of costs."""
     name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
     if name == "Latency/AlgBw":
         pairs = [[part.strip() for part in cell.partition("/")] for cell in cells]
         return Columns(tuple(pair[0] for pair in pairs), tuple(pair[2] for pair in pairs))
     if name == "Algorithm":
         return Columns(tuple(algorithm for algorithm in cells for _ in _PROTOCOLS))
-    if name == "Protocol":  # names three algorithms' even in a last block of one
+    if name == "Protocol":  # lists three algorithms' protocols even if the last block has one
         return Columns(columns.algorithms, tuple(cells[: len(columns.algorithms)]))
     if name == "Max NThreads":
         threads = tuple(int(cell) if cell.isdecimal() and len(cell) < 10 else -1 for cell in cells)
@@ -314,7 +314,7 @@ def _columns_after(columns: Columns, text: str) -> Columns | None:
 
 
 def _cells_in(columns: Columns, text: str) -> tuple[CostCell, ...]:
-    """The costs of one op; () where cells and columns differ in number."""
+    """The costs of one op; empty if the numbers of cells and columns differ."""
     name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
     costs = [_CELL.fullmatch(cell) for cell in cells]
     if len(costs) != len(columns.algorithms) or len(costs) != len(columns.protocols):
@@ -335,7 +335,7 @@ def _cells(columns: Columns, op: str, costs: list[re.Match[str] | None]) -> Iter
 
 @dataclass(slots=True)
 class PrintedCostTable:
-    """A cost table while its lines come in; slot is of the thread that prints it."""
+    """A cost table that is being read; slot is that of the printing thread."""
 
     slot: int
     host: str
@@ -352,7 +352,7 @@ class CostTables:
     _open: dict[tuple[str, int, int], PrintedCostTable] = field(default_factory=dict)
 
     def take(self, by: Speaker, slot: int, text: str) -> bool:
-        """Takes a line over; False where it does not fit its heading."""
+        """Adds a line of a table; False if it does not match the heading."""
         table = self._open.get(by[:3])
         columns = _columns_after(table.columns if table else Columns(), text)
         if table is None or (columns and not columns.max_threads and _again(table, columns)):
@@ -367,11 +367,11 @@ class CostTables:
 
 
 def _again(table: PrintedCostTable, columns: Columns) -> bool:
-    """Whether the table holds costs of these algorithms already: the next table begins."""
+    """Whether the table already has these algorithms, so that the next table begins."""
     return not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
 
 
-# Rings, trees and links that NCCL builds, and the bandwidths that it found before.
+# Rings, trees and links built by NCCL, and the bandwidths of its graph search.
 
 Graph = Ring | RingNeighbors | TreeNode | TopologyLink
 
@@ -387,22 +387,22 @@ _TREES = re.compile(
 
 
 def ring_in(text: str) -> Ring | None:
-    """The ring of a "Channel 00/02 : 0 1 2 3"."""
+    """Parses "Channel 00/02 : 0 1 2 3"."""
     match = _RING.match(text)
     return match and Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
 
 
 def neighbors_in(text: str) -> RingNeighbors | None:
-    """The neighbors of a "Ring 00 : 3 -> 0 -> 1"."""
+    """Parses "Ring 00 : 3 -> 0 -> 1"."""
     match = _NEIGHBORS.match(text)
     return match and RingNeighbors(-1, *(int(number) for number in match.groups()))
 
 
 def tree_nodes_in(text: str) -> tuple[TreeNode, ...]:
-    """The nodes of a "Tree 0 : -1 -> 0 -> 1/2/-1" or of "Trees [0] 1/2/-1->0->-1 [1] ...".
+    """Parses "Tree 0 : -1 -> 0 -> 1/2/-1" or "Trees [0] 1/2/-1->0->-1 [1] ...".
 
-    Before 2.8 a second direction follows each of them, which says the same; before 2.5 the parent
-    comes first. The children are where the slashes are.
+    Before NCCL 2.8 each node is also printed in the reverse direction; before 2.5 the parent comes
+    first. The side with slashes has the children.
     """
     match = _TREE.match(text)
     found = [match.groups()] if match else _TREES.findall(text)
@@ -429,7 +429,7 @@ _NET = re.compile(r"(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
 def link_in(text: str) -> TopologyLink | None:
-    """The connection of a "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
+    """Parses "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
     match = _LINK.match(text)
     if match is None:
         return None
@@ -450,7 +450,7 @@ _POINTER = re.compile(r" comm (0x[0-9a-f]+)(?: .*)?$")
 
 
 def graphs_in(text: str) -> Graphs | None:
-    """What a message that begins with Channel, CollNet, Ring or Tree tells; RCCL adds a pointer."""
+    """Parses a message that begins with Channel, CollNet, Ring or Tree; RCCL adds a pointer."""
     match = _POINTER.search(text)
     text, pointer = (text, "") if match is None else (text[: match.start()], match[1])
     if text.startswith("Tree"):

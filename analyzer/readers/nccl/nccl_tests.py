@@ -1,4 +1,4 @@
-"""Output of nccl-tests and rccl-tests: sweeps over message sizes."""
+"""Reader of nccl-tests and rccl-tests output: sweeps over message sizes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from stepsplit.analyzer.readers.compression import head_of, unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Note
 
-# What nccl-tests and rccl-tests measure: the nouns that read_sweeps yields.
+# The types that read_sweeps returns.
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One half of a row. wrong is the number of wrong elements, -1 where none were counted.
+    """The out-of-place or in-place part of a row.
 
-    algbw and busbw are as printed; before 2020 all_gather and reduce_scatter printed busbw twice.
+    wrong is the number of wrong elements, -1 if not counted. algbw and busbw are as printed; before
+    2020 all_gather and reduce_scatter printed busbw twice.
     """
 
     time_ns: int
@@ -34,7 +35,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One message size. count is elements of a rank; redop is "" and root -1 where none is told."""
+    """One message size. count is elements per rank; redop is "" and root is -1 if missing."""
 
     message_bytes: int
     count: int
@@ -47,9 +48,9 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One table: an op ("" where ambiguous), its ranks (-1 unknown), the name of each's device.
+    """One table: its op ("" if ambiguous), number of ranks (-1 if unknown) and device names.
 
-    avg_busbw_bytes_per_s is what the table ends with, -1 where it is cut.
+    avg_busbw_bytes_per_s is printed at the end of the table; -1 if the table is truncated.
     """
 
     source: str
@@ -62,14 +63,14 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The tables of a file with at least one row, in order."""
+    """The tables of a file that have at least one row, in order."""
 
     source: str
     sweeps: tuple[Sweep, ...]
     notes: tuple[Note, ...]
 
 
-# What nccl-tests and rccl-tests print: sweeps of one collective over message sizes.
+# The printed tables: sweeps of one collective over message sizes.
 
 _NUMBER = rb"(?:-?\d{1,12}(?:\.\d{1,6})?(?:e[+-]\d\d)?|-?nan|inf|N/A)"
 
@@ -78,7 +79,7 @@ _HALF = rb"\s+".join([rb"(" + _NUMBER + rb")"] * 4)
 _FOUR = rb"(?:\s+" + _NUMBER + rb"){4}"
 
 _END = rb"(?:\s+\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)?\s*$"
-"""A row may end with the time of day (-S)."""
+"""A row may end with a timestamp (-S)."""
 
 _DTYPE = rb"(?:u?int\d{1,2}|int|char|half|b?float\d{0,2}|double|f8e\dm\d|fp8_e\dm\d)"
 
@@ -94,7 +95,7 @@ _ROW = re.compile(
     + rb"(?:\s+" + _HALF + rb"(?:" + _FOUR + rb")?)?"
     + _END
 )  # fmt: skip
-"""A report of single iterations adds four columns to each half."""
+"""A report of single iterations adds four columns to each part of a row."""
 
 _HEADING = re.compile(rb"#\s+(?:size|bytes)\s+(?:count|N)\s+type\s.*\b(?:cpu)?time\s+algbw\s+busbw")
 
@@ -113,11 +114,11 @@ _PROGRAMS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
 _BYTES = {"uint32": 4, "uint64": 8, "f8e4m3": 1, "f8e5m2": 1}
 
 _MOST_BYTES = 4096
-"""A longer line is nobody's row."""
+"""A longer line is not a table row."""
 
 
 def is_sweep(head: bytes) -> bool:
-    """Whether what nccl-tests print before a table, or a row of one, is among these first bytes."""
+    """Whether these first bytes of a file contain a heading or a row of nccl-tests."""
     if is_report(head):
         return True
     lines = [line for line in head.split(b"\n") if len(line) < _MOST_BYTES]
@@ -125,7 +126,7 @@ def is_sweep(head: bytes) -> bool:
 
 
 def read_sweeps(source: Source) -> Sweeps:
-    """The file's tables. Raises DataError where it cannot be opened, or is a report and cut."""
+    """Reads the tables. Raises DataError if the file cannot be opened or a report is truncated."""
     if is_report(head_of(source)):
         return _of_report(source)
     reading = _Reading(source.where)
@@ -144,7 +145,7 @@ def _of_report(source: Source) -> Sweeps:
 
 @dataclass(slots=True)
 class _Reading:
-    """The tables so far, and what the rows to come belong to."""
+    """The tables so far, and the heading of the current table."""
 
     source: str
     done: list[Sweep] = field(default_factory=list)
@@ -158,7 +159,7 @@ class _Reading:
     counts_wrong: bool = True
 
     def take(self, line: bytes) -> None:
-        """Takes over what a line says."""
+        """Adds a line."""
         if row := _ROW.search(line):
             if not self.rows:
                 self.program, self.heard = self.heard, ""
@@ -184,7 +185,7 @@ class _Reading:
             self.torn += _BEGUN.search(line) is not None
 
     def _close(self, avg_busbw_bytes_per_s: int) -> None:
-        """Ends the table, where it has rows; what comes is another."""
+        """Ends the current table if it has rows."""
         if not self.rows:
             return
         unit_ns = self.unit_ns or _likely_unit_ns(self.rows)
@@ -202,17 +203,17 @@ class _Reading:
             return self.program
         table = f"table {len(self.done) + 1}"
         if len(possible) == 1:
-            note = f"{table}: {possible[0]} by its columns, sizes and bandwidths"
+            note = f"{table}: op {possible[0]} inferred from columns, sizes and bandwidths"
         else:
-            note = f"{table}: the op is not told: {' or '.join(possible) or 'any'}"
+            note = f"{table}: the op is ambiguous: {' or '.join(possible) or 'any'}"
         self.notes.append(Note("nccl_tests_op", note))
         return possible[0] if len(possible) == 1 else ""
 
     def sweeps(self, torn_end: str) -> Sweeps:
-        """All tables, the last one as far as it goes."""
+        """All tables; the last one may be incomplete."""
         self._close(-1)
         if self.torn:
-            self.notes.append(Note("nccl_tests_torn", f"{self.torn} rows are cut and left out"))
+            self.notes.append(Note("nccl_tests_torn", f"{self.torn} rows are truncated; ignored"))
         if torn_end:
             self.notes.append(Note("nccl_tests_torn_file", f"the file ends early ({torn_end})"))
         return Sweeps(self.source, tuple(self.done), tuple(self.notes))
@@ -246,12 +247,12 @@ def _printed_timing(
 
 
 def _value(cell: bytes | None) -> float:
-    """The number; -1 where there is none."""
+    """The number; -1 if there is none."""
     return float(cell) if cell and cell[:1].isdigit() else -1.0
 
 
 def _likely_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
-    """The unit of a column of times without one: that which makes the bandwidths true."""
+    """The unit of the time column, inferred from the bandwidths."""
     for match in reversed(rows):
         time, algbw = _value(match[6]), _value(match[7])
         if time > 0 and algbw >= 0.1:
@@ -260,11 +261,11 @@ def _likely_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
 
 
 def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tuple[str, ...]:
-    """The ops that print such rows: which columns they fill, and whose bytes count is.
+    """The ops that print such rows, by the columns in use and the size of count.
 
-    Where count is the whole message nothing is gathered or scattered. all_gather alone has ever
-    printed equal bandwidths for a gathered message. Where every op prints a root, send_recv prints
-    a redop too, which it does not use.
+    If count is the full message, the op does not gather or scatter. Only all_gather has printed
+    equal bandwidths for a gathered message. In versions where every op prints a root, send_recv
+    prints a redop too, which it does not use.
     """
     row = max(rows, key=lambda row: row.message_bytes)
     each = row.count * _BYTES.get(row.dtype, element_bytes(row.dtype))
@@ -286,11 +287,11 @@ def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tupl
 
 
 def _sums(nranks: int) -> tuple[str, ...]:
-    """What prints a redop and equal bandwidths: all_reduce does so on two ranks alone."""
+    """Ops that print a redop and equal bandwidths; all_reduce does so only with two ranks."""
     return ("send_recv",) if nranks > 2 else ("all_reduce", "send_recv")
 
 
-# The JSON report that nccl-tests write beside their table (-J, from 2.17 on) -> its one Sweep.
+# The JSON report of nccl-tests (-J, from 2.17 on), which has one Sweep.
 
 
 class _Half(Struct):
@@ -341,16 +342,16 @@ MOST_RANKS = 1 << 20
 
 
 def is_report(head: bytes) -> bool:
-    """Whether these are the first bytes of such a report."""
+    """Whether these are the first bytes of a JSON report."""
     return _REPORT_BEGIN.match(head) is not None
 
 
 def sweep_in(source: str, body: bytes) -> Sweep:
-    """The report's table. Raises DataError where the report is cut."""
+    """Decodes a report. Raises DataError if the report is truncated."""
     try:
         report = _DECODER.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        problem = f"no whole report of nccl-tests ({error})"
+        problem = f"incomplete nccl-tests report ({error})"
         raise DataError(source, problem, "run the test again") from None
     devices = {device.rank: device.device_info for device in report.config.devices}
     nranks = max((rank for rank in devices if rank < MOST_RANKS), default=-1) + 1 or -1
@@ -399,5 +400,5 @@ def _scaled(value: float | str, factor: float) -> int:
 
 
 def _known(value: float | str) -> float:
-    """The number; -1 for the text that stands for none."""
+    """The number; -1 for a text in place of a number."""
     return value if isinstance(value, float) and math.isfinite(value) else -1.0

@@ -1,4 +1,4 @@
-"""Records of an NCCL debug log: communicators, members, choices, and the lines they come in."""
+"""Types of an NCCL debug log (communicators, members, choices), and the split into messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 
 from stepsplit.analyzer.trace import Note, RankCalls
 
-# What an NCCL or RCCL debug log tells: the nouns that read_nccl_log yields.
+# The types that read_nccl_log returns for an NCCL or RCCL debug log.
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a communicator and the process that it is; init_ns is what its setup took.
+    """One rank of a communicator and its process; init_ns is the time of its initialization.
 
-    rank is the rank in the communicator, -1 where only calls name it. pointer is the handle that
-    the process prints; bus_id is hexadecimal. -1 or "" is unknown.
+    rank is the rank in the communicator, -1 if the communicator appears only in calls. pointer is
+    the handle printed by the process; bus_id is hexadecimal. -1 or "" means unknown.
     """
 
     rank: int
@@ -36,10 +36,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A communicator as its members print it, by their rank; the log may name only some of them.
+    """A communicator with its members sorted by rank; the log may have only some of them.
 
     id is the commId, else pointer@host:pid of the lowest rank. parent indexes the log's
-    communicators; color and key are None where it is no split. -1 is unknown.
+    communicators; color and key are None if it was not created by a split. -1 means unknown.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ranks of one channel in the order of its ring; a line cut by NCCL holds the first."""
+    """The ranks of one channel in ring order; only the first ones if NCCL truncated the line."""
 
     comm: int
     channel: int
@@ -65,7 +65,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class RingNeighbors:
-    """Between whom a rank stands in the ring of a channel."""
+    """The neighbors of a rank in the ring of a channel."""
 
     comm: int
     channel: int
@@ -76,7 +76,7 @@ class RingNeighbors:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A rank in the tree of a channel: its parent (-1: it is the root) and its children."""
+    """A rank in the tree of a channel: its parent (-1 for the root) and its children."""
 
     comm: int
     channel: int
@@ -87,10 +87,10 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class TopologyLink:
-    """A connection of one channel, as one end prints it; side is "send", "receive" or "".
+    """A connection of one channel, as printed by one end; side is "send", "receive" or "".
 
-    transport is the first word ("P2P", "SHM", "NET", "COLLNET"), detail what follows it. net and
-    net_device are the network's, "" and -1 elsewhere. gdr: the NIC reads and writes GPU memory.
+    transport is the first word ("P2P", "SHM", "NET", "COLLNET"), detail the text after it. net and
+    net_device are set for networks, else "" and -1. gdr: the NIC accesses GPU memory directly.
     """
 
     comm: int
@@ -107,7 +107,7 @@ class TopologyLink:
 
 @dataclass(frozen=True, slots=True)
 class GraphPattern:
-    """What NCCL's search found for a pattern (by its number); bandwidth is that of one channel."""
+    """The result of NCCL's graph search for one pattern; bandwidths are per channel."""
 
     pattern: int
     cross_nic: int
@@ -120,7 +120,7 @@ class GraphPattern:
 
 @dataclass(frozen=True, slots=True)
 class SystemBandwidth:
-    """The fastest link of a GPU, and all of its links together; -1 where old versions say less."""
+    """Bandwidth of a GPU's fastest link and of all its links; -1 if not printed (old versions)."""
 
     max_bytes_per_s: int
     total_bytes_per_s: int
@@ -128,7 +128,7 @@ class SystemBandwidth:
 
 @dataclass(frozen=True, slots=True)
 class NcclSetting:
-    """A variable of the environment that NCCL read."""
+    """An environment variable read by NCCL."""
 
     name: str
     value: str
@@ -136,7 +136,7 @@ class NcclSetting:
 
 @dataclass(frozen=True, slots=True)
 class CostCell:
-    """NCCL's own cost of an op by algorithm and protocol; a bandwidth of 0 is never chosen."""
+    """NCCL's cost of an op for an algorithm and protocol; one with bandwidth 0 is never chosen."""
 
     op: str
     algorithm: str
@@ -148,7 +148,7 @@ class CostCell:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The cost table that rank 0 of one communicator prints; comm is -1 where the log is silent."""
+    """The cost table printed by rank 0 of a communicator; comm is -1 if unknown."""
 
     comm: int
     host: str
@@ -158,10 +158,10 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """How NCCL runs an op of a size, and how many lines said so; op is "" where none is named.
+    """NCCL's algorithm for an op of a size, and the number of such lines; op is "" if not named.
 
-    bytes_are says of what: "global" (the full buffer), "per_rank", or "" where nobody documents it.
-    time_ns is NCCL's prediction; time_ns and channels are -1 where the version prints none.
+    bytes_are is the meaning of bytes: "global" (the full buffer), "per_rank", or "" if it is not
+    documented. time_ns is NCCL's prediction; time_ns and channels are -1 if not printed.
     """
 
     op: str
@@ -176,7 +176,7 @@ class AlgorithmChoice:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """An NCCL WARN of one process, and how often it came."""
+    """An NCCL WARN of one process and its number of occurrences."""
 
     text: str
     host: str
@@ -186,11 +186,11 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """All that one log tells. comm of a record indexes communicators, -1 unknown.
+    """The content of one log. comm of a record indexes communicators, -1 means unknown.
 
-    A call's rank is global: that of its process in the largest communicator of the log (or RCCL's
-    globalrank), -1 where two communicators could be the largest. calls has one entry a process
-    and device. torn counts the lines that NCCL wrote but that are cut or run into one another.
+    A call's rank is global: the rank of its process in the largest communicator of the log (or
+    RCCL's globalrank), -1 if the largest communicator is ambiguous. calls has one entry per process
+    and device. torn counts the NCCL lines that are truncated or interleaved.
     """
 
     source: str
@@ -214,7 +214,7 @@ class NcclLog:
     notes: tuple[Note, ...]
 
 
-# One line of an NCCL or RCCL log -> its messages, who wrote them and when.
+# One line of an NCCL or RCCL log -> its messages, with their process and time.
 
 _MARK = re.compile(rb"NCCL (INFO|WARN) ?")
 
@@ -231,7 +231,7 @@ _STAMP = re.compile(
 _COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
 
 _REPEATED = re.compile(rb" *\[repeated \d+x across cluster\].*")
-"""What Ray says after a line that it shows once for several processes."""
+"""Ray's suffix on a line that it shows once for several processes."""
 
 _MOST_HEADS = 20_000
 
@@ -239,7 +239,7 @@ _MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
 
 
 class Speaker(NamedTuple):
-    """Who writes: process, thread and current device; "" and -1 where the line does not say."""
+    """The process, thread and current device that wrote a message; "" and -1 if unknown."""
 
     host: str
     pid: int
@@ -248,7 +248,7 @@ class Speaker(NamedTuple):
 
 
 class LogMessage(NamedTuple):
-    """What one speaker says; stamp_ns is unix time (a clock without a zone read as UTC) or -1."""
+    """One message; stamp_ns is Unix time (read as UTC if it has no time zone) or -1."""
 
     speaker: Speaker
     stamp_ns: int
@@ -258,13 +258,13 @@ class LogMessage(NamedTuple):
 
 @dataclass(slots=True)
 class Splitter:
-    """Lines -> messages; remembers the processes, to know their names where lines are glued."""
+    """Splits lines into messages; it keeps known hosts to separate interleaved lines."""
 
     _clean: dict[bytes, Speaker] = field(default_factory=dict)
     _hosts: dict[int, set[str]] = field(default_factory=dict)
 
     def messages(self, line: bytes) -> list[LogMessage]:
-        """The line's messages in order; several where writers ran into one another."""
+        """The messages of a line in order; several if the writers were interleaved."""
         line = _bare(line)
         marks = list(_MARK.finditer(line))
         if len(marks) != 1:
@@ -277,7 +277,7 @@ class Splitter:
         return [LogMessage(speaker, stamp_ns, mark[1], text)]
 
     def _stamped(self, prefix: bytes) -> tuple[Speaker, int]:
-        """The speaker and the time of a whole line's prefix; what follows the time comes again."""
+        """The speaker and time of a line's prefix; the part after the time is cached."""
         stamp = _STAMP.search(prefix)
         rest = prefix if stamp is None else prefix[stamp.end() :]
         speaker, stamp_ns = self._clean.get(rest), -1
@@ -299,7 +299,7 @@ class Splitter:
         ]
 
     def _head(self, prefix: bytes) -> tuple[Speaker, int, int]:
-        """The speaker, the time, and how many of the last bytes of the prefix say so."""
+        """The speaker, the time, and the length of both at the end of the prefix."""
         prefix = prefix[-_MOST_PREFIX:]
         match = _SPEAKER.search(prefix)
         assert match is not None  # the empty end matches
@@ -326,14 +326,14 @@ class Splitter:
 
 
 class _Wrapped(msgspec.Struct):
-    """A line of Docker's log files."""
+    """A line of a Docker log file."""
 
     log: str
     time: str = ""
 
 
 def _bare(line: bytes) -> bytes:
-    """The line without colors and without what Docker or Ray put around it; a time comes first."""
+    """The line without colors and without the wrapping of Docker or Ray; the time comes first."""
     if line.startswith(b'{"log":'):
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
             wrapped = msgspec.json.decode(line, type=_Wrapped)
@@ -364,7 +364,7 @@ _VERSION = re.compile(rb"([RN])CCL version(?: :)? (\d+\.[^\s,;]*?)(?=[RN]CCL|[\s
 
 
 def versions_in(line: bytes) -> tuple[str, ...]:
-    """The versions that the line names, as it spells them; RCCL's with that word before."""
+    """The versions in the line as written; those of RCCL are prefixed with "RCCL "."""
     return tuple(
         ("RCCL " if kind == b"R" else "") + version.decode(errors="replace")
         for kind, version in _VERSION.findall(line)

@@ -98,12 +98,12 @@ def _try(optimizer: Optimizer, weight: Weight) -> None:
 
 
 def counted(scenario: Callable[[Weight], None]) -> int:
-    """The steps that the agent of this process has seen in it, and the weight that came out."""
+    """The steps counted by the agent of this process, and the resulting weight."""
     weight = Weight(torch.ones(3))
     scenario(weight)
-    told = ask_status(os.getpid())
+    status = ask_status(os.getpid())
     sys.stderr.write(f"{scenario.__name__} {weight.tolist()}\n")
-    return told.steps if told else -1
+    return status.steps if status else -1
 
 
 if __name__ == "__main__":

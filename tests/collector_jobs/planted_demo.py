@@ -18,7 +18,7 @@ def nothing() -> None:
 
 
 def extra_all_reduce() -> None:
-    """Every layer sums something that nobody needs, as a debugging metric left in would."""
+    """Every layer reduces an unused value, like a forgotten debugging metric."""
 
     class Summed(demo_job.GptBlock):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

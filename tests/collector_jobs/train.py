@@ -82,7 +82,7 @@ def trains_in_a_subprocess(training: Training) -> None:
     training.until(STEPS)
 
 
-def until_told(training: Training) -> None:
+def until_stopped(training: Training) -> None:
     """Steps until there is a file; then whether torch is as it was. Rank 1 writes slowly."""
     _slow_down_export(training)
     before = _torch_now()

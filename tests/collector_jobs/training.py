@@ -48,7 +48,7 @@ class Training:
         sys.stdout.flush()
         if distributed.is_initialized():
             # A rank that leaves while another still talks is now and then aborted by gloo itself;
-            # where the other was killed there is nobody to wait for.
+            # if the other was killed there is no rank to wait for.
             with suppress(RuntimeError):
                 distributed.barrier()
             del self.model, self.optimizer
@@ -56,7 +56,7 @@ class Training:
 
 
 def tell_ops(own: profile, training: Training) -> None:
-    """What the user's own profiler has seen of the steps, and that its trace can be written."""
+    """The steps recorded by the user's own profiler, whose trace must be writable."""
     path = Path(os.environ["TMPDIR"]) / f"own{training.rank}.json"
     own.export_chrome_trace(str(path))
     ops = sum(event.name == "aten::linear" for event in own.events())

@@ -1,4 +1,4 @@
-"""Reaching a running job: its agents, and the profiler that asks a daemon."""
+"""Attaching to a running job through its agents or Kineto's daemon protocol."""
 
 import os
 import socket
@@ -38,18 +38,18 @@ from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.record import RecordPlan
 
 NO_PROCESS = 1 << 22
-"""Linux gives no process this id or a higher one."""
+"""Above the highest process id of Linux."""
 PLAN = RecordPlan(out="/runs/a", name="a", first=None, steps=3)
 
 
 @pytest.fixture(autouse=True)
 def own_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No agent of this machine's user is reached by these tests."""
+    """Keeps these tests apart from other agents on this machine."""
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
 
 
 class Rank:
-    """A rank that answers as an agent does, from a thread."""
+    """A rank whose thread answers like an agent."""
 
     def __init__(self, status: Status, takes: bool = True) -> None:
         self.status, self.takes = status, takes
@@ -74,7 +74,7 @@ def status(rank: int, steps: int, pid: int = 0, job: str = "host:29500") -> Stat
     return Status(pid or NO_PROCESS + rank, rank, 2, 2, "host", job, steps, 100_000_000, False)
 
 
-def test_all_ranks_are_asked_for_the_same_steps_ahead_of_the_foremost() -> None:
+def test_attach_asks_all_ranks_for_the_same_future_steps() -> None:
     ranks = [Rank(status(1, steps=41)), Rank(status(0, steps=40))]
 
     agreed = attach(None, PLAN)
@@ -84,29 +84,29 @@ def test_all_ranks_are_asked_for_the_same_steps_ahead_of_the_foremost() -> None:
     assert ranks[0].plans == ranks[1].plans == [replace(PLAN, first=41 + 1 + 5 + 6)]
 
 
-def test_a_job_that_has_made_one_step_is_waited_for_until_a_step_s_length_is_known() -> None:
+def test_attach_waits_until_the_step_time_is_known() -> None:
     rank = Rank(replace(status(0, 1), step_ns=0))
     threading.Timer(0.3, lambda: setattr(rank, "status", status(0, 2))).start()
 
     assert attach(None, PLAN).first == 2 + 1 + 5 + 6
 
 
-def test_a_rank_that_is_busy_refuses_and_the_others_go_on() -> None:
+def test_a_busy_rank_refuses_and_the_others_record() -> None:
     Rank(status(0, 40), takes=False)
     Rank(status(1, 40))
 
     assert attach(None, PLAN).refused == ("rank 0: busy",)
 
 
-def test_where_no_rank_records_the_reason_is_told() -> None:
+def test_the_error_has_the_reason_if_all_ranks_refuse() -> None:
     Rank(status(0, 40), takes=False)
 
     with pytest.raises(CollectError, match="no rank accepted the request: rank 0: busy"):
         attach(None, PLAN)
 
 
-def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
-    """Named by what started it: here that is the test, whose own parent may be process 1."""
+def test_with_two_jobs_a_process_id_is_required() -> None:
+    """The job is selected by its parent: here the test, whose own parent may be process 1."""
     with subprocess.Popen(["sleep", "30"]) as child:
         own = Rank(status(0, 40, pid=child.pid))
         Rank(status(0, 7, job="other"))
@@ -119,17 +119,17 @@ def test_of_two_jobs_one_is_to_be_named_by_a_process_of_it() -> None:
     assert len(own.plans) == 1
 
 
-def test_without_a_job_the_mend_is_named() -> None:
+def test_the_error_without_a_job_has_a_hint() -> None:
     with pytest.raises(CollectError, match="start the job with stepsplit record --standby"):
         attach(None, PLAN)
 
 
-def test_nobody_answers_where_no_agent_is() -> None:
+def test_a_request_without_an_agent_returns_none() -> None:
     assert ask_status(NO_PROCESS) is None
     assert ask_record(NO_PROCESS, PLAN) is None
 
 
-def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
+def test_a_socket_folder_accessible_to_others_is_refused() -> None:
     socket_folder().chmod(0o755)
 
     with pytest.raises(CollectError, match="accessible to other users"):
@@ -137,18 +137,18 @@ def test_a_socket_folder_that_others_can_reach_is_refused() -> None:
 
 
 @for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
-def test_a_line_that_is_no_question_is_a_value_error(line: bytes) -> None:
+def test_an_invalid_request_raises_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
         asked(line)
 
 
-def test_a_relayed_plan_is_handed_on_no_further() -> None:
+def test_a_relayed_plan_is_not_published_again() -> None:
     assert asked(b'{"do": "status"}') == protocol.Asked(None)
     line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
     assert asked(line) == protocol.Asked(RecordPlan("o", "n", 4), relayed=True)
 
 
-def test_ranks_are_told_by_torchrun_before_slurm_before_mpi() -> None:
+def test_torchrun_variables_take_precedence_over_slurm_and_mpi() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -157,7 +157,7 @@ def test_ranks_are_told_by_torchrun_before_slurm_before_mpi() -> None:
     assert identity({}) == Identity(0, 1, 0, 1)
 
 
-def test_what_waits_for_a_module_runs_after_its_code_and_once(
+def test_the_import_callback_runs_once_after_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "awaited_module.py").write_text("made = True\n")
@@ -173,12 +173,12 @@ def test_what_waits_for_a_module_runs_after_its_code_and_once(
     assert seen == [True, False]
 
 
-def test_processes_are_known_by_what_started_them() -> None:
+def test_processes_are_found_by_their_ancestors() -> None:
     child = subprocess.Popen(["sleep", "30"], env={"RANK": "1"})
     try:
         assert os.getpid() in ancestors(child.pid)
         assert child.pid in family(os.getpid())
-        # The new program's environment is there a moment after it has been started.
+        # The environment of the new program is readable shortly after its start.
         deadline = time.monotonic() + 10
         while not environment(child.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -193,7 +193,7 @@ HEAD = struct.Struct("=Q32s")
 
 @pytest.fixture
 def asker(tmp_path: Path) -> Iterator["Asker"]:
-    """A process that is a rank and has a daemon to ask, as its environment says."""
+    """A process whose environment marks it as a rank that uses a profiler daemon."""
     variables = {"RANK": "1", "KINETO_USE_DAEMON": "1", "KINETO_IPC_SOCKET_DIR": str(tmp_path)}
     process = subprocess.Popen(["sleep", "30"], env=variables)
     yield Asker(process.pid, tmp_path)
@@ -202,7 +202,7 @@ def asker(tmp_path: Path) -> Iterator["Asker"]:
 
 
 class Asker:
-    """Kineto in the process: asks the daemon, and writes its trace when it is configured."""
+    """Imitates Kineto: asks the daemon and writes its trace once configured."""
 
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid, self._folder = pid, folder
@@ -226,7 +226,7 @@ class Asker:
         return HEAD.pack(len(body), kind) + body
 
 
-def test_a_profiler_that_asks_a_daemon_is_told_the_steps(asker: Asker, tmp_path: Path) -> None:
+def test_a_profiler_that_asks_a_daemon_gets_the_steps(asker: Asker, tmp_path: Path) -> None:
     asking = threading.Thread(target=asker.ask)
     asking.start()
 
@@ -242,7 +242,7 @@ def test_a_profiler_that_asks_a_daemon_is_told_the_steps(asker: Asker, tmp_path:
     assert not (tmp_path / "dynolog").exists()
 
 
-def test_where_another_daemon_has_the_socket_it_is_named(asker: Asker, tmp_path: Path) -> None:
+def test_a_socket_in_use_by_another_daemon_is_an_error(asker: Asker, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(tmp_path / "dynolog"))
         with pytest.raises(CollectError, match="another daemon uses it"):

@@ -1,4 +1,4 @@
-"""A SIGTERM while files are written comes when they are."""
+"""A SIGTERM while files are written is delivered afterwards."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ print("not reached", flush=True)
 """
 
 
-def test_the_process_writes_to_the_end_and_then_ends_as_it_would_have() -> None:
+def test_the_process_finishes_writing_and_then_terminates() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "written\n")
 
 
-def test_the_users_own_handler_gets_it_afterwards() -> None:
+def test_the_users_handler_gets_the_signal_afterwards() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     try:

@@ -1,4 +1,4 @@
-"""The GPU driver's version, as the kernel tells it."""
+"""The GPU driver's version from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12
     ("text", "version"),
     [(OPEN, "580.65.06"), (CLOSED, "535.183.01"), ("6.8.5\n", "6.8.5"), ("none\n", None)],
 )
-def test_the_first_file_that_names_one(text: str, version: str | None, tmp_path: Path) -> None:
+def test_the_version_comes_from_the_first_file_that_has_one(
+    text: str, version: str | None, tmp_path: Path
+) -> None:
     (tmp_path / "version").write_text(text)
     assert driver_version((tmp_path / "absent", tmp_path / "version")) == version
 
 
-def test_without_a_driver_there_is_none(tmp_path: Path) -> None:
+def test_without_a_driver_the_version_is_none(tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"\xff\xfe")
     assert driver_version((tmp_path / "odd", tmp_path / "absent")) is None

@@ -52,7 +52,7 @@ WHOLE = [*RANK_0, *RANK_1, "run.json"]
 
 @pytest.fixture(autouse=True)
 def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No agent of these jobs is in reach of others, nor theirs of us; a socket's path is short."""
+    """Keeps the agents of these jobs apart from others, with a short socket path."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         monkeypatch.setenv("STEPSPLIT_SOCKETS", folder)
         yield
@@ -60,7 +60,7 @@ def own_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Ended:
-    """The training without us, and without anything that happens."""
+    """The training without the recorder and without faults."""
     return plain("nothing")
 
 
@@ -69,7 +69,7 @@ Disk = Callable[[str], Path]
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """Mounts a small disk of its own, with the options of mount."""
+    """Mounts a small disk with the given mount options."""
     place = tmp_path / "disk"
     place.mkdir()
 
@@ -86,11 +86,11 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 ABORT = "terminate called without an active exception"
-"""What gloo's threads may end a process with after all is said, with us and without."""
+"""An abort of gloo's threads at the end of a process, with or without the recorder."""
 
 
 def alike(one: Ended, other: Ended) -> bool:
-    """Whether both ended with the same status and said the same; gloo's own abort is no status."""
+    """Whether both have the same status and output; gloo's own abort is ignored."""
     if any(ABORT in job.err for job in (one, other)):
         return _said(one) == _said(other)
     return (one.status, one.out) == (other.status, other.out)
@@ -103,7 +103,7 @@ def _said(job: Ended) -> list[str]:
 # A rank that is killed.
 
 
-def test_a_rank_killed_in_a_recorded_step_leaves_nothing_and_the_other_its_steps(
+def test_a_rank_killed_in_a_recorded_step_does_not_affect_the_other_ranks_files(
     tmp_path: Path,
 ) -> None:
     job = recorded("killed_in_a_recorded_step", tmp_path)
@@ -114,7 +114,7 @@ def test_a_rank_killed_in_a_recorded_step_leaves_nothing_and_the_other_its_steps
     assert not drafts(tmp_path)
 
 
-def test_a_rank_killed_while_its_files_are_packed_leaves_them_whole(tmp_path: Path) -> None:
+def test_files_are_complete_if_the_rank_is_killed_while_packing(tmp_path: Path) -> None:
     job = recorded("killed_while_packed", tmp_path)
 
     assert alike(job, plain("killed_while_packed"))
@@ -122,7 +122,7 @@ def test_a_rank_killed_while_its_files_are_packed_leaves_them_whole(tmp_path: Pa
     assert steps(tmp_path, 0) == steps(tmp_path, 1) == [6, 7, 8]
 
 
-def test_what_a_rank_killed_while_it_exported_has_left_is_cleared_by_the_next_recording(
+def test_the_next_recording_removes_files_of_an_interrupted_export(
     tmp_path: Path, undisturbed: Ended
 ) -> None:
     killed = recorded("killed_while_exported", tmp_path)
@@ -139,7 +139,7 @@ def test_what_a_rank_killed_while_it_exported_has_left_is_cleared_by_the_next_re
 # A folder that takes no files.
 
 
-def test_a_full_disk_costs_the_traces_alone(disk: Disk, undisturbed: Ended) -> None:
+def test_a_full_disk_loses_only_the_traces(disk: Disk, undisturbed: Ended) -> None:
     folder = disk("size=100k") / "run"
 
     job = recorded("nothing", folder)
@@ -150,7 +150,7 @@ def test_a_full_disk_costs_the_traces_alone(disk: Disk, undisturbed: Ended) -> N
     assert "the disk" in job.err or "No space left" in job.err
 
 
-def test_record_starts_nothing_where_it_cannot_write(tmp_path: Path) -> None:
+def test_record_does_not_start_the_job_if_the_folder_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     job = run([*recording(tmp_path / "file" / "run"), sys.executable, "-c", "print('started')"])
@@ -159,9 +159,7 @@ def test_record_starts_nothing_where_it_cannot_write(tmp_path: Path) -> None:
     assert job.err.count("\n") == 1
 
 
-def test_a_recorder_that_cannot_write_costs_the_recording_alone(
-    disk: Disk, undisturbed: Ended
-) -> None:
+def test_an_unwritable_folder_loses_only_the_recording(disk: Disk, undisturbed: Ended) -> None:
     folder = disk("ro")
 
     job = run([*RANKS, str(HERE / "recorded.py"), "recorder_cannot_write"], READ_ONLY=str(folder))
@@ -184,7 +182,7 @@ def test_a_recorder_that_cannot_write_costs_the_recording_alone(
         ("own_profiler_warm_or_begun_as_ours_is_warm", (None, None)),
     ],
 )
-def test_a_profiler_of_the_users_own_works_and_ours_gives_way_with_one_warning(
+def test_the_recorder_yields_to_the_users_profiler_with_one_warning(
     scenario: str,
     recorded_steps: tuple[list[int] | None, ...],
     tmp_path: Path,
@@ -214,7 +212,7 @@ def test_a_recorder_inside_the_users_own_profiler_warns_once(tmp_path: Path) -> 
     assert [line.split(":")[0] for line in job.lost] == ["rank 0", "rank 1"]
 
 
-def test_of_two_recorders_at_once_the_first_goes_on_and_torch_is_as_it_was(
+def test_the_first_of_two_recorders_continues_and_torch_is_restored(
     tmp_path: Path,
 ) -> None:
     script = [*RANKS, str(HERE / "recorded.py"), "recorder_twice_at_once"]
@@ -229,7 +227,7 @@ def test_of_two_recorders_at_once_the_first_goes_on_and_torch_is_as_it_was(
 # How a training ends.
 
 
-def test_a_slow_export_holds_the_other_rank_up_and_fails_nobody(
+def test_a_slow_export_delays_the_other_rank_without_failing_it(
     tmp_path: Path, undisturbed: Ended
 ) -> None:
     job = recorded("slow_export_on_rank_1", tmp_path)
@@ -238,7 +236,7 @@ def test_a_slow_export_holds_the_other_rank_up_and_fails_nobody(
     assert (names(tmp_path), job.lost) == (WHOLE, [])
 
 
-def test_a_training_that_raises_keeps_its_error_and_its_steps_with_the_one_it_broke_off(
+def test_a_training_that_raises_keeps_its_error_and_its_recorded_steps(
     tmp_path: Path,
 ) -> None:
     job = recorded("raises_in_a_recorded_step", tmp_path)
@@ -249,7 +247,7 @@ def test_a_training_that_raises_keeps_its_error_and_its_steps_with_the_one_it_br
     assert steps(tmp_path, 0) == steps(tmp_path, 1) == [6, 7, 8]
 
 
-def test_a_training_that_leaves_without_a_word_has_its_files(tmp_path: Path) -> None:
+def test_a_training_that_exits_early_has_its_files(tmp_path: Path) -> None:
     job = recorded("leaves_at_once", tmp_path)
 
     assert alike(job, plain("leaves_at_once"))
@@ -257,7 +255,7 @@ def test_a_training_that_leaves_without_a_word_has_its_files(tmp_path: Path) -> 
     assert names(tmp_path) == WHOLE
 
 
-def test_a_training_that_ends_before_the_first_step_says_so(
+def test_a_training_that_ends_before_the_first_recorded_step_warns(
     tmp_path: Path, undisturbed: Ended
 ) -> None:
     job = recorded("nothing", tmp_path, "--first", "14")
@@ -270,7 +268,7 @@ def test_a_training_that_ends_before_the_first_step_says_so(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_job_as_it_would_without_us(
+def test_a_signal_ends_the_job_as_without_the_recorder(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     job = [*TORCHRUN, TRAIN, "never_ends"]
@@ -286,7 +284,7 @@ def test_a_signal_ends_the_job_as_it_would_without_us(
 
 
 def signalled(command: list[str], number: signal.Signals) -> Ended:
-    """The job, signalled in a recorded step: by a terminal, or only the process that is its own."""
+    """The job, signalled in a recorded step: its process group as by a terminal, or one process."""
     process = start(command)
     with ended_at_last(process):
         assert process.stdout is not None
@@ -351,7 +349,7 @@ def test_the_users_sitecustomize_runs_and_pythonpath_stays(tmp_path: Path) -> No
 
 
 def bare_python(folder: Path, packages: str) -> str:
-    """A Python that finds what ours does, but stepsplit: a .pth of a .pth is not read."""
+    """A Python with the same packages but stepsplit: a .pth of a .pth is not read."""
     command = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
     subprocess.run(command, check=True)
     site = next(folder.glob("lib/python*/site-packages"))
@@ -360,7 +358,7 @@ def bare_python(folder: Path, packages: str) -> str:
 
 
 @pytest.mark.parametrize("namesake", [False, True], ids=["not there", "a folder of that name"])
-def test_a_python_without_stepsplit_is_recorded_all_the_same(
+def test_a_python_without_stepsplit_is_recorded(
     namesake: bool, tmp_path: Path, undisturbed: Ended
 ) -> None:
     python = bare_python(tmp_path / "venv", str(Path(torch.__file__).parents[1]))
@@ -378,7 +376,7 @@ def test_a_python_without_stepsplit_is_recorded_all_the_same(
 
 
 OPTIMIZERS = {
-    # A step is one that an optimizer makes: what a scaler skips is none.
+    # A step skipped by a gradient scaler does not count.
     "scaler_skips_two_of_8": 6,
     "two_step_8_times": 8,
     "one_wraps_another": 8,
@@ -390,14 +388,14 @@ OPTIMIZERS = {
 }
 
 
-def test_steps_are_counted_as_a_user_would(tmp_path: Path) -> None:
+def test_steps_are_counted_for_unusual_optimizers(tmp_path: Path) -> None:
     script = [sys.executable, str(HERE / "optimizers.py"), *OPTIMIZERS]
 
     job = run([*recording(tmp_path, "--standby"), *script])
 
-    told = dict(line.split() for line in job.out.splitlines())
-    assert {name: int(count) for name, count in told.items()} == OPTIMIZERS
-    # A compiler that looked into our hooks would say what it finds there.
+    counts = dict(line.split() for line in job.out.splitlines())
+    assert {name: int(count) for name, count in counts.items()} == OPTIMIZERS
+    # torch.compile would log if it traced the hooks.
     assert "does not know how to trace" not in job.err
 
 
@@ -405,12 +403,12 @@ def test_steps_are_counted_as_a_user_would(tmp_path: Path) -> None:
 
 
 def attach(out: Path, *words: str) -> list[str]:
-    """The words of an attach that records three steps."""
+    """The command line of an attach that records three steps."""
     return [*COLLECTORS, "attach", *words, "--out", str(out), "--steps", "3"]
 
 
 def when(seen: Callable[[list[Status]], Any], patience_s: float = 60.0) -> list[Status]:
-    """The ranks that stand by, as soon as what is to be seen of them is."""
+    """The ranks on standby, once the condition is true."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         ranks = [status for status in map(ask_status, agents()) if status is not None]
@@ -421,7 +419,7 @@ def when(seen: Callable[[list[Status]], Any], patience_s: float = 60.0) -> list[
 
 
 def refused(job: Ended, why: str) -> bool:
-    """Whether a command ended with 2 and one line that says why."""
+    """Whether a command ended with status 2 and one line that contains the reason."""
     return job.status == 2 and job.err.count("\n") == 1 and why in job.err
 
 
@@ -429,16 +427,16 @@ def test_attach_records_the_same_steps_on_all_ranks_once_at_a_time(tmp_path: Pat
     assert refused(run(attach(tmp_path / "none")), "is on standby")
     stop = tmp_path / "stop"
     standby = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "standby"), "--"]
-    job = start([*standby, *RANKS, TRAIN, "until_told"], STOP=str(stop))
+    job = start([*standby, *RANKS, TRAIN, "until_stopped"], STOP=str(stop))
     with ended_at_last(job):
         when(lambda ranks: [status.steps > 5 for status in ranks] == [True, True])
         first = start(attach(tmp_path / "first", str(job.pid)))
         with ended_at_last(first):
             when(lambda ranks: all(status.busy for status in ranks))
             assert refused(run(attach(tmp_path / "second")), "it is already being recorded")
-            told = end(first)
-        assert told.status == 0, told.err
-        # When it says that all is recorded, all is there: rank 1 takes a second to write.
+            attached = end(first)
+        assert attached.status == 0, attached.err
+        # All files must exist when attach reports success; rank 1 takes a second to write.
         assert names(tmp_path / "first") == WHOLE
         stop.touch()
         ended = end(job)

@@ -1,4 +1,4 @@
-"""What the hosts of a run wrote on disks of their own, brought together."""
+"""Merging the folders that the hosts of a run wrote to local disks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,17 +50,17 @@ def host(folder: Path, record: RankRecord, content: str = "trace") -> Path:
     return folder
 
 
-def test_a_record_reads_itself_back(tmp_path: Path) -> None:
+def test_a_record_round_trips(tmp_path: Path) -> None:
     assert read_record(write_record(tmp_path, FIRST).read_bytes()) == FIRST
 
 
 @pytest.mark.parametrize("text", ["[]", '{"schema": "stepsplit.rank/1"}', '{"schema": "x"}'])
-def test_what_is_no_record_is_a_value_error(text: str) -> None:
+def test_an_invalid_record_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         read_record(text)
 
 
-def test_two_hosts_make_one_recording(tmp_path: Path) -> None:
+def test_two_hosts_are_merged_into_one_recording(tmp_path: Path) -> None:
     a, b = host(tmp_path / "a", FIRST), host(tmp_path / "b", SECOND)
     mesh = Mesh.of({"dp": 2})
     write_run_json(a, RunSpec("exp", 2, "gloo", mesh))
@@ -80,9 +80,7 @@ def test_two_hosts_make_one_recording(tmp_path: Path) -> None:
     assert [machine.host for machine in spec.hosts] == ["a", "b"]
 
 
-def test_a_rank_that_left_nothing_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host(tmp_path / "a", FIRST)
 
     assert main(["gather", str(tmp_path / "a"), "--out", str(tmp_path / "whole")]) == 0

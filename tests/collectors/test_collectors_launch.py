@@ -1,4 +1,4 @@
-"""Starting the demo training, as far as it needs no process of torch."""
+"""Starting the demo training: the parts that need no torch process."""
 
 import sys
 import time
@@ -22,19 +22,19 @@ from stepsplit.collectors.record import (
 from stepsplit.collectors.run_spec import Mesh
 
 
-def test_axes_are_ordered_outermost_first_however_they_are_written() -> None:
+def test_axes_are_ordered_outermost_first() -> None:
     assert parse_parallel("tp=2, pp=4,dp=3") == Mesh(("pp", "dp_replicate", "tp"), (4, 3, 2))
     assert parse_parallel("fsdp=4,dp=2") == Mesh(("dp_replicate", "dp_shard"), (2, 4))
 
 
-def test_axes_of_one_rank_are_left_out_but_never_all() -> None:
+def test_axes_of_size_1_are_dropped_except_the_last() -> None:
     assert parse_parallel("tp=2,pp=1") == Mesh(("tp",), (2,))
     assert parse_parallel("pp=1") == Mesh(("dp_replicate",), (1,))
 
 
 @for_each("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "xx=2", "tp=2;pp=2"])
-def test_nonsense_is_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match="write tp=2,pp=2,dp=2") as refused:
+def test_an_invalid_layout_is_a_one_line_error(text: str) -> None:
+    with pytest.raises(ValueError, match="use tp=2,pp=2,dp=2") as refused:
         parse_parallel(text)
 
     assert "\n" not in str(refused.value)
@@ -45,7 +45,7 @@ def test_an_axis_given_twice_is_refused() -> None:
         parse_parallel("dp=2,dp_replicate=2")
 
 
-def test_short_memory_costs_dp_first_then_pp_then_tp() -> None:
+def test_low_memory_halves_dp_first_then_pp_then_tp() -> None:
     mesh = parse_parallel("tp=2,pp=2,dp=2")
 
     assert affordable(mesh, 8 * RANK_BYTES) == mesh
@@ -54,7 +54,7 @@ def test_short_memory_costs_dp_first_then_pp_then_tp() -> None:
     assert affordable(mesh, 0) == parse_parallel("dp=1")
 
 
-def test_a_recipe_survives_its_own_command_line() -> None:
+def test_demo_arguments_round_trip_through_the_command_line() -> None:
     recipe = DemoArgs(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
     mesh = parse_parallel("tp=2,pp=2")
     line = ["--out", "runs/a", "--parallel", parallel_text(mesh), *recipe.arguments()]
@@ -62,7 +62,7 @@ def test_a_recipe_survives_its_own_command_line() -> None:
     assert parse_command(line) == Command(Path("runs/a"), mesh, recipe)
 
 
-def test_a_recipe_that_the_mesh_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_must_be_divisible_by_pp(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_command(["--out", "runs/a", "--parallel", "pp=3"])
 
@@ -70,7 +70,7 @@ def test_a_recipe_that_the_mesh_cannot_hold_is_refused(capsys: pytest.CaptureFix
 
 
 def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float = 30.0) -> float:
-    """Runs the code as every rank under the launcher's care; the seconds it took."""
+    """Runs the code as every rank under the launcher; returns the seconds it took."""
     begin = time.monotonic()
     with ExitStack() as stack:
         ranks = record._start([sys.executable, "-c", code], world_size, tmp_path, stack)
@@ -78,7 +78,7 @@ def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float 
     return time.monotonic() - begin
 
 
-def test_when_one_rank_fails_the_others_end_and_its_last_words_are_told(tmp_path: Path) -> None:
+def test_if_a_rank_fails_the_others_end_and_the_error_has_its_stderr(tmp_path: Path) -> None:
     code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('no GPU'); time.sleep(60)"
     begin = time.monotonic()
 
@@ -88,6 +88,6 @@ def test_when_one_rank_fails_the_others_end_and_its_last_words_are_told(tmp_path
     assert time.monotonic() - begin < 20
 
 
-def test_a_run_that_never_ends_is_ended(tmp_path: Path) -> None:
+def test_a_run_that_does_not_end_is_killed(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="ranks 0, 1 did not finish in time"):
         run_ranks("import time; time.sleep(60)", tmp_path, patience_s=0.5)

@@ -1,4 +1,4 @@
-"""What NCCL is asked to write, by its version; what the user has set stays."""
+"""The environment variables of NCCL by version; variables set by the user do not change."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ OUT = Path("/runs/a")
 ASKED = RecordPlan(out=str(OUT), name="a", first=10)
 
 
-def test_only_an_nccl_that_knows_timestamps_is_asked_for_them() -> None:
+def test_timestamps_are_requested_only_from_versions_with_support() -> None:
     old, new = log_environment(OUT, (2, 21, 5)), log_environment(OUT, (2, 26, 2))
 
     assert old == {
@@ -24,11 +24,11 @@ def test_only_an_nccl_that_knows_timestamps_is_asked_for_them() -> None:
     assert log_environment(OUT, None) == new
 
 
-def test_a_line_a_call_is_asked_for_only_on_demand() -> None:
+def test_call_logging_is_off_by_default() -> None:
     assert log_environment(OUT, None, calls=True)["NCCL_DEBUG_SUBSYS"].endswith("COLL,TUNING")
 
 
-def test_the_inspector_writes_while_the_job_runs_and_small_calls_too() -> None:
+def test_the_inspector_dumps_periodically_and_includes_small_calls() -> None:
     old = inspector_environment(OUT, (2, 28, 9), Path("/lib/x.so"))
     new = inspector_environment(OUT, (2, 30, 3), Path("/lib/x.so"))
 
@@ -37,13 +37,13 @@ def test_the_inspector_writes_while_the_job_runs_and_small_calls_too() -> None:
     assert new["NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES"] == "0"
 
 
-def test_an_nccl_without_an_inspector_is_named() -> None:
+def test_an_nccl_without_inspector_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"NCCL 2\.27\.7 has no Inspector"):
         inspector_environment(OUT, (2, 27, 7), Path("/lib/x.so"))
 
 
-def test_an_inspector_that_is_not_there_is_named() -> None:
-    with pytest.raises(CollectError, match="not on LD_LIBRARY_PATH"):
+def test_a_missing_inspector_plugin_is_an_error() -> None:
+    with pytest.raises(CollectError, match="add its folder to LD_LIBRARY_PATH"):
         environment({}, ASKED, NcclLogs(inspector=True))
 
 
@@ -55,7 +55,7 @@ def test_the_job_gets_the_plan_and_the_agent_before_the_users_own_path() -> None
     assert added["TORCH_FR_BUFFER_SIZE"] == "20000"
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_set_by_the_user_are_not_changed() -> None:
     given = {"NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "100"}
 
     assert set(environment(given, ASKED, NcclLogs())) == {PLAN_VARIABLE, "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""NCCL's log stays below a size while NCCL writes on."""
+"""The size of NCCL's log is limited while NCCL writes to it."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from stepsplit.collectors.nccl import cut, log_path
 LINE = b"host:1:1 [0] NCCL INFO AllReduce: opCount 0\n"
 
 
-def test_a_log_that_has_grown_too_large_keeps_its_beginning(tmp_path: Path) -> None:
+def test_a_log_above_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "host.1.log"
     with path.open("wb", buffering=0) as nccl:
         nccl.write(LINE * 100_000)
@@ -21,7 +21,7 @@ def test_a_log_that_has_grown_too_large_keeps_its_beginning(tmp_path: Path) -> N
     assert path.stat().st_size == 1 << 20
 
 
-def test_a_small_log_and_none_are_left_alone(tmp_path: Path) -> None:
+def test_small_and_missing_logs_are_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(LINE)
 
@@ -30,7 +30,7 @@ def test_a_small_log_and_none_are_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == LINE
 
 
-def test_only_a_log_of_its_own_is_a_processes_to_cut() -> None:
+def test_only_a_log_per_process_is_truncated() -> None:
     assert log_path({}, 7) is None
     assert log_path({"NCCL_DEBUG_FILE": "/shared.log"}, 7) is None
     found = log_path({"NCCL_DEBUG_FILE": "/nccl/%h.%p.log"}, 7)

@@ -1,4 +1,4 @@
-"""Packing a rank's raw files: whole or not at all, and thin without changing the split."""
+"""Packing a rank's raw files: atomically, and thin without changing the split."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ STEP = [
 ]
 
 
-def test_thin_keeps_each_op_that_holds_no_communication_without_what_it_is_made_of(
+def test_thin_removes_ops_nested_in_ops_without_communication(
     tmp_path: Path,
 ) -> None:
     raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
@@ -63,7 +63,7 @@ def test_thin_keeps_each_op_that_holds_no_communication_without_what_it_is_made_
     ]
 
 
-def test_full_keeps_all(tmp_path: Path) -> None:
+def test_full_keeps_all_events(tmp_path: Path) -> None:
     raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
 
     pack(raw, out)
@@ -71,7 +71,7 @@ def test_full_keeps_all(tmp_path: Path) -> None:
     assert names(out) == [each["name"] for each in STEP]
 
 
-def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
+def test_a_truncated_raw_file_is_not_packed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw, out = tmp_path / "raw", tmp_path / "rank0_trace.json.gz"
@@ -83,7 +83,7 @@ def test_a_raw_file_that_the_full_disk_cut_off_leaves_nothing(
     assert "the file is truncated; is the disk full?" in capsys.readouterr().err
 
 
-def test_one_lost_file_does_not_cost_the_others(tmp_path: Path) -> None:
+def test_one_lost_file_does_not_affect_the_others(tmp_path: Path) -> None:
     good = write_raw(tmp_path / "raw", STEP)
 
     assert pack_all([str(tmp_path / "none"), str(tmp_path / "a.gz"), str(good), f"{good}.gz"]) == 1
@@ -92,7 +92,7 @@ def test_one_lost_file_does_not_cost_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", ["tp2_pp2", "fsdp4", "dp4", "pp2_m2"])
-def test_thin_traces_of_real_runs_have_the_very_same_split(sample: str, tmp_path: Path) -> None:
+def test_thin_traces_of_real_runs_have_the_same_split(sample: str, tmp_path: Path) -> None:
     for path in (SAMPLES / sample).iterdir():
         if "_trace" in path.name:
             raw = tmp_path / "raw"

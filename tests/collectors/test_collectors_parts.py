@@ -1,4 +1,4 @@
-"""The small measures of a rank: clock, GPU, steps, memory, packing."""
+"""Measurements of a rank: clock, GPU, steps, memory, packing."""
 
 import gzip
 import socket
@@ -24,25 +24,25 @@ from stepsplit.collectors.rank_files import Packed, Packer  # noqa: E402
 from stepsplit.collectors.rank_record import KEPT, StepClock  # noqa: E402
 
 
-def test_a_clock_is_its_own_within_the_round_trip() -> None:
+def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
     found = probe("127.0.0.1", answer())
 
     assert found is not None
     assert abs(found.offset_ns) <= found.round_trip_ns < 100_000_000
 
 
-def test_where_nobody_answers_there_is_no_probe() -> None:
+def test_a_probe_without_an_answer_is_none() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
         assert probe("127.0.0.1", silent.getsockname()[1]) is None
 
 
-def test_without_a_gpu_there_is_no_reading() -> None:
+def test_without_a_gpu_the_state_is_none() -> None:
     assert gpu_state() is None
 
 
 class Nvml(SimpleNamespace):
-    """As nvidia-ml-py on a GPU with two links, of which it counts replays; no throttle reasons."""
+    """Imitates nvidia-ml-py on a GPU with two links with replays, without throttle reasons."""
 
     NVML_CLOCK_SM = 1
     NVML_NVLINK_ERROR_DL_REPLAY = 0
@@ -63,7 +63,7 @@ class Nvml(SimpleNamespace):
         return {0: 3, 1: 4}[link]
 
 
-def test_what_a_gpu_does_not_know_is_none_and_its_links_are_added_up(
+def test_unsupported_gpu_readings_are_none_and_link_errors_are_summed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
@@ -79,14 +79,14 @@ def test_what_a_gpu_does_not_know_is_none_and_its_links_are_added_up(
     assert (state.sm_clock_mhz, state.throttle_reasons, state.link_errors) == (1980, None, 7)
 
 
-def test_a_machine_is_known_by_name_cores_and_memory() -> None:
+def test_the_host_has_a_name_cores_and_memory() -> None:
     here = machine()
 
     assert (here.host, here.gpus) == (socket.gethostname(), 0)
     assert here.cores > 0 and here.memory_bytes > 1 << 30 and here.cpu
 
 
-def test_steps_are_kept_apart_by_what_ran_beside_them() -> None:
+def test_step_times_are_separated_by_profiler_state() -> None:
     clock = StepClock()
     for kind in ("", "before", "before", "", "profiled", "", "after"):
         clock.step(kind)
@@ -100,7 +100,7 @@ def test_steps_are_kept_apart_by_what_ran_beside_them() -> None:
     assert clock.full and len(clock.times().after_ns) == KEPT
 
 
-def test_a_storage_counts_once_however_many_tensors_view_it() -> None:
+def test_a_storage_shared_by_tensors_counts_once() -> None:
     whole = torch.zeros(100)
 
     assert held_bytes([whole, whole[:10], whole.view(10, 10), torch.zeros(5), None]) == 420
@@ -117,7 +117,7 @@ def profiled(step: Callable[[], Any], memory: bool) -> Any:
     return profiler
 
 
-def test_activations_are_what_a_step_holds_beyond_what_it_leaves() -> None:
+def test_activations_are_the_peak_above_the_memory_left_by_the_step() -> None:
     kept: list[Any] = []
 
     def step() -> None:
@@ -127,11 +127,11 @@ def test_activations_are_what_a_step_holds_beyond_what_it_leaves() -> None:
     assert activations_bytes(profiled(step, memory=True)) == 4 << 22
 
 
-def test_without_memory_events_no_activations_are_known() -> None:
+def test_without_memory_events_activations_are_none() -> None:
     assert activations_bytes(profiled(lambda: torch.zeros(8), memory=False)) is None
 
 
-def test_where_no_process_can_be_started_the_rank_packs_itself(
+def test_the_rank_packs_itself_if_no_process_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: Any, **kwargs: Any) -> None:
@@ -148,5 +148,5 @@ def test_where_no_process_can_be_started_the_rank_packs_itself(
 
     assert packer.wait(0.0)
     assert gzip.decompress(out.read_bytes()) == b'{"entries": []}'
-    # The training goes on in this process: it keeps its priority and hears Ctrl-C.
+    # The training continues in this process: it keeps its priority and its Ctrl-C handler.
     assert nice == []

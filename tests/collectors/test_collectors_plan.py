@@ -1,4 +1,4 @@
-"""What is to be recorded: which steps of which ranks in what detail."""
+"""The plan of a recording: steps, ranks and detail."""
 
 import pytest
 from cases import for_each
@@ -7,25 +7,25 @@ from stepsplit.collectors.record import RecordPlan, detail, listed, parse_plan
 from stepsplit.collectors.run_spec import GroupInfo
 
 
-def test_a_plan_reads_itself_back() -> None:
+def test_a_plan_round_trips() -> None:
     asked = RecordPlan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
 
     assert parse_plan(asked.text()) == asked
 
 
-def test_a_plan_of_a_newer_version_keeps_what_this_one_knows() -> None:
+def test_unknown_fields_of_a_newer_plan_are_ignored() -> None:
     assert parse_plan('{"out": "o", "name": "n", "first": null, "novel": 1}') == RecordPlan(
         "o", "n", None
     )
 
 
 @pytest.mark.parametrize("text", ["3", "{}", '{"out": "o", "name": "n", "first": -1}', "["])
-def test_what_is_no_plan_is_a_value_error(text: str) -> None:
+def test_an_invalid_plan_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         parse_plan(text)
 
 
-def test_ranks_are_listed_as_people_write_them() -> None:
+def test_ranks_are_parsed_from_lists_and_ranges() -> None:
     assert listed("0-2, 7") == {0, 1, 2, 7}
     with pytest.raises(ValueError, match="use all, auto or 0-7,16"):
         listed("one")
@@ -46,11 +46,11 @@ PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp",
         ("0-3", 4, PIPELINES[:1], "none"),
     ],
 )
-def test_auto_keeps_the_pipeline_of_rank_0_whole_and_the_others_thin(
+def test_auto_records_the_pipeline_of_rank_0_in_full_and_the_others_thin(
     ranks: str, rank: int, groups: list[GroupInfo], kept: str
 ) -> None:
     assert detail(ranks, rank, 16, tuple(groups)) == kept
 
 
-def test_auto_keeps_all_ranks_of_a_small_job_in_full() -> None:
+def test_auto_records_all_ranks_of_a_small_job_in_full() -> None:
     assert {detail("auto", rank, 8, ()) for rank in range(8)} == {"full"}

@@ -1,4 +1,4 @@
-"""Real trainings under the recorder: what lies in the folder afterwards."""
+"""Real trainings with the recorder: the files in the folder afterwards."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ class Recording:
         return list(self._read(f"rank{rank}_flight.json.gz")["entries"])
 
     def names(self, rank: int, start: str) -> list[str]:
-        """The names that begin so, in order of time."""
+        """The names with this prefix, in order of time."""
         found = [e for e in self.events(rank) if e.get("name", "").startswith(start)]
         return [e["name"] for e in sorted(found, key=lambda e: float(e["ts"]))]
 
@@ -61,7 +61,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return record("pp=2", tmp_path_factory.mktemp("pp2"))
 
 
-def test_every_rank_leaves_its_files_and_nothing_else(data_parallel: Recording) -> None:
+def test_every_rank_writes_exactly_its_files(data_parallel: Recording) -> None:
     assert sorted(path.name for path in data_parallel.folder.iterdir()) == [
         "rank0_flight.json.gz",
         "rank0_record.json",
@@ -73,7 +73,7 @@ def test_every_rank_leaves_its_files_and_nothing_else(data_parallel: Recording) 
     ]
 
 
-def test_run_json_knows_the_job(data_parallel: Recording) -> None:
+def test_run_json_describes_the_job(data_parallel: Recording) -> None:
     spec = data_parallel.spec
 
     assert (spec.name, spec.world_size, spec.backend) == (data_parallel.folder.name, 2, "gloo")
@@ -143,7 +143,7 @@ def test_the_native_range_of_a_message_starts_inside_its_annotation(pipeline: Re
     assert all(begin <= ts <= end for ts, (begin, end) in zip(native, posted, strict=True))
 
 
-def test_no_message_is_waited_for_inside_a_microbatch(pipeline: Recording) -> None:
+def test_no_microbatch_contains_the_wait_for_a_message(pipeline: Recording) -> None:
     # A receive that ended inside a forward or backward would make the bubble look like compute.
     for rank in (0, 1):
         spans = [
@@ -156,7 +156,7 @@ def test_no_message_is_waited_for_inside_a_microbatch(pipeline: Recording) -> No
         assert not [e for e in received for begin, end in chunks if begin < e < end]
 
 
-def test_a_failing_training_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_failing_training_is_reported_with_its_stderr(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="divisible"):
         launch_workload("dp=1", tmp_path, DemoArgs(steps=2, hidden=60, heads=7))
 
@@ -179,7 +179,7 @@ def test_a_job_without_torch_distributed_is_rank_0_of_1(tmp_path: Path) -> None:
     assert (tmp_path / "alone" / "rank0_trace.json.gz").stat().st_size > 0
 
 
-def test_an_exception_of_the_training_passes_unchanged_and_what_was_seen_is_kept(
+def test_an_exception_of_the_training_is_unchanged_and_recorded_steps_are_kept(
     tmp_path: Path,
 ) -> None:
     from stepsplit.collectors import profile_run
@@ -194,27 +194,27 @@ def test_an_exception_of_the_training_passes_unchanged_and_what_was_seen_is_kept
     assert (tmp_path / "run.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_the_recording_not_the_training(
+def test_an_unwritable_folder_loses_the_recording_not_the_training(
     tmp_path: Path,
 ) -> None:
     from stepsplit.collectors import profile_run
 
     (tmp_path / "file").touch()
     done = 0
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with profile_run(tmp_path / "file" / "run") as run:
             steps(run, 8)
             done = 8
 
     assert done == 8
-    assert [str(warning.message).split(": ")[1] for warning in told] == [
+    assert [str(warning.message).split(": ")[1] for warning in caught] == [
         "lost its trace",
         "lost run.json",
     ]
 
 
-def test_a_mesh_that_does_not_fit_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_mesh_of_the_wrong_size_is_ignored_with_a_warning(tmp_path: Path) -> None:
     from stepsplit.collectors import profile_run
 
     with (
@@ -226,7 +226,7 @@ def test_a_mesh_that_does_not_fit_is_left_out_with_a_warning(tmp_path: Path) -> 
     assert from_json((tmp_path / "run.json").read_bytes()).mesh is None
 
 
-def test_torch_is_as_it_was_after_the_recording(tmp_path: Path) -> None:
+def test_torch_is_restored_after_the_recording(tmp_path: Path) -> None:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -242,7 +242,7 @@ def test_torch_is_as_it_was_after_the_recording(tmp_path: Path) -> None:
     assert (vars(ProcessGroup)["send"], vars(_PipelineStageBase)["forward_one_chunk"]) == before
 
 
-def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
+def test_a_run_that_ends_too_early_warns(tmp_path: Path) -> None:
     from stepsplit.collectors import profile_run
 
     with (
@@ -254,7 +254,9 @@ def test_a_run_that_ends_too_early_says_so(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_debug_detail_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_distributed_debug_detail_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from stepsplit.collectors import profile_run
 
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")

@@ -1,4 +1,4 @@
-"""run.json and the mesh: what a recording says of the job that it is from."""
+"""run.json and the mesh: the description of the recorded job."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_a_mesh_places_ranks_with_the_last_axis_fastest() -> None:
 @pytest.mark.parametrize(
     ("sizes", "complaint"), [({"xx": 2}, "unknown mesh axis"), ({"tp": 0}, "at least one rank")]
 )
-def test_a_mesh_that_cannot_be_is_refused(sizes: dict[str, int], complaint: str) -> None:
+def test_an_invalid_mesh_is_refused(sizes: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Mesh.of(sizes)
 
@@ -63,7 +63,7 @@ def test_run_json_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
 
 
-def test_run_json_of_a_newer_version_is_read_as_far_as_it_is_known() -> None:
+def test_unknown_fields_of_a_newer_run_json_are_ignored() -> None:
     body = json.loads(to_json(SPEC))
     body["ranks"][0]["rack"] = 7
     body["model"]["rope_theta"] = 1e4
@@ -77,13 +77,13 @@ def test_other_json_is_refused(text: str) -> None:
         from_json(text)
 
 
-def test_importing_the_collectors_leaves_torch_alone() -> None:
+def test_importing_the_collectors_does_not_import_torch() -> None:
     code = "import sys, stepsplit.collectors.record; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_public_name_of_the_recorder_loads_when_it_is_asked_for() -> None:
+def test_profile_run_is_loaded_on_first_access() -> None:
     pytest.importorskip("torch")
     import stepsplit.collectors as collectors
     from stepsplit.collectors.profiler import profile_run

@@ -1,4 +1,4 @@
-"""Counting training steps from what the optimizers do."""
+"""Counting training steps by optimizer steps."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from stepsplit.collectors.attach.agent import SUCCESSION, StepCounter  # noqa: E
 
 @pytest.fixture
 def ended() -> Iterator[list[int]]:
-    """The steps that a counter in this process has seen to end."""
+    """The ended steps as reported by a counter in this process."""
     seen: list[int] = []
     StepCounter(seen.append).install()
     yield seen
@@ -48,7 +48,7 @@ def test_a_step_of_several_optimizers_ends_once(ended: list[int]) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):  # type: ignore[misc]
-    """As ZeroRedundancyOptimizer: an optimizer whose step has another one step, and then sends."""
+    """Like ZeroRedundancyOptimizer: its step calls another optimizer's step, then communicates."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__([torch.nn.Parameter(torch.ones(1))], {})
@@ -68,7 +68,7 @@ def test_a_step_ends_with_the_outermost_optimizer(ended: list[int]) -> None:
     assert ended == [0, 1, 2]
 
 
-def test_where_the_first_optimizer_steps_no_more_another_leads(ended: list[int]) -> None:
+def test_another_optimizer_becomes_the_leader_if_the_first_stops(ended: list[int]) -> None:
     old, new = adam(), adam()
     old.step()
 
@@ -78,7 +78,7 @@ def test_where_the_first_optimizer_steps_no_more_another_leads(ended: list[int])
     assert ended == [0, 1, 2, 3, 4]
 
 
-def test_several_steps_of_a_critic_make_one_with_the_generators(ended: list[int]) -> None:
+def test_several_critic_steps_and_one_generator_step_are_one_step(ended: list[int]) -> None:
     generator, critic = adam(), adam()
 
     for _ in range(3):
@@ -100,7 +100,7 @@ class Fails(torch.optim.SGD):  # type: ignore[misc]
             raise ValueError("an overflow")
 
 
-def test_a_step_that_raises_is_none_and_disturbs_no_later_one(ended: list[int]) -> None:
+def test_a_step_that_raises_does_not_count_or_affect_later_ones(ended: list[int]) -> None:
     optimizer = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.step()
 
@@ -111,7 +111,7 @@ def test_a_step_that_raises_is_none_and_disturbs_no_later_one(ended: list[int]) 
     assert ended == [0, 1]
 
 
-def test_an_optimizer_that_raised_and_was_replaced_stands_in_no_ones_way(ended: list[int]) -> None:
+def test_an_optimizer_replaced_after_an_exception_does_not_block_counting(ended: list[int]) -> None:
     failing, new = Fails([torch.nn.Parameter(torch.ones(1))], lr=0.1), adam()
     failing.step()
     with pytest.raises(ValueError, match="an overflow"):
@@ -123,7 +123,7 @@ def test_an_optimizer_that_raised_and_was_replaced_stands_in_no_ones_way(ended: 
     assert ended == [0, 1, 2]
 
 
-def test_a_listener_that_raises_is_dropped_and_the_training_goes_on(ended: list[int]) -> None:
+def test_a_listener_that_raises_is_removed_and_the_training_continues(ended: list[int]) -> None:
     def broken(optimizer: Any) -> None:
         raise RuntimeError("ours")
 

@@ -1,4 +1,4 @@
-"""One unchanged training in all three ways: it is recorded, and stays the training that it was."""
+"""One unchanged training, recorded in three ways without changing its result."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def conserved(report: Report) -> bool:
     return all(step.split.step_ns == step.step_ns for step in report.steps)
 
 
-def test_a_script_is_recorded_as_it_is_and_loses_nothing(tmp_path: Path) -> None:
+def test_an_unchanged_script_is_recorded_without_side_effects(tmp_path: Path) -> None:
     plain = run(torchrun(30), tmp_path / "sockets")
 
     command = [*COLLECTORS, "record", "--memory", "--steps", "3", "--out", str(tmp_path / "run")]
@@ -69,13 +69,13 @@ def test_a_script_is_recorded_as_it_is_and_loses_nothing(tmp_path: Path) -> None
     row = report.memory[0]
     assert row.weights_bytes == row.gradients_bytes
     assert row.optimizer_bytes is not None and row.weights_bytes is not None
-    # Adam: two numbers a weight, and a count of steps a tensor.
+    # Adam: two numbers per weight, and a step count per tensor.
     assert 0 <= row.optimizer_bytes - 2 * row.weights_bytes < 1024
     assert row.activations_bytes
     assert not list((tmp_path / "sockets").rglob("*.sock"))
 
 
-def test_attach_records_the_same_steps_of_all_ranks_and_goes(tmp_path: Path) -> None:
+def test_attach_records_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
     runtime = tmp_path / "sockets"
     command = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "none"), "--"]
     with subprocess.Popen(
@@ -99,7 +99,7 @@ def test_attach_records_the_same_steps_of_all_ranks_and_goes(tmp_path: Path) -> 
     assert not list((tmp_path / "none").iterdir())
 
 
-def test_an_attach_reaches_the_ranks_of_other_hosts_through_the_job(tmp_path: Path) -> None:
+def test_an_attach_reaches_ranks_of_other_hosts_through_the_store(tmp_path: Path) -> None:
     port = str(29600 + os.getpid() % 200)
     jobs = [
         subprocess.Popen(
@@ -129,7 +129,7 @@ def test_an_attach_reaches_the_ranks_of_other_hosts_through_the_job(tmp_path: Pa
     assert abs(other.clocks[0].offset_ns) <= other.clocks[0].round_trip_ns
 
 
-def test_a_job_that_waits_for_a_daemon_is_attached_to_as_it_is(tmp_path: Path) -> None:
+def test_a_job_with_kineto_use_daemon_is_attached_to_unchanged(tmp_path: Path) -> None:
     with subprocess.Popen(
         torchrun(3000, step_ms=10), env=environment(tmp_path / "sockets", KINETO_USE_DAEMON="1")
     ) as job:
@@ -161,7 +161,7 @@ def await_ranks(runtime: Path, count: int) -> None:
 
 
 def await_after(folder: Path, job: "subprocess.Popen[str]") -> None:
-    """Until the ranks have timed enough steps beside the profiler, and stand by again."""
+    """Waits until the ranks have timed enough unprofiled steps and are on standby again."""
     records = [folder / f"rank{rank}_record.json" for rank in (0, 1)]
 
     def timed() -> bool:

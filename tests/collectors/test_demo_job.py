@@ -1,4 +1,4 @@
-"""What the demo training tells of itself is what it does."""
+"""The demo training's run.json matches what it runs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def test_the_model_has_learned_positions_and_no_biases() -> None:
         ("pp=2", None, None, None),
     ],
 )
-def test_each_layout_tells_how_its_axes_work(
+def test_training_fields_follow_the_layout(
     parallel: str, split_vocab: bool | None, root_unit: bool | None, bucket_bytes: int | None
 ) -> None:
-    told = training(RECIPE, parse_parallel(parallel))
-    assert (told.split_vocab, told.root_unit, told.bucket_bytes) == (
+    training_spec = training(RECIPE, parse_parallel(parallel))
+    assert (training_spec.split_vocab, training_spec.root_unit, training_spec.bucket_bytes) == (
         split_vocab, root_unit, bucket_bytes,
     )  # fmt: skip
 
 
-def test_run_json_keeps_all_of_it() -> None:
+def test_run_json_keeps_all_fields() -> None:
     model = ModelSpec(experts=8, top_k=2, norm="rms", biases=False, learned_positions=0)
-    told = Training(split_vocab=False, root_unit=True, bucket_bytes=1024)
-    spec = RunSpec("run", 1, "gloo", model=model, training=told)
+    training_spec = Training(split_vocab=False, root_unit=True, bucket_bytes=1024)
+    spec = RunSpec("run", 1, "gloo", model=model, training=training_spec)
     assert from_json(to_json(spec)) == spec

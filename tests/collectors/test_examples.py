@@ -1,4 +1,4 @@
-"""Every strategy of the field, run for real: recorded, recognized, counted as the model counts."""
+"""Every parallelism strategy in a real run: recorded, recognized, and consistent with the model."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ SEEN = {
     "pipeline-zero-bubble": (("pp (zb-h1)",), "pp=2"),
     "pipeline-zb-v": (("pp (zb-v)",), "pp=2"),
     "pipeline-dualpipe-v": (("pp (dualpipe-v)",), "pp=2"),
-    # The gradients of a ring's ranks are summed by DDP. Two ranks may be a pipeline's as well.
+    # DDP reduces the gradients of a ring's ranks. Two ranks may also be a pipeline.
     "context": (("ddp", "cp (ring)"), ""),
     "context-4-ranks": (("ddp", "cp (ring)"), "cp=4"),
     "experts": (("ddp", "ep"), "dp_replicate=2"),
@@ -60,7 +60,7 @@ SEEN = {
     "deepspeed-zero2-offload": ((ZERO_1,), "dp_replicate=2"),
     "deepspeed-zero3-offload": (("fsdp",), "dp_shard=2"),
 }
-"""The strategies and the mesh that the traces alone tell, by the run."""
+"""The strategies and the mesh inferred from the traces alone, by run."""
 
 
 @pytest.mark.in_turn("examples")

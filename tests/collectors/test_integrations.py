@@ -1,4 +1,4 @@
-"""What all integrations share: when they import what, and what they can never break."""
+"""Shared code of the integrations: lazy imports, and no effect on the training."""
 
 import inspect
 import json
@@ -37,7 +37,7 @@ def test_collectors_import_no_framework() -> None:
     assert ran.stderr == "[]\n"
 
 
-def test_a_missing_framework_is_one_line_that_names_the_hint() -> None:
+def test_a_missing_framework_is_a_one_line_error_with_a_hint() -> None:
     with pytest.raises(ImportError) as refused:
         library("no_such_framework.trainer", "no-such-framework")
 
@@ -52,7 +52,7 @@ def test_the_options_are_those_of_profile_run() -> None:
     assert list(Options.__annotations__) == [name for name in parameters if name != "out"]
 
 
-def test_options_that_make_no_recording_are_refused_before_the_training(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no step to record"):
         LateRun(tmp_path, active=0)
 
@@ -68,7 +68,7 @@ def test_options_that_make_no_recording_are_refused_before_the_training(tmp_path
         ("fp8", "fp8"),
     ],
 )
-def test_dtypes_have_one_word(said: object, word: str) -> None:
+def test_dtypes_are_normalized(said: object, word: str) -> None:
     assert dtype_word(said) == word
 
 
@@ -82,16 +82,16 @@ def test_dtypes_have_one_word(said: object, word: str) -> None:
         ("Sophia", "sophia"),
     ],
 )
-def test_optimizers_have_one_word(said: object, word: str) -> None:
+def test_optimizers_are_normalized(said: object, word: str) -> None:
     assert optimizer_word(said) == word
 
 
-def test_a_model_without_a_configuration_has_parameters_alone() -> None:
+def test_a_model_without_a_config_has_only_a_parameter_count() -> None:
     assert model_spec(torch.nn.Linear(3, 2)) == ModelSpec(parameters=8)
 
 
 class Counted:
-    """Something with a method that steps."""
+    """An object with a method that steps."""
 
     calls = 0
 
@@ -100,7 +100,7 @@ class Counted:
         return self.calls
 
 
-def test_what_follows_a_call_may_fail_and_the_call_never_does() -> None:
+def test_a_failing_callback_does_not_fail_the_call() -> None:
     counted = Counted()
 
     lost = pytest.warns(RuntimeWarning, match="lost the count of its steps")
@@ -110,7 +110,7 @@ def test_what_follows_a_call_may_fail_and_the_call_never_does() -> None:
     assert "__wrapped__" not in vars(Counted.step)
 
 
-def test_facts_that_fail_cost_a_line_and_no_training(tmp_path: Path) -> None:
+def test_failing_framework_metadata_is_a_warning(tmp_path: Path) -> None:
     run = LateRun(tmp_path / "run", wait=0, warmup=0, active=1)
 
     with pytest.warns(RuntimeWarning, match="description of the run: no mesh"):
@@ -121,7 +121,7 @@ def test_facts_that_fail_cost_a_line_and_no_training(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rank0_trace.json.gz").exists()
 
 
-def test_what_the_user_states_wins_over_what_the_framework_knows(tmp_path: Path) -> None:
+def test_values_given_by_the_user_override_the_framework(tmp_path: Path) -> None:
     run = LateRun(tmp_path, wait=0, warmup=0, active=1, training=Training(seq_len=8, dtype="fp8"))
 
     with run.around(lambda: Facts(training=Training(dtype="bf16", micro_batch=2))):
@@ -131,7 +131,7 @@ def test_what_the_user_states_wins_over_what_the_framework_knows(tmp_path: Path)
     assert (said["seq_len"], said["micro_batch"], said["dtype"]) == (8, 2, "fp8")
 
 
-def test_a_training_that_fails_keeps_what_was_recorded(tmp_path: Path) -> None:
+def test_a_training_that_fails_keeps_the_recorded_steps(tmp_path: Path) -> None:
     run = LateRun(tmp_path, wait=0, warmup=0, active=5)
 
     with pytest.raises(KeyError, match="theirs"), run.around(Facts):

@@ -1,4 +1,4 @@
-"""A loop of accelerate on two real ranks, beside accelerate's own profiler."""
+"""A training loop of accelerate on two real ranks, also with accelerate's own profiler."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_loop_is_recorded_and_accelerates_own_profiler_runs_after(tmp_path: Pa
     )
 
 
-def test_accelerates_own_profiler_within_ours_is_whole_and_ours_says_what_it_lost(
+def test_accelerates_own_profiler_within_ours_is_complete_and_ours_warns(
     tmp_path: Path,
 ) -> None:
     needs("accelerate")
@@ -51,7 +51,7 @@ def test_accelerates_own_profiler_within_ours_is_whole_and_ours_says_what_it_los
     assert "lost the rest of its trace: another torch.profiler was started" in recorded.output
 
 
-def test_over_deepspeed_a_step_is_one_of_the_engine(tmp_path: Path) -> None:
+def test_with_deepspeed_a_step_is_an_engine_step(tmp_path: Path) -> None:
     needs("accelerate", "deepspeed")
     folder, theirs = tmp_path / "recorded", tmp_path / "theirs"
 

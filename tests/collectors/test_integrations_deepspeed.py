@@ -1,4 +1,4 @@
-"""Loops over DeepSpeed's engine on two real ranks, at two ZeRO stages."""
+"""Training loops with a DeepSpeed engine on two real ranks, at two ZeRO stages."""
 
 from pathlib import Path
 
@@ -13,9 +13,7 @@ AXES = {1: "dp_replicate", 3: "dp_shard"}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_is_one_of_the_engine_however_often_its_optimizers_step(
-    stage: int, tmp_path: Path
-) -> None:
+def test_a_step_is_an_engine_step_not_an_optimizer_step(stage: int, tmp_path: Path) -> None:
     needs("deepspeed")
     folder = tmp_path / "recorded"
 

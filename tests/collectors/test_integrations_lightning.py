@@ -1,4 +1,4 @@
-"""Fits of Lightning on two real ranks, in both of its namespaces."""
+"""Lightning fits on two real ranks, with both package names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM's loop leaves, by its own schedule; the loop is rebuilt, for it needs a GPU."""
+"""Traces of Megatron-LM's training loop, which is rebuilt here because it needs a GPU."""
 
 from pathlib import Path
 

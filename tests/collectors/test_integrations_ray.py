@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def train(out: str, folder: Path) -> Trained:
     folder.mkdir()
-    # Ray's sockets lie in this folder, and their paths are short.
+    # Ray's sockets are in this folder, so its path must be short.
     with TemporaryDirectory(dir="/tmp") as sockets:
         return run([str(HERE / "train_ray.py"), out, str(folder), sockets], folder)
 

@@ -1,4 +1,4 @@
-"""torchtitan's profiler on two real ranks: its own traces, and our recorder in its place."""
+"""torchtitan's profiler on two real ranks: its own traces, and the recorder in its place."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 
-def test_our_recorder_runs_where_its_profiler_would(tmp_path: Path) -> None:
+def test_the_recorder_replaces_torchtitans_profiler(tmp_path: Path) -> None:
     needs("torchtitan")
     folder = tmp_path / "dump"
 
@@ -24,7 +24,7 @@ def test_our_recorder_runs_where_its_profiler_would(tmp_path: Path) -> None:
     assert [strategy.name for strategy in report.run.strategies] == ["ddp"]
 
 
-def test_the_traces_that_it_writes_itself_are_read(tmp_path: Path) -> None:
+def test_torchtitans_own_traces_are_read(tmp_path: Path) -> None:
     needs("torchtitan")
     folder = tmp_path / "dump"
 

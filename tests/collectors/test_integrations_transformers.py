@@ -10,7 +10,7 @@ from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training, from_json
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
 
 
-def test_the_callback_records_optimizer_steps_and_leaves_the_training_as_it_was(
+def test_the_callback_records_optimizer_steps_without_changing_the_training(
     tmp_path: Path,
 ) -> None:
     needs("transformers", "accelerate")

@@ -1,4 +1,4 @@
-"""Starts two real ranks of a training script, and says what they left."""
+"""Starts two real ranks of a training script and reads their output."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training printed, and the last loss of each rank as its bits."""
+    """The output of a training, and the last loss of each rank as bits."""
 
     output: str
     losses: tuple[str, ...]
 
 
 def needs(*modules: str, of: str = "integrations") -> None:
-    """Skips the test that asks where a library is not installed, or fails it; see required.py."""
+    """Skips the calling test if a library is not installed, or fails it; see required.py."""
     for module in modules:
         if find_spec(module) is None:
             absent(of, f"{module} is not installed")
 
 
 def train(script: str, folder: Path, *arguments: str, recorded: bool = True) -> Trained:
-    """Runs the script on two ranks; it records into the folder, or does not at all."""
+    """Runs the script on two ranks, recorded to the folder or not recorded."""
     out = str(folder) if recorded else "-"
-    # Rarely a thread of torch outlives the interpreter, after all has been said and by no doing of
-    # ours: where our recorder does not run, that is passed over.
+    # Rarely a torch thread outlives the interpreter and aborts it after all output was written;
+    # that is ignored in runs without the recorder.
     theirs = not recorded or "theirs" in arguments
     excused = "terminate called without an active exception" if theirs else "no excuse"
     return run([*LAUNCH, str(HERE / script), out, *arguments], folder.parent, excused)
@@ -78,7 +78,7 @@ def run(arguments: list[str], cwd: Path, excused: str = "no excuse") -> Trained:
 
 
 def analyzed(folder: Path) -> Analysis:
-    """The folder's analysis, of which every test here holds the same."""
+    """The folder's analysis, with the checks that all tests share."""
     analysis = examine([folder])
     report = analysis.report
     assert report.run.ranks == (0, 1)
@@ -97,7 +97,7 @@ def full_steps(report: Report) -> dict[int, list[int]]:
 
 
 def calls_by_step(folder: Path, rank: int, op: str) -> dict[int, int]:
-    """How often the rank's trace has the collective begin, by the number of the step."""
+    """The number of calls of the collective in the rank's trace, by step number."""
     with gzip.open(folder / f"rank{rank}_trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
     steps = [e for e in events if e.get("cat") != "gpu_user_annotation" and _STEP.match(_name(e))]

@@ -1,4 +1,4 @@
-"""What the trainings of these tests share: a model and data that every rank makes by itself."""
+"""Shared by the trainings of these tests: a model, and data that every rank generates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import Dataset, TensorDataset
 
 OUT = sys.argv[1] if len(sys.argv) > 1 else "-"
-"""The folder to record into; "-": the same training without the recorder."""
+"""The output folder; "-" runs the same training without the recorder."""
 OPTIONS = {"wait": 2, "warmup": 1, "active": 3}
 """Steps 3 to 5 are recorded."""
 MICRO_BATCH = 4
@@ -32,11 +32,11 @@ def data(samples: int = 2 * MICRO_BATCH * ACCUMULATE * STEPS) -> Dataset[tuple[T
 
 
 def recorded_by(recorder: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """The recorder, or nothing where the training is not to be recorded."""
+    """The recorder, or an empty context if the training is not recorded."""
     return nullcontext() if OUT == "-" else recorder
 
 
 def tell(loss: float) -> None:
-    """Says the last loss of this rank, to the bit, in one write."""
+    """Prints the last loss of this rank, to the bit, in one write."""
     sys.stdout.write(f"rank {distributed.get_rank()} loss {float(loss).hex()}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A loop of accelerate with gradient accumulation, and its own profiler after our steps."""
+"""A training loop of accelerate with gradient accumulation, and its own profiler after ours."""
 
 import sys
 

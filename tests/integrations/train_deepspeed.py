@@ -1,4 +1,4 @@
-"""A loop over DeepSpeed's engine at a ZeRO stage, where an inner optimizer steps many times."""
+"""A training loop with a DeepSpeed engine at a ZeRO stage, whose inner optimizer steps often."""
 
 import sys
 
@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stepsplit.collectors.integrations.deepspeed import profile_engine
 
-# Its own all_reduce in shared memory would be compiled first, for two minutes.
+# DeepSpeed would compile its own shared-memory all_reduce first, for two minutes.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")
 net = model()

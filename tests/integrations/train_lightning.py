@@ -1,4 +1,4 @@
-"""A fit of Lightning under DDP with accumulated batches, in the namespace that it is told."""
+"""A Lightning fit with DDP and accumulated batches, with the given package name."""
 
 import importlib
 import sys

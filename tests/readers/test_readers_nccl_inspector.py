@@ -95,7 +95,7 @@ DUMPS = {
 
 
 @for_each("dump", DUMPS.values(), ids=DUMPS)
-def test_every_shape_says_the_same(tmp_path: Path, dump: bytes) -> None:
+def test_all_formats_give_the_same_log(tmp_path: Path, dump: bytes) -> None:
     log = read(tmp_path, dump)
     assert rows(log) == EXPECTED
     assert (log.host, log.pid, log.notes) == ("node7", 42, ())
@@ -143,7 +143,7 @@ def test_each_communicator_and_rank_has_its_calls(tmp_path: Path) -> None:
     ]
 
 
-def test_verbose_dumps_tell_when_calls_began(tmp_path: Path) -> None:
+def test_verbose_dumps_have_start_times(tmp_path: Path) -> None:
     late, early = (
         {"event_trace_ts": {"coll_start_ts": US + n, "kernel_events": [{"channel_id": 0}]}}
         for n in (90, 30)
@@ -165,7 +165,7 @@ def test_without_starts_the_log_begins_with_its_first_dump(tmp_path: Path) -> No
     assert (calls.host, calls.world_size) == ("node7", -1)
 
 
-def test_numbers_that_are_none_are_unknown(tmp_path: Path) -> None:
+def test_invalid_numbers_are_unknown(tmp_path: Path) -> None:
     """A clock that went back, a time of zero (which old releases divided by), a fraction."""
     dump = lines(context() | coll("AllReduce", 1, 8, 2**64 - 5, coll_algobw_gbs="nan"))
     dump += lines(context() | coll("AllReduce", 2, 8, 0)).replace(b":2.5", b":inf")
@@ -177,7 +177,7 @@ def test_numbers_that_are_none_are_unknown(tmp_path: Path) -> None:
     np.testing.assert_array_equal(algbw, [np.nan, np.nan, 2.5e9])
 
 
-def test_odd_lines_are_counted_and_calls_of_nobody_left_out(tmp_path: Path) -> None:
+def test_invalid_lines_and_calls_without_a_communicator_are_counted(tmp_path: Path) -> None:
     """A torn marker must not give its calls to the communicator before it."""
     torn = lines(marker(1, 0, comm="0xb"))[:60] + b"\n"
     proxy = {"proxy_trace": {"record_type": "proxy_step", "rank": 2}}
@@ -192,7 +192,7 @@ def test_odd_lines_are_counted_and_calls_of_nobody_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shape", ["a header each", "headers once", "spread over lines"])
-def test_a_dump_cut_anywhere_yields_what_is_whole(tmp_path: Path, shape: str) -> None:
+def test_a_truncated_dump_gives_its_complete_records(tmp_path: Path, shape: str) -> None:
     dump = DUMPS[shape]
     for end in range(0, len(dump), 7):
         try:
@@ -203,7 +203,7 @@ def test_a_dump_cut_anywhere_yields_what_is_whole(tmp_path: Path, shape: str) ->
     assert len(rows(read(tmp_path, dump[: dump.rindex(b"{")]))) == 2
 
 
-def test_a_packed_dump_that_is_cut_says_so(tmp_path: Path) -> None:
+def test_a_truncated_compressed_dump_has_a_note(tmp_path: Path) -> None:
     content = lines(*(context() | coll("AllReduce", i, i * 8, i) for i in range(5000)))
     packed = gzip.compress(content)
     log = read(tmp_path, packed[: len(packed) // 2])
@@ -212,12 +212,12 @@ def test_a_packed_dump_that_is_cut_says_so(tmp_path: Path) -> None:
 
 
 @for_each("content", [b"", b"\n\n", b"{\n" * 9000, b"[" * 90_000, b"\x1f\x8b\x08"])
-def test_what_is_no_dump_is_said(tmp_path: Path, content: bytes) -> None:
+def test_other_files_raise_a_data_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match="no complete Inspector record"):
         read(tmp_path, content)
 
 
-def test_damage_is_never_another_error(tmp_path: Path) -> None:
+def test_damage_raises_only_data_errors(tmp_path: Path) -> None:
     chance = random.Random(7)
     for _ in range(300):
         dump = bytearray(DUMPS["headers once"] + DUMPS["a header each"])
@@ -230,7 +230,7 @@ def test_damage_is_never_another_error(tmp_path: Path) -> None:
             continue
 
 
-def test_dumps_are_known_by_their_contents() -> None:
+def test_dumps_are_recognized_by_content() -> None:
     torn_first = DUMPS["a header each"][100:]
     for head in (*DUMPS.values(), torn_first, lines(marker(0, 0, dropped=1))):
         head = gzip.decompress(head) if head.startswith(b"\x1f\x8b") else head
@@ -239,7 +239,7 @@ def test_dumps_are_known_by_their_contents() -> None:
         assert not is_inspector_log(other)
 
 
-def test_no_other_real_file_is_taken_for_a_dump() -> None:
+def test_no_other_real_file_is_recognized_as_a_dump() -> None:
     files = [file for file in shared_trace("nccl_logs").parent.rglob("*") if file.is_file()]
     assert files
     for file in files:

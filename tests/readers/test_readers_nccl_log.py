@@ -71,7 +71,7 @@ def test_only_what_nccl_writes_is_recognized() -> None:
     assert not is_nccl_log(b"set NCCL_DEBUG=INFO, then look for NCCL INFO lines")
 
 
-def test_two_ranks_call_on_the_communicator_that_they_set_up(tmp_path: Path) -> None:
+def test_calls_are_matched_to_the_initialized_communicator(tmp_path: Path) -> None:
     log = read(
         tmp_path,
         "node0:10:10 [0] NCCL INFO NCCL version 2.21.5+cuda12.4",
@@ -140,7 +140,7 @@ def test_launchers_prefix_their_lines(tmp_path: Path, prefix: str) -> None:
     assert log.torn == 0
 
 
-def test_what_ray_says_after_a_line_is_not_nccls(tmp_path: Path) -> None:
+def test_the_suffix_of_ray_is_removed(tmp_path: Path) -> None:
     ray = "\x1b[32m [repeated 7x across cluster]\x1b[0m (Ray deduplicates logs by default.)"
     log = read(
         tmp_path, *(AT + text + ray for text in ("Channel 00/02 :    0   1", "Using network IB"))
@@ -181,7 +181,7 @@ def test_times_count_from_the_first_call_of_the_log(tmp_path: Path) -> None:
     assert second.calls.issued_ns.tolist() == [0, -1, 2_000_000_001]
 
 
-def test_messages_that_ran_into_one_another_are_told_apart(tmp_path: Path) -> None:
+def test_interleaved_messages_are_separated(tmp_path: Path) -> None:
     whole, other = call("AllReduce", 10, "0xa0"), call("AllReduce", 11, "0xa1")
     log = read(
         tmp_path,
@@ -242,7 +242,7 @@ def test_a_split_knows_its_parent_and_the_global_ranks(tmp_path: Path, split: st
     assert rows(calls) == [("recv", 0, 3, 32, 32)]
 
 
-def test_splits_of_an_unknown_parent_are_told_apart_by_color(tmp_path: Path) -> None:
+def test_splits_of_an_unknown_parent_differ_by_color(tmp_path: Path) -> None:
     def child(pid: int, rank: int, color: int) -> str:
         return (
             f"node0:{pid}:{pid} [0] NCCL INFO ncclCommSplit comm 0xb{pid} rank {rank} nranks 2 "
@@ -254,7 +254,7 @@ def test_splits_of_an_unknown_parent_are_told_apart_by_color(tmp_path: Path) -> 
     assert {one.parent for one in log.communicators} == {-1}
 
 
-def test_what_the_setup_tells_belongs_to_its_communicator(tmp_path: Path) -> None:
+def test_init_messages_belong_to_their_communicator(tmp_path: Path) -> None:
     log = read(
         tmp_path,
         AT + "comm 0xa0 rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0",
@@ -310,13 +310,13 @@ def test_links_of_every_transport(tmp_path: Path, text: str, link: tuple[object,
         "Trees [0] 1/2/-1->0->4 [1] -1/-1/-1->0->1 comm 0xa0 nRanks 08 busId 1000",
     ],
 )
-def test_trees_of_every_age_say_the_same(tmp_path: Path, trees: str) -> None:
+def test_trees_of_all_versions_give_the_same_nodes(tmp_path: Path, trees: str) -> None:
     expected = (TreeNode(-1, 0, 4, 0, (1, 2)), TreeNode(-1, 1, 1, 0, ()))
     assert read(tmp_path, AT + trees).trees == expected
 
 
 @pytest.mark.parametrize("speed", ["speed", "bw"])
-def test_what_the_search_found(tmp_path: Path, speed: str) -> None:
+def test_graph_search_results_are_read(tmp_path: Path, speed: str) -> None:
     pattern = (
         f"Pattern 4, crossNic 0, nChannels 12, {speed} 20.0/12.5, type NVL/PIX, sameChannels 1"
     )
@@ -390,7 +390,7 @@ def test_the_cost_table_in_blocks_of_algorithms(tmp_path: Path) -> None:
          AlgorithmChoice("all_gather", 8, "", "cudaMemcpyBatch", "Copy Engine", -1, -1, 2)),
     ],
 )  # fmt: skip
-def test_what_nccl_chose(tmp_path: Path, text: str, choice: AlgorithmChoice) -> None:
+def test_algorithm_choices_are_read(tmp_path: Path, text: str, choice: AlgorithmChoice) -> None:
     assert read(tmp_path, AT + text, AT + text).choices == (choice,)
 
 
@@ -400,7 +400,7 @@ def test_warnings_are_counted_by_process(tmp_path: Path, where: str) -> None:
     assert read(tmp_path, line, line).warnings == (Warned("no plugin", "node0", 10, 2),)
 
 
-def test_versions_are_named_in_every_way(tmp_path: Path) -> None:
+def test_versions_are_read_in_all_spellings(tmp_path: Path) -> None:
     log = read(
         tmp_path,
         "NCCL version 2.7.8+cuda10.2NCCL version 2.7.8+cuda10.2",
@@ -413,7 +413,7 @@ def test_versions_are_named_in_every_way(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_freed_pointer_that_comes_again_is_another_communicator(tmp_path: Path) -> None:
+def test_a_reused_pointer_is_another_communicator(tmp_path: Path) -> None:
     log = read(
         tmp_path,
         init(10, 0, "0xa0", nranks=1),
@@ -425,7 +425,7 @@ def test_a_freed_pointer_that_comes_again_is_another_communicator(tmp_path: Path
     assert [group.name for group in log.calls[0].groups] == ["0xc0", "0xc1"]
 
 
-def test_no_damage_raises_anything_but_a_data_error(tmp_path: Path) -> None:
+def test_damage_raises_only_data_errors(tmp_path: Path) -> None:
     text = "\n".join(
         (init(10, 0, "0xa0"), call("Send", 10, "0xa0"), AT + "Trees [0] 1/2/-1->0->4", *NEW_TABLE)
     ).encode()
@@ -501,7 +501,7 @@ def test_64_ranks_of_2_7_8_with_tensor_and_pipeline_communicators() -> None:
     assert (len(log.links), log.versions, log.torn) == (3832, ("2.7.8+cuda10.2",), 0)
 
 
-def test_a_page_that_quotes_lines_is_read_for_them() -> None:
+def test_quoted_log_lines_are_read() -> None:
     log = real("userguide")
     assert (log.nccl_lines, sum(len(calls.calls) for calls in log.calls)) == (74, 2)
     assert [choice.count for choice in log.choices] == [3]
@@ -514,7 +514,7 @@ def test_calls_and_their_choice_agree_on_the_size() -> None:
     assert gathers == {37_756_928}
 
 
-def test_every_real_log_is_known_and_read() -> None:
+def test_every_real_log_is_recognized_and_read() -> None:
     deep = "64xV100"  # its first line of NCCL's comes after 139,840 bytes
     for file in sorted(shared_trace(LOGS).glob("*.*")):
         expected = file.name != "SOURCE.txt" and deep not in file.name

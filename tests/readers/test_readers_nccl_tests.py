@@ -52,7 +52,7 @@ def read(tmp_path: Path, text: str | bytes) -> Sweeps:
 
 
 @for_each("prefix", ["", " 0: ", "[1,0]<stdout>:", "    ", "[0] "])
-def test_a_table_of_today(tmp_path: Path, prefix: str) -> None:
+def test_a_current_table(tmp_path: Path, prefix: str) -> None:
     text = "".join(prefix + line + "\r\n" for line in NEW.splitlines())
     found = read(tmp_path, text)
     assert found.sweeps == (
@@ -124,7 +124,7 @@ def test_rows_may_end_with_the_time_of_day(tmp_path: Path) -> None:
     assert read(tmp_path, text).sweeps[0].rows == (ROW,)
 
 
-def test_columns_of_single_iterations_are_passed_over(tmp_path: Path) -> None:
+def test_columns_of_single_iterations_are_ignored(tmp_path: Path) -> None:
     each = "    48.10    53.20    53.00     1.20"
     text = NEW.replace("       0    40.00", f"       0{each}    40.00").replace(
         "       3\n", f"       3{each}\n"
@@ -162,7 +162,7 @@ REPORT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_json_report_says_the_same_as_the_table(tmp_path: Path, indent: int | None) -> None:
+def test_a_json_report_equals_the_table(tmp_path: Path, indent: int | None) -> None:
     text = json.dumps(REPORT, indent=indent)
     assert is_sweep(text.encode())
     assert read(tmp_path, text).sweeps == read(tmp_path, NEW).sweeps
@@ -175,7 +175,7 @@ def test_a_json_report_with_halves_that_were_not_run(tmp_path: Path) -> None:
     assert (row.out_of_place, row.in_place) == (None, None)
 
 
-def test_a_cut_json_report_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_json_report_is_refused(tmp_path: Path) -> None:
     text = json.dumps(REPORT)
     begin = text[: text.index('"args": ') + 8]
     for cut in [text[:size] for size in range(len(begin), len(text))] + [begin + "[" * 10**5]:
@@ -233,7 +233,7 @@ def test_torn_rows_are_counted(tmp_path: Path) -> None:
     assert found.notes[-1].message == "2 rows are truncated; ignored"
 
 
-def test_no_damage_raises(tmp_path: Path) -> None:
+def test_damage_does_not_raise(tmp_path: Path) -> None:
     text = NEW.encode()
     for content in [text[:size] for size in range(len(text))] + [
         text.replace(b"0", b"\xff"), bytes(range(256)) * 64, text.replace(b"1", b"9" * 30), b"",

@@ -1,7 +1,7 @@
-"""Files in, Report out. Needs neither torch nor a display.
+"""The analyzer: trace files in, Report out. Requires neither torch nor a display.
 
-The names below are imported when they are first used, so that a worker process or a model's
-prediction loads only what it needs.
+The exported names are imported on first use, so that a worker process or a prediction loads only
+the modules that it needs.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.readers.registry import FileRead, read_files
     from stepsplit.analyzer.readers.training_log import TrainLog
     from stepsplit.analyzer.readers.training_log_formats import RankMemory, TrainSteps, TrainTimers
+    from stepsplit.analyzer.readers.workers import Progress
     from stepsplit.analyzer.regression.checks import (
         CallsMoved,
         Cause,
@@ -142,6 +143,7 @@ if TYPE_CHECKING:
         RankTrace,
     )
     from stepsplit.analyzer.validation import validate
+    from stepsplit.analyzer.validation.tables import Check
 
 __all__ = [
     "BUCKETS",
@@ -162,6 +164,7 @@ __all__ = [
     "Category",
     "CategoryMemory",
     "Cause",
+    "Check",
     "ClockRow",
     "CollectiveRow",
     "CommOp",
@@ -228,6 +231,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Prediction",
+    "Progress",
     "RankCalls",
     "RankMemory",
     "RankTrace",
@@ -313,6 +317,7 @@ _HOME = {
     "Category": "trace",
     "CategoryMemory": "readers.memory_snapshot",
     "Cause": "regression.checks",
+    "Check": "validation.tables",
     "ClockRow": "report.report",
     "CollectiveRow": "split.bandwidth",
     "CommOp": "model.comm_ops",
@@ -379,6 +384,7 @@ _HOME = {
     "Pipeline": "report.report",
     "Plan": "model.plan_space",
     "Prediction": "model.prediction",
+    "Progress": "readers.workers",
     "RankCalls": "trace",
     "RankMemory": "readers.training_log_formats",
     "RankTrace": "trace",

@@ -1,4 +1,4 @@
-"""The whole pipeline on one page: files in, Report, comparison or check result out."""
+"""The whole pipeline: files in; report, comparison or check result out."""
 
 from __future__ import annotations
 
@@ -33,22 +33,47 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunFacts
 
-# Files in, Report out: the whole pipeline on one page.
-
 _Held = Callable[[Report, Recording, RunSplit], Report]
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """A report, and the detail that goes beside it."""
+    """The result of `examine`: a report and its detail tables.
+
+    Attributes:
+        report: Splits, groups, findings and warnings of the run; what report.json contains.
+        tables: Segments, pipeline slots, waits and kernel slices; what tables/ contains.
+    """
 
     report: Report
     tables: Tables
 
 
 def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = BUILT_IN) -> Report:
-    """The report of the recording in the files, folders, archives and URLs; run, rules, and what is
-    raised, as in examine."""
+    """Analyzes a recording: where the time of each step went on each rank.
+
+    Args:
+        places: Files, folders, archives or URLs that contain the traces of one run, one trace per
+            rank (torch.profiler traces or Nsight Systems SQLite exports).
+        job: Path of a job.toml that describes the job, or "auto" to infer the job from the
+            recording. Keys missing in the file are inferred. With it the report contains a
+            prediction and its gap to the measurement; default None: no prediction.
+        rules: Which kernels communicate and which compute; by default the built-in rules. See
+            `read_rules`.
+
+    Returns:
+        The report. Times are integer nanoseconds, sizes bytes, ratios 0..1. There is one row in
+        `report.steps` per rank and step, whose seven buckets add up to `step_ns`.
+
+    Raises:
+        DataError: A place is missing, a named file cannot be read, or no trace was found.
+        UsageError: With job: the model needs a key that neither the file nor the recording gives.
+
+    Example:
+        report = analyze("runs/exp1")
+        for row in report.steps:
+            print(row.rank, row.step, row.step_ns, row.split.exposed_comm_ns)
+    """
     return examine(places, rules=rules, job=job).report
 
 
@@ -59,11 +84,28 @@ def examine(
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
 ) -> Analysis:
-    """The report of the recording with its tables, read by up to that many processes.
+    """Analyzes a recording as `analyze` does, and returns the detail tables as well.
 
-    rules tell which kernels communicate and which compute. With run, a job.toml (whole, or what the
-    recording does not tell) or "auto", the report is held against the model. Raises
-    errors.DataError, and UsageError where the model needs to know more.
+    Args:
+        places: Files, folders, archives or URLs that contain the traces of one run.
+        workers: The most processes that read files at the same time; default 1. Small recordings
+            are read by one process in any case.
+        progress: Called with (bytes read, bytes in total) after each part of a file.
+        rules: Which kernels communicate and which compute; by default the built-in rules.
+        job: Path of a job.toml, or "auto" to infer the job from the recording; default None: the
+            report contains no prediction.
+
+    Returns:
+        The report and its tables.
+
+    Raises:
+        DataError: A place is missing, a named file cannot be read, or no trace was found.
+        UsageError: With job: the model needs a key that neither the file nor the recording gives.
+
+    Example:
+        analysis = examine(["runs/exp1"], workers=4)
+        print(analysis.report.findings)
+        print(len(analysis.tables.segments.start_ns))
     """
     held = _against(job)
     return _examined(read_recording(places, workers, progress, rules), held)
@@ -76,8 +118,8 @@ def examine_or_find_hang(
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
 ) -> Analysis | Hang:
-    """As examine; where the places hold Flight Recorder dumps and no traces, how the calls stand by
-    these dumps."""
+    """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
+    calls in these dumps."""
     held = _against(job)
     with open_recording(places) as files:
         if files.only_dumps:
@@ -89,8 +131,7 @@ def examine_or_find_hang(
 def examine_as_told(
     places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
 ) -> Analysis:
-    """As examine with run "auto"; where the model needs to know more, a warning says what. Raises
-    errors.DataError."""
+    """As `examine` with job "auto"; keys that cannot be inferred give a warning, not an error."""
     held = _against("auto")
 
     def tried(report: Report, recording: Recording, found: RunSplit) -> Report:
@@ -111,17 +152,14 @@ def _examined(recording: Recording, held: _Held) -> Analysis:
 
 
 def _against(job: str | Path | None) -> _Held:
-    """Holds a report against the model; leaves it as it is where no run is stated."""
+    """The function that adds the model comparison to a report; without a job, it adds nothing."""
     if job is None:
         return lambda report, *_: report
-    # The model takes a moment to load, and few ask for it.
+    # Imported here because the model takes time to load and is rarely used.
     from stepsplit.analyzer.gap.gap import held_against, read_job_table
 
     stated = read_job_table(job)
     return lambda report, recording, found: held_against(report, recording, found, stated)
-
-
-# Two places in, what differs between their runs out.
 
 
 def compare_runs(
@@ -131,9 +169,29 @@ def compare_runs(
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
 ) -> RunComparison:
-    """What differs between two runs, each a recording or its report as report_at takes them.
+    """Compares two runs: which bucket, collective or kernel family changed, and by how much.
 
-    Raises errors.DataError, and UsageError where a run has no step to compare.
+    Args:
+        baseline: A report.json, a folder that contains one, or a recording (file, folder, archive
+            or URL), which is then analyzed.
+        candidate: The run to compare with it, in any of these forms.
+        workers: The most processes that read a recording at the same time; default 1.
+        progress: Called with (bytes read, bytes in total) after each part of a file.
+        rules: Which kernels communicate and which compute. Rules other than the built-in ones
+            require recordings, because an existing report cannot be classified anew.
+
+    Returns:
+        The comparison. Its bucket differences, candidate minus baseline in ns per step, add up to
+        the difference of the mean step time.
+
+    Raises:
+        DataError: A place is missing or cannot be read.
+        UsageError: A run has no full step to compare, or rules were given with a report.
+
+    Example:
+        comparison = compare_runs("runs/before", "runs/after")
+        for row in comparison.buckets:
+            print(row.bucket, row.difference_ns)
     """
     from stepsplit.analyzer.regression.compare import compare_reports
 
@@ -147,42 +205,63 @@ def report_at(
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
 ) -> Report:
-    """The report at the place: a report.json, a folder that holds one, or else a recording (file,
-    folder, archive or URL), which is analyzed.
+    """Reads the report.json at the place or in the folder; analyzes a recording that has none.
 
-    Under rules of one's own a folder's recording is analyzed anew. Raises errors.DataError, and
-    UsageError for such rules with a report alone.
+    With rules other than the built-in ones, the recording is always analyzed. Raises DataError, and
+    UsageError for such rules with a report.json.
     """
     path = Path(place)
     if is_report(path):
         if rules != BUILT_IN:
-            raise UsageError(f"{path}: a report is made already; with rules name its recording")
+            raise UsageError(
+                f"{path}: rules do not apply to an existing report; name its recording"
+            )
         return read_report(path)
     if rules == BUILT_IN and (path / REPORT_NAME).is_file():
         return read_report(path)
     return examine([place], workers, progress, rules).report
 
 
-# Places of runs in, the verdict out: what stepsplit check does, in Python.
-
-Place = str | Path
-
 DEFAULT_BUDGETS = ("calls:exact", "bytes:exact", "exposed_comm:10%,1pt", "bubble:10%,1pt")
-"""What a check limits unless other budgets are given."""
+"""The budgets of a check by default."""
 
 
 def check_runs(
-    candidate: Sequence[Place],
-    baseline: Sequence[Place],
+    candidate: Sequence[str | Path],
+    baseline: Sequence[str | Path],
     budgets: Sequence[str] = DEFAULT_BUDGETS,
     across_setups: bool = False,
     rules: Rules = BUILT_IN,
 ) -> Verdict:
-    """Whether the candidate's runs stay within the budgets, held against those of the baseline.
+    """Checks whether the candidate's runs stay within budgets relative to the baseline's runs.
 
-    Places and rules are as in facts_at; budgets are such as "exposed_comm:5%", or TOML files.
-    Runs of another device, mesh or world size are refused, unless across_setups. Raises
-    errors.DataError and UsageError.
+    The Python form of `stepsplit check`.
+
+    Args:
+        candidate: The runs to check, one or more; three to five are recommended. Each is a
+            recording (file, folder, archive or URL), a report.json, a folder that contains one, or
+            a file of `stepsplit baseline`, which may contain several runs.
+        baseline: The runs to compare with, in the same forms.
+        budgets: "METRIC:LIMIT" texts such as "exposed_comm:5%" or "step:3ms", or paths of TOML
+            files of budgets; by default exact calls and bytes, and 10 % or 1 point of exposed
+            communication and bubble.
+        across_setups: Whether runs of a different device, mesh or world size may be compared;
+            default False.
+        rules: Which kernels communicate and which compute, for recordings; by default the
+            built-in rules. A baseline file keeps the rules of its analysis.
+
+    Returns:
+        The result: `answer` is "pass", "regressed" or "inconclusive"; `gated` has a row per metric
+        with a budget, `causes` what explains a regression.
+
+    Raises:
+        DataError: A place is missing or cannot be read.
+        UsageError: A budget is invalid, or the setups of the runs differ.
+
+    Example:
+        result = check_runs(["runs/1", "runs/2", "runs/3"], ["ci/baseline.json"])
+        for row in result.gated:
+            print(result.answer, row.metric, row.harm)
     """
     from stepsplit.analyzer.regression.checks import budgets_of
     from stepsplit.analyzer.regression.judge import judge
@@ -195,18 +274,34 @@ def check_runs(
 
 
 def facts_at(
-    place: Place,
+    place: str | Path,
     workers: int = 1,
     progress: Progress = no_progress,
-    job: Place | None = None,
+    job: str | Path | None = None,
     rules: Rules = BUILT_IN,
 ) -> tuple[RunFacts, ...]:
-    """What the gate keeps of the runs at the place: a recording as analyze takes it, a report.json
-    or its folder, or a baseline file, which may hold several.
+    """Reads the metrics that a check compares, of each run at the place.
 
-    With run, a job.toml or "auto", a recording is held against the model too. rules are as in
-    report_at; a baseline file keeps those that its runs were analyzed under. Raises
-    errors.DataError, and UsageError where the model needs to know more.
+    Args:
+        place: A recording (file, folder, archive or URL), a report.json, a folder that contains
+            one, or a baseline file, which may contain several runs.
+        workers: The most processes that read a recording at the same time; default 1.
+        progress: Called with (bytes read, bytes in total) after each part of a file.
+        job: Path of a job.toml, or "auto", to compare a recording with the model as well; default
+            None.
+        rules: Which kernels communicate and which compute, for recordings. A baseline file keeps
+            the rules of its analysis.
+
+    Returns:
+        The metrics, one item per run.
+
+    Raises:
+        DataError: The place is missing or cannot be read.
+        UsageError: Rules were given with a report, or the model needs a key that is missing.
+
+    Example:
+        for metrics in facts_at("ci/baseline.json"):
+            print(metrics)
     """
     from stepsplit.analyzer.regression.metrics import facts_of, is_baseline, read_baseline
 

@@ -1,4 +1,4 @@
-"""Array operations of the analyzer: sets of intervals, and group-by without a loop over rows."""
+"""Array operations: sets of intervals, and group-by without a loop over rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.trace import Bool, Int64
 
-# Sets of instants as sorted disjoint half-open intervals, two int64 ns arrays each.
+# Sets of intervals: half-open, two int64 arrays of ns each.
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals [start_ns, end_ns), both of shape (n,); who makes a set says what it promises."""
+    """Intervals [start_ns, end_ns), both of shape (n,); sorted and disjoint unless stated."""
 
     start_ns: Int64
     end_ns: Int64
@@ -30,7 +30,7 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Meetings:
-    """Where two sets meet: the indices of either side, and the common part; shape (n,) each."""
+    """The overlaps of two sets: the row in each set, and the common part; shape (n,) each."""
 
     left: Int64
     right: Int64
@@ -39,13 +39,13 @@ class Meetings:
 
 
 def empty() -> Intervals:
-    """No instant at all."""
+    """The empty set."""
     none = np.empty(0, dtype=np.int64)
     return Intervals(none, none)
 
 
 def union(start_ns: Int64, end_ns: Int64) -> Intervals:
-    """The instants in at least one interval: sorted, disjoint, touching ones joined."""
+    """The union of the intervals: sorted and disjoint; touching intervals are merged."""
     kept = end_ns > start_ns
     start, end = start_ns[kept], end_ns[kept]
     if not len(start):
@@ -58,7 +58,7 @@ def union(start_ns: Int64, end_ns: Int64) -> Intervals:
 
 
 def own(start_ns: Int64, end_ns: Int64) -> Intervals:
-    """For intervals sorted by start: of each the part that no earlier one covers, maybe empty."""
+    """For intervals sorted by start: the part of each that no earlier one covers, maybe empty."""
     if not len(start_ns):
         return empty()
     reach = np.maximum.accumulate(end_ns)
@@ -68,7 +68,7 @@ def own(start_ns: Int64, end_ns: Int64) -> Intervals:
 
 
 def meet(left: Intervals, right: Intervals) -> Meetings:
-    """The common parts of two sorted disjoint sets, in order of time."""
+    """The overlaps of two sorted disjoint sets, in time order."""
     low = np.searchsorted(right.end_ns, left.start_ns, side="right")
     high = np.searchsorted(right.start_ns, left.end_ns, side="left")
     count = np.maximum(high - low, 0)
@@ -81,7 +81,7 @@ def meet(left: Intervals, right: Intervals) -> Meetings:
 
 
 def inside(spans: Intervals, when: Int64) -> Bool:
-    """Which instants lie in the sorted disjoint spans."""
+    """Whether each time lies inside one of the sorted disjoint spans."""
     last = np.searchsorted(spans.start_ns, when, side="right") - 1
     found = last >= 0
     found[found] = when[found] < spans.end_ns[last[found]]
@@ -89,13 +89,13 @@ def inside(spans: Intervals, when: Int64) -> Bool:
 
 
 def overlap_ns(one: Intervals, other: Intervals) -> int:
-    """How long both sorted disjoint sets hold at once."""
+    """The total overlap of two sorted disjoint sets."""
     both = meet(one, other)
     return int((both.end_ns - both.start_ns).sum())
 
 
 def without(one: Intervals, other: Intervals) -> Intervals:
-    """The instants of one that are not in the other; both sorted and disjoint."""
+    """The part of the first set that the second does not cover; both sorted and disjoint."""
     if not len(one) or not len(other):
         return one
     start = np.concatenate((one.start_ns[:1], other.end_ns))
@@ -104,11 +104,11 @@ def without(one: Intervals, other: Intervals) -> Intervals:
     return Intervals(both.start_ns, both.end_ns)
 
 
-# Numbers for equal rows: what belongs together gets one label, without a loop over the rows.
+# Group-by: rows of one group have the same label.
 
 
 def labels_of(*columns: npt.NDArray[Any]) -> Int64:
-    """For rows given by columns of one length: rows equal in all columns have one label, from 0."""
+    """A label from 0 for each row; rows that are equal in all columns have the same label."""
     count = len(columns[0])
     order = np.lexsort(columns[::-1])
     new = np.zeros(count, dtype=np.bool_)
@@ -121,17 +121,17 @@ def labels_of(*columns: npt.NDArray[Any]) -> Int64:
 
 
 def distinct(values: npt.NDArray[Any]) -> Int64:
-    """The values that occur, in order; none of them negative, and the largest no great number."""
+    """The distinct values in ascending order; they must be non-negative and not large."""
     return np.flatnonzero(np.bincount(values))
 
 
 def firsts_of(label: Int64) -> Int64:
-    """The first row of each label, in the order of the labels."""
+    """The first row of each label, in label order."""
     return np.asarray(np.unique(label, return_index=True)[1])
 
 
 def runs_of(label: Int64) -> tuple[Int64, Int64]:
-    """(the rows in order of label and then as they were, where each label begins in it)."""
+    """The rows stably sorted by label, and the position in that order where each label begins."""
     order = np.argsort(label, kind="stable")
     ordered = label[order]
     new = np.ones(len(ordered), dtype=np.bool_)
@@ -140,7 +140,7 @@ def runs_of(label: Int64) -> tuple[Int64, Int64]:
 
 
 def place_within(label: Int64) -> Int64:
-    """The how manieth of its label each row is, from 0, in the order of the rows."""
+    """For each row, how many earlier rows have the same label."""
     order, first = runs_of(label)
     begin = np.zeros(len(label), dtype=np.int64)
     begin[first] = first
@@ -150,19 +150,19 @@ def place_within(label: Int64) -> Int64:
 
 
 def mean_within(label: Int64, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """For each row the mean of the values that have its label; labels as labels_of gives them."""
+    """For each row the mean of the values with the same label; labels are from 0 without gaps."""
     return np.asarray((np.bincount(label, values) / np.bincount(label))[label])
 
 
 def least_of(label: Int64, values: Int64, count: int) -> Int64:
-    """The smallest value of each of count labels; the largest int64 where a label has no row."""
+    """The smallest value of each of count labels; the largest int64 for a label without rows."""
     least = np.full(count, np.iinfo(np.int64).max)
     np.minimum.at(least, label[label >= 0], values[label >= 0])
     return least
 
 
 def most_of(label: Int64, values: Int64, count: int) -> Int64:
-    """The largest value of each of count labels; the smallest int64 where a label has no row."""
+    """The largest value of each of count labels; the smallest int64 for a label without rows."""
     most = np.full(count, np.iinfo(np.int64).min)
     np.maximum.at(most, label[label >= 0], values[label >= 0])
     return most

@@ -1,4 +1,4 @@
-"""Where a step's time goes: seven buckets that add up to the step, to the nanosecond."""
+"""The split of a step: seven exclusive buckets that add up to the step, to the nanosecond."""
 
 from __future__ import annotations
 
@@ -7,18 +7,34 @@ from typing import Literal
 
 BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
 WAITS = ("skew", "bubble")
-"""The buckets of waiting for another rank."""
+"""The buckets of time spent waiting for another rank."""
 MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
-"""The fields of a Split that cost no time of their own."""
+"""The fields of a Split that are not part of the sum: they overlap with the buckets."""
 Kind = Literal["full", "partial", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The time of one step in ns: seven exclusive buckets, and memos that cost no time.
+    """The time of one step in ns: seven exclusive buckets, and memos that overlap with them.
 
-    A measured and a predicted step share this type, so a comparison is a subtraction, whose parts
-    may be negative.
+    Measured and predicted steps have this type, so a comparison is a subtraction; its parts may be
+    negative.
+
+    Attributes:
+        compute_ns: At least one compute kernel runs.
+        collective_ns: Else: a collective transfers data (all members have arrived).
+        p2p_ns: Else: a send or receive transfers data (both ends have arrived).
+        skew_ns: Else: communication waits for a rank of the same pipeline stage.
+        bubble_ns: Else: communication waits for a rank of another pipeline stage.
+        copy_ns: Else: a memcpy or memset runs.
+        idle_ns: Nothing runs: host-bound, data loading or synchronization.
+        overlapped_ns: Memo: compute time that hides communication.
+        bubble_covered_ns: Memo: communication inside the pipeline bubble.
+        fused_ns: Memo: kernels that compute and communicate at once; part of compute_ns.
+
+    Example:
+        split = Split(compute_ns=80, collective_ns=15, idle_ns=5)
+        assert split.step_ns == 100 and split.exposed_comm_ns == 15
     """
 
     compute_ns: int = 0
@@ -34,7 +50,7 @@ class Split:
 
     @property
     def step_ns(self) -> int:
-        """The whole step: the sum of the buckets."""
+        """The duration of the step: the sum of the buckets."""
         return sum(self.buckets_ns)
 
     @property
@@ -47,7 +63,7 @@ class Split:
 
     @property
     def exposed_comm_ns(self) -> int:
-        """Communication that held the rank up: transfers and waits for its own pipeline stage."""
+        """Exposed communication: transfers, and waits for ranks of the same pipeline stage."""
         return self.collective_ns + self.p2p_ns + self.skew_ns
 
     def __sub__(self, other: Split) -> Split:
@@ -56,7 +72,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """One step of one rank. start_ns is on the clock that all ranks of the report share."""
+    """One step of one rank. start_ns is on the common clock of the report."""
 
     rank: int
     step: int

@@ -1,8 +1,8 @@
-"""What can go wrong, and how it is told.
+"""The errors that the analyzer raises.
 
-StepsplitError                  catch this one
-├── UsageError                  the call itself cannot be
-└── DataError                   a file is missing, torn or not what it should be
+StepsplitError                  the base class
+├── UsageError                  the command or call is invalid
+└── DataError                   a file is missing, damaged or of the wrong kind
 """
 
 from __future__ import annotations
@@ -12,19 +12,33 @@ from pathlib import Path
 from stepsplit.collectors.run_spec import write_whole
 
 RECORD_AGAIN = "record it again or leave it out"
-"""How a file that is beyond use is fixed."""
+"""The hint for a file that cannot be used."""
 
 
 class StepsplitError(Exception):
-    """An error with one line for the person: what, in which file or rank, and how to fix it."""
+    """Base class of all errors; the message is one line: what, in which file or rank, the fix.
+
+    Example:
+        try:
+            analyze("runs/exp1")
+        except StepsplitError as error:
+            print(error)
+    """
 
 
 class UsageError(StepsplitError):
-    """The command or call does not make sense as given."""
+    """The command or call is invalid as given, for example a missing or contradicting option."""
 
 
 class DataError(StepsplitError):
-    """An input that cannot be used; names the file, the rank where known, and the hint."""
+    """An input that cannot be used; the message names the file, the rank if known, and the fix.
+
+    Args:
+        where: The file, folder or URL.
+        problem: What is wrong with it.
+        hint: How to fix it.
+        rank: The rank of the file; default None: unknown.
+    """
 
     def __init__(self, where: object, problem: str, hint: str, rank: int | None = None) -> None:
         self.where, self.problem, self.hint, self.rank = str(where), problem, hint, rank
@@ -32,15 +46,15 @@ class DataError(StepsplitError):
         super().__init__(f"{self.where}{of_rank}: {problem}; {hint}")
 
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
-        """Errors come back whole from worker processes."""
+        """Lets worker processes return the error with all its fields."""
         return DataError, (self.where, self.problem, self.hint, self.rank)
 
 
-# Files that people ask for: written whole or not at all, refused in one line.
+# Output files: written atomically.
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes the file, whole or not at all. Raises UsageError where it cannot be written."""
+    """Writes the file atomically. Raises UsageError if it cannot be written."""
     try:
         write_whole(path, content)
     except (OSError, ValueError) as error:
@@ -48,6 +62,6 @@ def write(path: Path, content: bytes) -> None:
 
 
 def unwritable(path: Path, error: OSError | ValueError) -> UsageError:
-    """The error for a place that cannot be written, with the system's reason."""
+    """The error for a path that cannot be written, with the reason of the operating system."""
     reason = getattr(error, "strerror", None) or "not a file"
     return UsageError(f"{path}: {reason}; choose a place that can be written")

@@ -1,4 +1,4 @@
-"""The bridge to HolisticTraceAnalysis: the same recording, analyzed there."""
+"""Bridge to HolisticTraceAnalysis (HTA): opens a recording as an HTA TraceAnalysis."""
 
 from __future__ import annotations
 
@@ -43,30 +43,41 @@ _WAITS = ("wait_on_stream", "wait_on_cuda_event_record_corr_id")
 
 
 def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
-    """HTA's TraceAnalysis of the recording in the files, folders, archives and URLs; see in_hta.
+    """Opens a recording as HTA's TraceAnalysis.
 
-    rules decide which kernels communicate and which compute. Raises errors.DataError for the
-    places, errors.UsageError without HTA.
+    Times in it are microseconds. HTA decides by a kernel's name whether it communicates; kernels
+    that the rules classify differently get the prefix "nccl:" or "compute:". As with HTA's own
+    loader, the last of several marked steps is dropped. The critical path has no edges from the
+    device to the host; get_memory_bw_*, generate_trace_with_counters,
+    get_frequent_cuda_kernel_sequences and overlay_critical_path_analysis raise KeyError, because
+    arguments of events are not kept. HTA does not support CPU runs: its breakdowns raise IndexError.
+
+    Args:
+        places: Files, folders, archives or URLs that contain the traces of one run.
+        rules: Which kernels communicate and which compute; by default the built-in rules.
+
+    Returns:
+        The TraceAnalysis, with the ranks on their wall clocks and no time rounded.
+
+    Raises:
+        DataError: A place is missing, a named file cannot be read, or no trace was found.
+        UsageError: HTA is not installed.
+
+    Example:
+        from stepsplit.analyzer.hta import open_in_hta
+
+        print(open_in_hta("runs/exp1").get_temporal_breakdown(visualize=False))
     """
     return in_hta(read_recording(places, rules=rules).traces)
 
 
 def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
-    """HTA's TraceAnalysis of ranks that stepsplit has read; its times are microseconds.
+    """Converts ranks that were already read to HTA's TraceAnalysis.
 
-    No file is read again, so none needs a form that HTA knows; no time is rounded, and the ranks
-    stand on their wall clocks. HTA asks the name of a kernel whether it communicates: where the
-    trace's kinds say otherwise, the name begins with nccl: or compute: there. As by HTA's own
-    loader, of several marked steps the last is dropped and with it the kernels that no earlier step
-    launched.
-
-    A RankTrace keeps no synchronization events and few arguments of events. So the critical path
-    has no edges from the device back to the host; get_memory_bw_*, generate_trace_with_counters,
-    get_frequent_cuda_kernel_sequences and overlay_critical_path_analysis raise KeyError; there are
-    no CUPTI counters, no links from forward to backward and no ids of an execution trace: for those
-    load the file with HTA. HTA knows no run on CPUs: its breakdowns raise IndexError for one.
-
-    Raises errors.UsageError without HTA.
+    No file is read again, so formats that HTA does not support work too. RankTrace keeps no
+    synchronization events and few event arguments, so CUPTI counters, forward-backward links and
+    execution trace ids are missing; load the file with HTA if they are needed. Raises UsageError if
+    HTA is not installed.
     """
     try:
         from hta.common.trace import Trace
@@ -85,23 +96,23 @@ def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
             handed.meta_data[trace.rank] = meta | {"device_type": infer_gpu_type(meta, ids)}
     handed.align_and_filter_trace()
     for rank, frame in handed.traces.items():
-        # HTA has moved ts to the first event's, and forgets end.
+        # HTA has shifted ts to start at the first event, but not end.
         frame["end"] = frame["ts"] + frame["dur"]
         handed.traces[rank] = frame.set_index("index", drop=False).rename_axis(None)
     handed.is_parsed = True
-    # A TraceAnalysis makes itself of files only.
+    # The constructor of TraceAnalysis accepts only files.
     analysis = TraceAnalysis.__new__(TraceAnalysis)
     analysis.t = handed
     return analysis
 
 
 def _known(events: Events) -> Int64:
-    """The rows of a category that HTA knows and RankTrace tells apart."""
+    """The rows of the categories that HTA knows."""
     return np.flatnonzero(events.category != Category.OTHER)
 
 
 def _names_by_kind(trace: RankTrace) -> list[str]:
-    """The names, each such that HTA takes a kernel of that name for what it is."""
+    """The names, changed where HTA would misclassify a kernel of that name."""
     from hta.utils.utils import is_comm_kernel
 
     names, kernels = list(trace.events.names), trace.events.of(Category.KERNEL)
@@ -122,15 +133,15 @@ def _symbols(events: Events, names: Sequence[str]) -> list[str]:
 
 
 def _metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
-    """What HTA looks up in a file's header; ts counts from base_unix_ns."""
+    """The header fields that HTA reads; ts counts from base_unix_ns."""
     info = {"rank": trace.rank, "world_size": trace.world_size, "backend": trace.backend}
     return {"distributedInfo": info, "baseTimeNanoseconds": base_unix_ns}
 
 
 def _frame(events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
-    """The events as HTA's loader would leave them, one row each, in microseconds.
+    """The events as HTA's loader represents them, one row each, in microseconds.
 
-    index begins at 1, for HTA takes an index_correlation of 0 for a launch that is not there.
+    index begins at 1, because HTA treats an index_correlation of 0 as a missing launch.
     """
     rows = _known(events)
     ts, dur = _us(events.start_ns[rows] + lead_ns), _us(events.dur_ns[rows])
@@ -161,12 +172,12 @@ def _frame(events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, in
 
 
 def _us(ns: Int64) -> Any:
-    """Microseconds: whole ones, in which HTA's sums are exact, where the trace has no finer."""
+    """Microseconds; as integers, for exact sums in HTA, if the trace has no finer resolution."""
     return ns / 1000 if (ns % 1000).any() else ns // 1000
 
 
 def _linked(events: Events, on_device: Bool) -> Int64:
-    """The row of each launch's last kernel and of each kernel's launch; -1 where there is none."""
+    """The row of each launch's last kernel, and of each kernel's launch; -1 for none."""
     linked = np.full(len(events), -1, dtype=np.int64)
     work = np.flatnonzero(on_device & (events.correlation >= 0))
     linked[work] = events.launches_of(work)
@@ -176,7 +187,7 @@ def _linked(events: Events, on_device: Bool) -> Int64:
 
 
 def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
-    """The number of the ProfilerStep in which the host did or launched each event, else -1."""
+    """The ProfilerStep number in which the host ran or launched each event, -1 for none."""
     marks = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
     steps = [(row, int(m[1])) for row in np.flatnonzero(marks).tolist()
              if (m := STEP.match(events.name_of(row))) is not None]  # fmt: skip
@@ -189,7 +200,7 @@ def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
 
 
 def _places(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
-    """Each event's pid, tid and stream as numbers: on a device its own and the stream's."""
+    """Each event's pid, tid and stream as numbers; for device events, device and stream."""
     pid = _numbers([lane.pid for lane in events.lanes])[events.lane]
     tid = _numbers([lane.tid for lane in events.lanes])[events.lane]
     device = np.array([lane.device for lane in events.lanes], dtype=np.int64)[events.lane]
@@ -203,7 +214,7 @@ def _places(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
 
 
 def _numbers(texts: Sequence[str]) -> Int64:
-    """The number that each text is; a text that is none has one of its own beyond them."""
+    """The texts as numbers; each text that is not a number gets a unique larger one."""
     are = {text: int(text) for text in texts if text.isdecimal() and len(text) <= _MOST_DIGITS}
     beyond = max(are.values(), default=0) + 1
     others = (text for text in dict.fromkeys(texts) if text not in are)

@@ -1,4 +1,4 @@
-"""Names of communication ops, how they are recognized, and their bus bandwidth factors."""
+"""Communication ops: recognition by name, message sizes and bus bandwidth factors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from functools import lru_cache
 
 MESSAGES = ("send", "recv")
-
-# What turns the bandwidth of a collective's algorithm into that of its bus.
 
 
 def busbw_factor(op: str, ranks: int) -> float:
@@ -19,7 +17,7 @@ def busbw_factor(op: str, ranks: int) -> float:
     return 1.0
 
 
-# Which collective a name means, and the sizes of what it moves.
+# Names of ops and dtypes, and sizes in bytes.
 
 _OP_OF = (
     ("all_reduce", re.compile(r"all_?reduce", re.I)),
@@ -78,37 +76,37 @@ _ELEMENT_BYTES = {
 _MOST_NAMES = 4096
 
 MOST_CALL_BYTES = 1 << 50
-"""No call moves more; a size beyond is odd and taken for unknown."""
+"""The largest plausible size of a call; a larger one is treated as unknown."""
 
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 
 @lru_cache(_MOST_NAMES)
 def op_named(name: str) -> str:
-    """The collective or message that a name means, "unknown" where it means none."""
+    """The op of a call or kernel name, "unknown" if it contains none."""
     return next((op for op, pattern in _OP_OF if pattern.search(name)), "unknown")
 
 
 @lru_cache(_MOST_NAMES)
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a dtype as torch or NCCL spells it; -1 for an unknown one."""
+    """Bytes per element of a dtype in torch's or NCCL's spelling; -1 for an unknown dtype."""
     return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype_named(dtype), -1)
 
 
 @lru_cache(_MOST_NAMES)
 def dtype_named(dtype: str) -> str:
-    """torch's name of a dtype that NCCL or the Flight Recorder spells in C."""
+    """torch's name of a dtype given in the C spelling of NCCL or the Flight Recorder."""
     spelled = dtype.lower().removeprefix("c10::")
     return _TORCH_NAMES.get(spelled, spelled)
 
 
 def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:
-    """The size by which nccl-tests count a call: the full buffer; -1 where it is not known."""
+    """The message size as nccl-tests counts it: the full buffer; -1 if unknown."""
     if op != "all_gather" or input_bytes < 0:
         return input_bytes
     return input_bytes * group_size if group_size > 0 else output_bytes
 
 
 def known_bytes(size_bytes: int) -> int:
-    """The size, -1 where no call is of such a one."""
+    """The size, or -1 if it is not plausible."""
     return size_bytes if 0 <= size_bytes <= MOST_CALL_BYTES else -1

@@ -1,4 +1,4 @@
-"""The nouns of a recording: what each reader yields and the split consumes."""
+"""The types of a recording: what the readers return and the split consumes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-# Calls as they are found, one by one, whatever the backend -> Calls, in columns.
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One row of Calls before it is a column; the meanings are the columns'."""
+    """One row of Calls; the fields are those of its columns."""
 
     event: int
     op: str
@@ -29,7 +27,7 @@ class Call:
 
 
 def to_calls(rows: Sequence[Call]) -> Calls:
-    """The rows as columns."""
+    """Converts rows to columns."""
     dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
     code = {dtype: i for i, dtype in enumerate(dtypes)}
     return Calls(
@@ -48,7 +46,7 @@ def to_calls(rows: Sequence[Call]) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class FoundCalls:
-    """The calls of a rank, and the groups that they are on."""
+    """The calls of a rank, and the process groups they refer to."""
 
     calls: Calls
     groups: tuple[Group, ...]
@@ -82,7 +80,7 @@ OP_CODE = {op: code for code, op in enumerate(OPS)}
 
 
 class Category(IntEnum):
-    """What kind of event a trace says an event is."""
+    """The kind of an event as the trace states it."""
 
     OTHER = 0
     OP = 1
@@ -100,7 +98,14 @@ DEVICE_CATEGORIES = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Where events happen: a thread of the host, or a stream of a device (-1: none)."""
+    """Where an event ran: a host thread, or a stream of a device.
+
+    Attributes:
+        pid: Process id as the trace states it.
+        tid: Thread id as the trace states it.
+        device: Device number, -1 for the host.
+        stream: Stream number, -1 for none.
+    """
 
     pid: str
     tid: str
@@ -110,10 +115,23 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Everything with a duration that one rank recorded, sorted by start_ns.
+    """All events with a duration that one rank recorded, sorted by start_ns.
 
-    Columns of one length. Times are ns after the trace's t0; name_id and lane index names and
-    lanes; correlation joins a launch with what it launched, -1 for none.
+    Columns of shape (n,).
+
+    Attributes:
+        start_ns: Start in ns after the trace's t0_unix_ns.
+        dur_ns: Duration in ns.
+        category: A Category per event.
+        name_id: Index into names.
+        lane: Index into lanes.
+        correlation: Joins a launch on the host with the event it launched; -1 for none.
+        names: The distinct names.
+        lanes: The threads and streams.
+
+    Example:
+        kernels = trace.events.of(Category.KERNEL)
+        print(trace.events.dur_ns[kernels].sum())
     """
 
     start_ns: Int64
@@ -133,19 +151,19 @@ class Events:
         return self.start_ns + self.dur_ns
 
     def name_of(self, row: int) -> str:
-        """The event's name."""
+        """The name of the event in this row."""
         return self.names[int(self.name_id[row])]
 
     def named(self, prefix: str) -> Bool:
-        """Which events have a name that begins so."""
+        """Whether each event's name begins with the prefix; shape (n,)."""
         return self.name_mask(tuple(name.startswith(prefix) for name in self.names))
 
     def name_mask(self, chosen: tuple[bool, ...]) -> Bool:
-        """Which events have a chosen name, one choice a name."""
+        """Whether each event's name is chosen; chosen has one item per name, shape (n,)."""
         return np.asarray(chosen, dtype=np.bool_)[self.name_id]
 
     def of(self, *categories: Category) -> Bool:
-        """Which events are of one of these categories."""
+        """Whether each event is of one of these categories; shape (n,)."""
         found = np.zeros(len(self), dtype=np.bool_)
         for category in categories:
             found |= self.category == category
@@ -153,11 +171,11 @@ class Events:
 
     @property
     def on_device(self) -> bool:
-        """Whether an accelerator recorded any of them."""
+        """Whether there are events of an accelerator."""
         return bool(self.of(*DEVICE_CATEGORIES).any())
 
     def launches_of(self, rows: Int64) -> Int64:
-        """The row of the host's call that launched each of these, by correlation; -1 for none."""
+        """The row of the runtime call that launched each of these rows; -1 for none."""
         calls = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
         if not len(calls):
             return np.full(len(rows), -1, dtype=np.int64)
@@ -167,13 +185,13 @@ class Events:
         return np.where(self.correlation[calls[at]] == wanted, calls[at], -1)
 
     def launch_ns(self) -> Int64:
-        """When the host launched each event, by correlation; -1 where no launch was recorded."""
+        """The start in ns of the call that launched each event; -1 if none was recorded."""
         launches = self.launches_of(np.arange(len(self)))
         return np.where(launches >= 0, self.start_ns[launches], -1)
 
 
 class EventKind(IntEnum):
-    """What an event is to the split; FUSED computes and communicates at once."""
+    """How the split treats an event; FUSED kernels compute and communicate at once."""
 
     OTHER = 0
     COMPUTE = 1
@@ -184,10 +202,10 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EventKinds:
-    """The kind of each event of a trace, decided once, by the rules it was read with.
+    """The kind of each event of a trace, classified by the rules with which it was read.
 
-    kind has an EventKind for each event; family indexes families for each name of the events, and
-    counts where an event of that name computes.
+    kind has an EventKind per event. family has an index into families per name of the events; it
+    is valid for names of compute events.
     """
 
     kind: UInt8
@@ -195,7 +213,7 @@ class EventKinds:
     families: tuple[str, ...]
 
     def of(self, *kinds: EventKind) -> Bool:
-        """Which events are of one of these kinds."""
+        """Whether each event is of one of these kinds."""
         found = np.zeros(len(self.kind), dtype=np.bool_)
         for kind in kinds:
             found |= self.kind == kind
@@ -203,17 +221,23 @@ class EventKinds:
 
     @property
     def computes(self) -> Bool:
-        """Which events compute, fused kernels included."""
+        """Whether each event is compute, including fused kernels."""
         return self.of(EventKind.COMPUTE, EventKind.FUSED)
 
     def family_of(self, name_id: int) -> str:
-        """The family of compute of that name."""
+        """The kernel family of a name."""
         return self.families[int(self.family[name_id])]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group: its name in the job, its global ranks in group order, its description."""
+    """A process group.
+
+    Attributes:
+        name: Its name in the job.
+        ranks: Its global ranks in group order; () if unknown.
+        description: Its description, "" if none.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -222,11 +246,21 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A row for each collective, send or recv of one rank, sorted by event; -1 is unknown.
+    """The collectives, sends and receives of one rank, sorted by event; -1 is unknown.
 
-    event indexes Events; issued_ns is when the host called it, on the clock of the events; group_id
-    indexes the trace's groups; op indexes OPS and dtype dtypes; peer is a global rank. input_bytes
-    is what the caller hands in, message_bytes follows nccl-tests (the full buffer).
+    Columns of shape (n,).
+
+    Attributes:
+        event: Row of the event that carries out the call.
+        issued_ns: When the host issued the call, in ns on the clock of the events.
+        group_id: Index into the groups of the trace.
+        seq: Sequence number on the group.
+        op: Index into OPS.
+        dtype: Index into dtypes.
+        peer: Global rank of the peer of a send or receive.
+        input_bytes: Size of the input buffer in bytes.
+        message_bytes: Message size in bytes as nccl-tests defines it: the full buffer.
+        dtypes: The distinct dtypes.
     """
 
     event: Int64
@@ -245,13 +279,19 @@ class Calls:
 
     @property
     def is_message(self) -> Bool:
-        """Which rows are sends or receives."""
+        """Whether each row is a send or a receive; shape (n,)."""
         return self.op >= OP_CODE["send"]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that the data cannot tell, for the report's warnings."""
+    """A limitation of the data, shown among the warnings of the report.
+
+    Attributes:
+        code: Stable identifier such as "rank_guessed".
+        message: The text.
+        rank: The rank concerned, None for the whole recording.
+    """
 
     code: str
     message: str
@@ -260,10 +300,22 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """One rank of a recording. host and backend are "" where the trace does not say.
+    """The trace of one rank.
 
-    kinds says what each event is. on_device: an accelerator recorded something; else the host is
-    what worked.
+    Attributes:
+        source: The file.
+        rank: Global rank.
+        world_size: Number of ranks of the job.
+        host: Host name, "" if unknown.
+        device: Name of the accelerator, "" if unknown.
+        backend: Communication backend such as "nccl", "" if unknown.
+        t0_unix_ns: Unix time in ns from which the times of the events count.
+        events: The events.
+        calls: The collectives, sends and receives.
+        groups: The process groups of the calls.
+        kinds: The kind of each event.
+        notes: Limitations of the trace.
+        on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
     source: Path
@@ -286,11 +338,18 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """What one rank called, by a log that knows calls but no events.
+    """The calls of one rank from a log that contains calls but no events.
 
-    calls.event is -1 throughout; calls.issued_ns counts from t0_unix_ns and is -1 where the log
-    states no time. dur_ns has a row a call, -1 unknown. rank and world_size are -1 and host is ""
-    where the log does not say; source is the file as people see it.
+    Attributes:
+        source: The file, as shown to the user.
+        rank: Global rank, -1 if unknown.
+        world_size: Number of ranks of the job, -1 if unknown.
+        host: Host name, "" if unknown.
+        t0_unix_ns: Unix time in ns from which calls.issued_ns counts.
+        calls: The calls; calls.event is always -1, calls.issued_ns is -1 if there are no times.
+        dur_ns: Duration of each call in ns, -1 if unknown.
+        groups: The process groups of the calls.
+        notes: Limitations of the log.
     """
 
     source: str
@@ -305,6 +364,6 @@ class RankCalls:
 
 
 def wall_lead_ns(traces: Sequence[RankTrace]) -> Int64:
-    """How much later than the earliest each trace begins, by the ranks' own wall clocks."""
+    """For each trace, its start after the earliest trace in ns, by the ranks' wall clocks."""
     t0 = min(trace.t0_unix_ns for trace in traces)
     return np.array([trace.t0_unix_ns - t0 for trace in traces], dtype=np.int64)

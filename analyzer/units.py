@@ -1,4 +1,4 @@
-"""Numbers as people read them: the only place with ms, GiB, GB/s and percent."""
+"""Formatting of numbers for display: the only module with ms, GiB, GB/s and percent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ UNKNOWN = "unknown"
 
 
 def milliseconds(ns: int | float) -> str:
-    """1_234_567 ns -> "1.23 ms"; three figures, and no more than the eye needs."""
+    """1_234_567 ns -> "1.23 ms"; about three significant digits."""
     ms = ns / 1e6
     return f"{ms:,.{_decimals(ms)}f} ms"
 
@@ -19,7 +19,7 @@ def signed_milliseconds(ns: int | float) -> str:
 
 
 def milliseconds_between(low_ns: int | float, high_ns: int | float) -> str:
-    """A band: 11e6 and 14e6 ns -> "11.0-14.0 ms", both with the figures of the larger."""
+    """A range: 11e6 and 14e6 ns -> "11.0-14.0 ms", both with the decimals of the larger."""
     low, high = low_ns / 1e6, high_ns / 1e6
     decimals = _decimals(high)
     return f"{low:,.{decimals}f}-{high:,.{decimals}f} ms"
@@ -42,12 +42,12 @@ def signed_percent(ratio: float) -> str:
 
 
 def signed_points(ratio: float) -> str:
-    """A difference of shares: 0.012 -> "+1.2 pt", points of the whole."""
+    """A difference of shares in percentage points: 0.012 -> "+1.2 pt"."""
     return f"{'-' if ratio < 0 else '+'}{100 * abs(ratio):.1f} pt"
 
 
 def signed_between(low: float, high: float, unit: str) -> str:
-    """A band of ratios as "pt" or "%": -0.012 and 0.034 -> "-1.2 to +3.4 pt"."""
+    """A range of ratios in "pt" or "%": -0.012 and 0.034 -> "-1.2 to +3.4 pt"."""
     return f"{100 * low:+.1f} to {100 * high:+.1f} {unit}"
 
 
@@ -58,34 +58,34 @@ def gigabytes_per_second(bytes_per_s: float) -> str:
 
 
 def size(count_bytes: int | float) -> str:
-    """A message's size, decimal as networks are sold: 134_000_000 -> "134 MB"."""
+    """A message size in decimal units: 134_000_000 -> "134 MB"."""
     return _scaled(count_bytes, [" TB", " GB", " MB", " kB", " B"])
 
 
 def gibibytes(count_bytes: int | float) -> str:
-    """Device memory, binary: 85_899_345_920 -> "80.0 GiB"."""
+    """Device memory in binary units: 85_899_345_920 -> "80.0 GiB"."""
     return f"{count_bytes / 2**30:,.1f} GiB"
 
 
 def memory_size(count_bytes: int | float) -> str:
-    """Memory in GiB, or in MiB where that is less than one."""
+    """Memory in GiB, or in MiB below 1 GiB."""
     if count_bytes >= 2**30 or not count_bytes:
         return gibibytes(count_bytes)
     return f"{count_bytes / 2**20:,.0f} MiB"
 
 
 def gibibytes_between(low_bytes: int | float, high_bytes: int | float) -> str:
-    """A band of device memory: "45.0-81.6 GiB"."""
+    """A range of device memory: "45.0-81.6 GiB"."""
     return f"{low_bytes / 2**30:,.1f}-{high_bytes / 2**30:,.1f} GiB"
 
 
 def count(number: int | float) -> str:
-    """How many parameters, in the field's words: 8_030_261_248 -> "8.03B" (billion)."""
+    """A parameter count: 8_030_261_248 -> "8.03B" (billion)."""
     return _scaled(number, ["T", "B", "M", "k", ""])
 
 
 def flops(work: int | float) -> str:
-    """Work, not a rate: 300_000_000_000_000 -> "300 TFLOP"."""
+    """Work (not a rate): 300_000_000_000_000 -> "300 TFLOP"."""
     return _scaled(work, [" EFLOP", " PFLOP", " TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP"])
 
 
@@ -95,12 +95,12 @@ def tokens_per_second(rate: float) -> str:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Some ranks: (0, 2, 4) -> "0, 2, 4"; of more than eight the first eight, then "..."."""
+    """A list of ranks: (0, 2, 4) -> "0, 2, 4"; more than eight are cut to eight and "..."."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _scaled(number: int | float, units: list[str]) -> str:
-    """Three figures in the largest unit that leaves one before the point; units, largest first."""
+    """About three digits in the largest unit that gives at least 1; units are largest first."""
     value, left = float(number), units[:]
     while value >= 999.5 and len(left) > 1:
         value /= 1000

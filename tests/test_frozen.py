@@ -228,7 +228,8 @@ def lines_of(name: str, one: Any) -> Iterable[str]:
     """A class with its fields and methods, a constant with its value, or a function."""
     if inspect.isclass(one):
         return class_lines(one)
-    return [f"def {name}{signature(one)}"] if callable(one) else [f"{name} = {one!r}"]
+    is_function = inspect.isfunction(one)
+    return [f"def {name}{signature(one)}"] if is_function else [f"{name} = {one!r}"]
 
 
 def class_lines(kind: type) -> Iterator[str]:

@@ -174,7 +174,7 @@ def test_rules_are_rejected_for_a_report(
     rules.write_text(RULES)
     report.write_bytes(report_to_json(analysis().report))
     assert cli.run(["compare", str(report), str(report), "--rules", str(rules)]) == 2
-    assert "any.json: a report is made already; with rules name its recording" in (
+    assert "any.json: rules do not apply to an existing report; name its recording" in (
         capsys.readouterr().err
     )
 

@@ -234,7 +234,7 @@ def test_rules_are_rejected_for_analyzed_runs(
     monkeypatch.chdir(tmp_path)
     Path("any.json").write_bytes(to_json(analysis().report))
     for place, problem in (
-        ("any.json", "any.json: a report is made already; with rules name its recording"),
+        ("any.json", "any.json: rules do not apply to an existing report; name its recording"),
         ("store:branch=main", "store:branch=main: already analyzed; with --rules give"),
     ):
         named = [place if word == "PLACE" else word for word in words]

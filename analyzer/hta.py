@@ -50,7 +50,7 @@ def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
     loader, the last of several marked steps is dropped. The critical path has no edges from the
     device to the host; get_memory_bw_*, generate_trace_with_counters,
     get_frequent_cuda_kernel_sequences and overlay_critical_path_analysis raise KeyError, because
-    arguments of events are not kept. HTA does not support CPU runs: its breakdowns raise IndexError.
+    event arguments are not kept. HTA does not support CPU runs; its breakdowns raise IndexError.
 
     Args:
         places: Files, folders, archives or URLs that contain the traces of one run.

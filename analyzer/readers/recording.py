@@ -1,4 +1,4 @@
-"""A recording: which files belong to the run, and which rank each is of."""
+"""Reads a recording: finds the files of the run and the rank of each."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, spec_of
 from stepsplit.collectors.run_spec import RunSpec, from_json
 
-# Paths -> Recording: which files belong to the run, and which rank each is of.
-
 _MOST_RUN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What the readers found: run.json where it was, the traces in the order of their ranks.
+    """The traces of a run in rank order, with its run.json if there is one.
 
-    records is what these ranks told of themselves; they make up for a run.json that is missing.
+    records are the rank records; they replace a missing run.json.
     """
 
     name: str
@@ -55,11 +53,10 @@ def read_recording(
     progress: Progress = no_progress,
     rules: Rules = BUILT_IN,
 ) -> Recording:
-    """The recording in the files, folders, archives and URLs, read by up to that many processes.
+    """Reads the recording in the files, folders, archives and URLs, with up to `workers` processes.
 
-    rules decide what each kernel is: whether it computes or communicates, and its family. Raises
-    DataError where a place is missing, a file that was named cannot be read, or nothing in all of
-    them is a trace.
+    rules classify the kernels. Raises DataError if a place is missing, a named file cannot be read,
+    or no trace is found.
     """
     with open_recording(places) as files:
         return read_recording_files(files, workers, progress, rules)
@@ -68,7 +65,7 @@ def read_recording(
 def read_recording_files(
     files: RecordingFiles, workers: int, progress: Progress, rules: Rules
 ) -> Recording:
-    """The recording in open files; arguments and what is raised as in read_recording."""
+    """As read_recording, for files that are already listed."""
     for error in files.refused:
         raise error
     found, unreadable = _traces(files, files.named, workers, progress, rules)
@@ -87,7 +84,7 @@ def read_recording_files(
 
 
 def _records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[Note]]:
-    """What the ranks told, by rank."""
+    """The rank records by rank, and a note per unreadable record."""
     found, notes = [], []
     for source in sources:
         try:
@@ -100,7 +97,7 @@ def _records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[No
 def _traces(
     files: RecordingFiles, named: Sequence[str], workers: int, progress: Progress, rules: Rules
 ) -> tuple[list[Found], tuple[Note, ...]]:
-    """The traces in the files; one that cannot be read is skipped, with a note, unless named."""
+    """The traces in the files. An unreadable file gives a note, or an error if it was named."""
     flights, notes = _flights(files.flights)
     found, classifier = [], EventClassifier(rules)
     read = read_traces(files.traces, workers, progress, rules)
@@ -140,7 +137,7 @@ def _of_nsys(trace: RankTrace) -> Found:
 
 
 def _flights(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]], list[Note]]:
-    """The collectives of each rank's recorder."""
+    """The collectives in each rank's Flight Recorder dump, and a note per unreadable dump."""
     found: dict[int, list[FlightEntry]] = {}
     notes = []
     for source in sources:
@@ -154,15 +151,15 @@ def _flights(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]], l
 
 
 def _nothing(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
-    """Why there is no recording in the place: what is there instead, or what is wrong with it."""
+    """The error for a place without traces: what it contains instead, or the first problem."""
     kinds = [*files.others, *([FLIGHT.name] if files.flights else [])]
-    there = f"; there is: {', '.join(kinds)}" if kinds else ""
+    there = f"; found only: {', '.join(kinds)}" if kinds else ""
     why = f"; {notes[0].message}" if notes else ""
-    return DataError(place, f"no trace in it{there}{why}", f"{NAME_A_TRACE}, or a folder of them")
+    return DataError(place, f"no trace found{there}{why}", f"{NAME_A_TRACE}, or a folder of them")
 
 
 def _spec(runs: Sequence[Source]) -> RunSpec | None:
-    """What run.json says, the one nearest to the top."""
+    """The content of the run.json nearest to the top folder."""
     if not runs:
         return None
     nearest = min(runs, key=lambda source: len(source.inner.parts))
@@ -175,7 +172,7 @@ def _spec(runs: Sequence[Source]) -> RunSpec | None:
 
 
 def _folder_name(place: str) -> str:
-    """What to call the recording at a place that says no name."""
+    """The name of a recording without run.json: that of its folder."""
     if is_url(place):
         return PurePosixPath(place).name
     path = Path(place)
@@ -183,9 +180,9 @@ def _folder_name(place: str) -> str:
 
 
 def _mixed(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
-    """What suggests that the traces are of several runs."""
+    """Notes on signs that the traces are from several runs."""
     devices = {trace.device for trace in traces if trace.device}
-    # A trace that states no world size has the least that its rank allows.
+    # A trace without a stated world size has the smallest one that its rank allows.
     sizes = {str(trace.world_size) for trace in traces if trace.world_size > trace.rank + 1}
     return (*_differing("devices", devices), *_differing("world sizes", sizes))
 
@@ -193,24 +190,24 @@ def _mixed(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
 def _differing(what: str, found: set[str]) -> tuple[Note, ...]:
     if len(found) < 2:
         return ()
-    text = f"traces of different {what} ({', '.join(sorted(found))}): are they of one run?"
+    text = f"traces of different {what} ({', '.join(sorted(found))}): are they from one run?"
     return (Note(f"mixed_{what.replace(' ', '_')}", text),)
 
 
 def _of_this_run(
     traces: Sequence[RankTrace], spec: RunSpec | None, notes: tuple[Note, ...]
 ) -> tuple[tuple[RankTrace, ...], tuple[Note, ...]]:
-    """The traces without those that a larger run has left in the folder."""
+    """The traces without stale files of an earlier, larger run in the same folder."""
     size = spec.world_size if spec else len(traces) + max(trace.rank for trace in traces)
     stale = [trace for trace in traces if trace.rank >= size]
-    text = f"a run of {size} ranks has none of that number: an older run's file, left out"
+    text = f"its rank is outside this run of {size} ranks: file of an older run, ignored"
     notes += tuple(
         Note("stale_rank", f"{trace.source.name}: {text}", trace.rank) for trace in stale
     )
     return tuple(trace for trace in traces if trace.rank < size), notes
 
 
-# Which of a recording's files are what: traces, what a recorder left beside them, and the rest.
+# The files of a recording by kind.
 
 RUN_NAME = "run.json"
 
@@ -221,10 +218,10 @@ EXPORT = "export it with nsys export --type sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RecordingFiles:
-    """The files of a recording by what they are; others are the kinds that no split is made of.
+    """The files of a recording by kind.
 
-    named are the places that they were found in, refused what is wrong with a file that was named,
-    notes what was left alone.
+    named are the places that were searched. others are the names of the kinds that contain no
+    traces. refused are the errors of named files, notes those of other files.
     """
 
     named: tuple[str, ...]
@@ -239,15 +236,15 @@ class RecordingFiles:
 
     @property
     def only_dumps(self) -> bool:
-        """Whether there are Flight Recorder dumps and no traces."""
+        """Whether there are Flight Recorder dumps but no traces."""
         return bool(self.flights) and not self.traces and not self.nsys
 
 
 @contextmanager
 def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
-    """The files in the places by their kinds, on disk while the context is open.
+    """The files in the places by kind, available on disk while the context is open.
 
-    Raises DataError where a place is missing or an archive is torn.
+    Raises DataError if a place is missing or an archive is damaged.
     """
     if not places:
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
@@ -257,7 +254,7 @@ def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
 
 
 def with_neighbors(named: Sequence[str]) -> list[str]:
-    """The places, and what a recording says of a file beside it."""
+    """The places, and metadata files in the same folder as a named file."""
     files = [Path(place) for place in named if not is_url(place) and Path(place).is_file()]
     beside = [path for file in files for path in _beside(file)]
     return [*named, *map(str, beside)]
@@ -275,8 +272,7 @@ def _says_more(name: str) -> bool:
 
 
 def sort_by_kind(sources: Sequence[Source], named: tuple[str, ...]) -> RecordingFiles:
-    """The files by their kinds; what merely lies beside a trace is left alone, and a file that was
-    named and is of no kind is refused."""
+    """Sorts the files by kind. Unknown files are ignored, or are errors if they were named."""
     by_kind: dict[str, list[Source]] = defaultdict(list)
     refused, notes = [], []
     for source in sources:
@@ -299,12 +295,12 @@ def sort_by_kind(sources: Sequence[Source], named: tuple[str, ...]) -> Recording
 
 
 def skipped(source: Source, error: DataError) -> Note:
-    """A file that is left out, and why."""
+    """The note on a file that is skipped, with the reason."""
     return Note("file_skipped", f"{source.inner.name}: {error.problem}", rank_in_name(source.inner))
 
 
 def _kinds(source: Source, must: bool) -> tuple[str, ...]:
-    """The names of the kinds that the file is of. Raises DataError where it should be of one."""
+    """The names of the file's kinds. Raises DataError if it should have one but has none."""
     if source.inner.name == RUN_NAME:
         return (RUN_NAME,)
     kinds = tuple(kind.name for kind in kinds_of(source))
@@ -315,30 +311,30 @@ def _kinds(source: Source, must: bool) -> tuple[str, ...]:
 
 
 def _why_not(source: Source) -> tuple[str, str]:
-    """Why the file is of no kind, and the hint."""
+    """Why the file is of no known kind, and the hint."""
     if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
-        return "a report of Nsight Systems, which only it can read", EXPORT
+        return "an Nsight Systems report, readable only by Nsight Systems", EXPORT
     with unpacked(source) as content:
         begin = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if content.torn and not begin:
-        return f"the file is torn ({content.torn})", RECORD_AGAIN
+        return f"the file is damaged ({content.torn})", RECORD_AGAIN
     if not begin:
         return "the file is empty", RECORD_AGAIN
     if begin[:1] in b"{[":
-        return "JSON, but no trace, or cut off before its first event", NAME_A_TRACE
+        return "JSON, but not a trace, or cut off before its first event", NAME_A_TRACE
     if begin.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, not the file itself", "fetch it with git lfs pull"
-    return "not JSON, so no trace, nor another file that is read", NAME_A_TRACE
+        return "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"
+    return "neither JSON nor another supported format", NAME_A_TRACE
 
 
-# Groups that no trace lists the ranks of: their members are who names them.
+# Groups without a list of ranks: the members are the ranks whose traces name the group.
 
 
 def with_members(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
-    """The traces, with the ranks of groups of which only an identity is told.
+    """The traces, with ranks filled in for groups that are known only by identity.
 
     Such a group (an NCCL communicator in an Nsight export) has the same name on all its members, so
-    that they are known where every rank of the run is there.
+    its ranks are known if the traces of all ranks are present.
     """
     if len(traces) < max(trace.world_size for trace in traces):
         return tuple(traces)
@@ -359,7 +355,7 @@ def _filled(trace: RankTrace, members: dict[str, list[int]]) -> RankTrace:
     return replace(trace, groups=groups)
 
 
-# Which rank each trace is of: by its content, its name, or its place, which is then said.
+# The rank of each trace: from its content, its file name, or its position (with a note).
 
 MOST_RANKS = 10_000_000
 
@@ -368,7 +364,7 @@ _FEW = 4
 _NAMED = re.compile(
     r"(?:(?<!local)(?<!local[-_. ])rank[-_. ]?|\bworker|_worker)(\d{1,7})(?!\d)", re.I
 )
-"""A local rank is one of each node's, so no rank of the job."""
+"""Excludes local_rank, which repeats on each node."""
 
 _LAST_NUMBER = re.compile(r"(\d{1,7})\D*$")
 
@@ -380,17 +376,17 @@ _OF_A_CAPTURE = re.compile(
     r"\.\d{10,20}(?=\.pt\.trace\.json)|(?<![a-z])(?:step|iter(?:ation)?|epoch|cycle)[-_.]?\d+",
     re.I,
 )
-"""What differs in the names of one process's captures: the time, as TensorBoard's handler has it
-behind host and process, or the step.
+"""The part of the name that differs between captures of one process: the time, which TensorBoard's
+handler appends to host and process, or the step.
 """
 
 _SPREAD = 64
-"""Ranks that were not recorded lie between those that were; a larger number is a date or a size."""
+"""The largest accepted number per trace, as not all ranks are recorded; beyond, it is a date."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A trace, its rank as far as it or its name says so, and what its name says of it."""
+    """A trace, its rank if its content or its name states one, and the rank in its name."""
 
     trace: RankTrace
     stated_rank: int | None
@@ -398,15 +394,15 @@ class Found:
 
 
 def rank_in_name(path: PurePosixPath) -> int | None:
-    """The rank that the name of the file, or else of its folder, states."""
+    """The rank in the name of the file, or else of its folder."""
     match = _NAMED.search(path.name) or _NAMED.search(path.parent.name)
     return int(match[1]) if match else None
 
 
 def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
-    """The traces of one capture in the order of their ranks; what was guessed is noted.
+    """The traces of one capture in rank order, with notes on guessed ranks.
 
-    Raises DataError where two traces are of the same rank.
+    Raises DataError if two traces have the same rank.
     """
     apart, renamed = _told_apart(found)
     one_capture, older = _latest_capture(apart)
@@ -415,7 +411,7 @@ def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
         if one.stated_rank is None:
             continue
         if (first := known.get(one.stated_rank)) is not None:
-            problem = f"a second trace of rank {one.stated_rank}, beside {first.source}"
+            problem = f"second trace of rank {one.stated_rank}; the first is {first.source}"
             raise DataError(one.trace.source, problem, "analyze one recording at a time")
         known[one.stated_rank] = as_rank(one.stated_rank, one.trace)
     nameless = [one.trace for one in one_capture if one.stated_rank is None]
@@ -425,19 +421,21 @@ def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
 
 
 def _guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
-    """Which ranks were guessed: one by one, or in one note where they are many."""
+    """Notes on the guessed ranks: one per trace, or a single note if there are many."""
     if len(traces) > _FEW:
         first, last = traces[0], traces[-1]
-        some = f"from {first.source.name} as rank {first.rank} to {last.source.name} as {last.rank}"
-        return (Note("rank_guessed", f"{len(traces)} traces name no rank; taken {some}"),)
+        some = f"from {first.source.name} (rank {first.rank}) to {last.source.name} ({last.rank})"
+        return (
+            Note("rank_guessed", f"{len(traces)} traces state no rank; assigned in order {some}"),
+        )
     return tuple(
-        Note("rank_guessed", f"{t.source.name} names no rank; taken for rank {t.rank}", t.rank)
+        Note("rank_guessed", f"{t.source.name} states no rank; assumed rank {t.rank}", t.rank)
         for t in traces
     )
 
 
 def as_rank(rank: int, trace: RankTrace) -> RankTrace:
-    """The trace as that rank's."""
+    """The trace with this rank."""
     if trace.rank == rank:
         return trace
     notes = tuple(replace(note, rank=rank) for note in trace.notes)
@@ -446,7 +444,7 @@ def as_rank(rank: int, trace: RankTrace) -> RankTrace:
 
 
 def _guessed(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace]:
-    """Traces without a rank: by the last numbers of their names if small, else by place."""
+    """Assigns ranks by the last numbers in the names if they are small, else by position."""
     numbers = [_last_number(trace.source) for trace in traces]
     distinct = len({*numbers, *taken}) == len(numbers) + len(taken)
     if len(traces) > 1 and distinct and min(numbers) >= 0 and max(numbers) < _SPREAD * len(traces):
@@ -462,7 +460,7 @@ def _last_number(path: Path) -> int:
 
 
 def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
-    """Traces that state the same rank while their names state others: their names are right."""
+    """If traces state the same rank but their names differ in rank, takes it from the names."""
     named: dict[int, set[int | None]] = defaultdict(set)
     for one in found:
         if one.stated_rank is not None:
@@ -474,15 +472,15 @@ def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ..
         replace(one, stated_rank=one.named_rank) if one.stated_rank in wrong else one
         for one in found
     ]
-    text = f"several traces state rank {min(wrong)}: their ranks are those of their names"
+    text = f"several traces state rank {min(wrong)}: ranks are taken from the file names"
     return apart, (Note("rank_by_name", text),)
 
 
 def _latest_capture(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
-    """Of a run that was captured several times, the latest capture, and a note of the others.
+    """The latest capture if the run was captured several times, and a note on the others.
 
-    Captures are files of one rank, or of one process where no rank is known, whose paths differ by
-    their numbers alone.
+    Captures are files of one rank, or of one process if no rank is known, whose paths differ only
+    in numbers.
     """
     by_rank: dict[int | str, list[Found]] = defaultdict(list)
     for one in found:
@@ -492,8 +490,10 @@ def _latest_capture(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note
         return found, ()
     kept = _of_fullest_folder(found) if _apart(again) else [_latest(s) for s in by_rank.values()]
     left_out = len(found) - len(kept)
-    text = f"the run was captured several times: {kept[-1].trace.source} is of the latest"
-    return kept, (Note("older_captures", f"{text}, {left_out} traces of others are left out"),)
+    text = f"the run was captured several times; the latest is used ({kept[-1].trace.source})"
+    return kept, (
+        Note("older_captures", f"{text}, {left_out} traces of other captures are ignored"),
+    )
 
 
 def _process(one: Found) -> str:
@@ -505,12 +505,12 @@ def _shape(one: Found) -> str:
 
 
 def _apart(again: Sequence[Sequence[Found]]) -> bool:
-    """Whether each capture is in a folder of its own."""
+    """Whether each capture is in its own folder."""
     return all(len({one.trace.source.parent for one in same}) == len(same) for same in again)
 
 
 def _of_fullest_folder(found: Sequence[Found]) -> list[Found]:
-    """The traces of the folder with the most ranks, the latest of those by its number."""
+    """The traces of the folder with the most ranks; of several, the one with the last number."""
     folders: dict[Path, list[Found]] = defaultdict(list)
     for one in found:
         folders[one.trace.source.parent].append(one)

@@ -1,4 +1,4 @@
-"""The file formats that are read, how each is recognized, and reading of any file."""
+"""The supported file formats, how each is recognized, and reading of any file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from stepsplit.analyzer.readers.training_log import (
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_record
 
-# What a rank told of its own recording, beside its trace: the file -> RankRecord.
+# The metadata file that the profiler writes for each rank: the file -> RankRecord.
 
 _BEGIN = re.compile(rb'\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
 
@@ -42,32 +42,38 @@ _MOST_BYTES = 64 << 20
 
 
 def is_rank_record(head: bytes) -> bool:
-    """Whether the bytes begin as a rank's record does."""
+    """Whether the bytes are the beginning of a rank record."""
     return _BEGIN.match(head) is not None
 
 
 def read_rank_record(source: Source) -> RankRecord:
-    """The record in the file. Raises DataError for one that was cut off or is odd."""
+    """The record in the file. Raises DataError if it is cut off or invalid."""
     with unpacked(source) as content:
         text = content.read(_MOST_BYTES)
     try:
         return read_record(text)
     except ValueError as error:
-        raise DataError(source.where, f"a rank's record: {error}", RECORD_AGAIN) from None
+        raise DataError(source.where, f"invalid rank record: {error}", RECORD_AGAIN) from None
 
 
-# Any file, whatever wrote it: what kinds it is of, and what each reader makes of it.
+# Reading a file of any kind.
 
-UNKNOWN = "no reader knows this content"
+UNKNOWN = "unknown format"
 
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """One file as one kind; events counts what that kind consists of.
+    """One file, read as one kind.
 
-    Those are entries of a trace, a dump or an execution trace, rows of a memory curve, of a sweep
-    or of a log's calls, lines of an NCCL log, steps of a training log or of a rank's record.
-    content is None where refused says why, and kind is "" where no reader knows the file.
+    Attributes:
+        where: The path, the archive and its member, or the URL.
+        kind: Name of the kind such as "torch.profiler trace"; "" if the format is unknown.
+        events: Number of entries: events of a trace, entries of a dump, nodes of an execution
+            trace, rows of a memory curve, sweep or call log, lines of an NCCL log, steps of a
+            training log or rank record.
+        notes: Limitations of the content.
+        content: The record that the reader returned; None if refused.
+        refused: Why the file could not be read; "" if it was.
     """
 
     where: str
@@ -79,7 +85,24 @@ class FileRead:
 
 
 def read_files(*places: str | Path) -> tuple[FileRead, ...]:
-    """What is in every file of the places, once a kind. Raises DataError for a missing place."""
+    """Reads all files of the places, whatever their format.
+
+    A file that cannot be read gives a row with the reason, not an error. A file of several kinds,
+    such as a job's output with an NCCL log and a training log, gives a row per kind.
+
+    Args:
+        places: Files, folders, archives or URLs.
+
+    Returns:
+        A row per file and kind.
+
+    Raises:
+        DataError: A place is missing, or an archive is damaged.
+
+    Example:
+        for file in read_files("runs/exp1", "slurm-1234.out"):
+            print(file.where, file.kind or file.refused, file.events)
+    """
     with files_of([str(place) for place in places]) as sources:
         return tuple(found for source in sources for found in _read(source))
 
@@ -135,7 +158,7 @@ def _notes(content: Content) -> tuple[Note, ...]:
     return () if isinstance(content, RankRecord) else content.notes
 
 
-# Every kind of file that is read, and how its content tells it from the others.
+# The supported kinds of files.
 
 RankTraces = tuple[RankTrace, ...]
 
@@ -151,15 +174,15 @@ Content: TypeAlias = (
     | TrainLog
     | RankRecord
 )
-"""What a reader makes of a file."""
+"""What a reader returns."""
 
 _LONG_HEAD_BYTES = 1 << 20
-"""A job's output may begin with pages of other programs' before a line tells what it is."""
+"""A job's output may begin with pages of other text before the first recognizable line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of file: its name for people, whether a beginning is one's, and its reader."""
+    """A kind of file: its display name, the test on the first bytes, and its reader."""
 
     name: str
     recognizes: Callable[[bytes], bool]
@@ -187,11 +210,11 @@ KINDS = (
     Kind("nccl-tests output", is_sweep, read_sweeps),
     Kind("training log", is_training_log, read_train_log),
 )
-"""A file of text may be of several kinds at once: a job's output holds whatever it printed."""
+"""A text file may be of several kinds at once: a job's output contains all that was printed."""
 
 
 def kinds_of(source: Source) -> tuple[Kind, ...]:
-    """The kinds of which the file's content is; none where no reader knows it. Raises DataError."""
+    """The kinds of the file by its content, () if unknown. Raises DataError."""
     with unpacked(source) as content:
         head = content.read(HEAD_BYTES)
         if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):

@@ -1,4 +1,4 @@
-"""Where a file is: on disk, in a zip archive, or behind a URL. Readers see a local path."""
+"""Files on disk, in a zip archive or at a URL; readers get a local path."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from typing import Any, Protocol
 from stepsplit.analyzer.errors import DataError, UsageError
 
 TORN_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
-"""What zipfile raises for a damaged archive, beside OSError and ValueError."""
+"""The errors of zipfile for a damaged archive, in addition to OSError and ValueError."""
 
 
 class Source(Protocol):
-    """A file of a recording, wherever it is; may be sent to another process."""
+    """A file of a recording at any location; can be sent to another process."""
 
     @property
     def where(self) -> str:
-        """What people see: the path, the archive and its member, or the URL."""
+        """The location to display: the path, the archive and its member, or the URL."""
 
     @property
     def identity(self) -> str:
-        """Which file it is, from wherever it is named."""
+        """A key that is equal for the same file under different paths."""
 
     @property
     def inner(self) -> PurePosixPath:
-        """Its path as the run wrote it: names of files and folders may tell the rank."""
+        """The path as the run wrote it; file and folder names may contain the rank."""
 
     @property
     def stamp(self) -> str:
-        """Differs when the content does: place, size and time of the last change."""
+        """Changes with the content: location, size and modification time."""
 
     @contextmanager
     def local(self) -> Iterator[Path]:
-        """The file on disk for as long as it is read. Raises DataError where there is none."""
+        """The file on disk while the context is open. Raises DataError if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskFile:
-    """A file on disk; shown replaces its path where it was unpacked from an archive."""
+    """A file on disk; shown is the display name of a file unpacked from an archive."""
 
     path: Path
     shown: str = ""
@@ -77,7 +77,7 @@ class DiskFile:
 
 @dataclass(frozen=True, slots=True)
 class ZipMember:
-    """A file in a zip archive, unpacked while it is read."""
+    """A file in a zip archive, unpacked on access."""
 
     archive: Path
     member: str
@@ -111,13 +111,13 @@ class ZipMember:
                 ):
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
             except (OSError, EOFError, ValueError, RuntimeError, *TORN_ZIP) as error:
-                raise DataError(self.where, f"torn archive ({error})", "pack it again") from None
+                raise DataError(self.where, f"damaged archive ({error})", "pack it again") from None
             yield target
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file behind a URL that fsspec knows, fetched while it is read."""
+    """A file at a URL that fsspec supports, downloaded on access."""
 
     url: str
 
@@ -152,7 +152,7 @@ class RemoteFile:
 
 
 def fsspec() -> Any:
-    """The library behind URLs. Raises UsageError where it is not installed."""
+    """Imports the library for URLs. Raises UsageError if it is not installed."""
     try:
         import fsspec  # the extra [cloud]
         import fsspec.core

@@ -1,4 +1,4 @@
-"""Work on files, in this process or in worker processes side by side."""
+"""Runs tasks on files in this process, or in parallel worker processes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, Generic, TypeVar
 from stepsplit.analyzer.errors import DataError
 
 LEAST_BYTES = 48 << 20
-"""Less than this is read before another process has started."""
+"""Below this size, reading in one process is faster than starting another."""
 
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all), each time a piece of work is done."""
+"""Called with (bytes done, bytes in total) after each task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task(Generic[T]):
-    """A call that reads a file of this size, or a part of it; another process can make it too."""
+    """A call that reads a file or a part of it, of this size; can run in another process."""
 
     where: str
     size_bytes: int
@@ -34,7 +34,7 @@ class Task(Generic[T]):
     arguments: tuple[Any, ...]
 
     def run(self) -> T | DataError:
-        """What the call returns, or what is wrong with the file."""
+        """The result of the call, or the error of the file."""
         try:
             return self.function(*self.arguments)
         except DataError as error:
@@ -42,16 +42,16 @@ class Task(Generic[T]):
 
 
 def no_progress(done_bytes: int, all_bytes: int) -> None:
-    """Nobody watches."""
+    """The default: ignores progress."""
 
 
 def run_all(
     tasks: Sequence[Task[T]], workers: int, progress: Progress = no_progress
 ) -> list[T | DataError]:
-    """What each task gave, in their order.
+    """Runs all tasks and returns their results in order.
 
-    Up to that many processes, this one among them, share the work where there is enough of it.
-    When the caller is interrupted the others end at once, and what they had on disk is removed.
+    Uses up to `workers` processes, including this one, if there is enough work. When the caller is
+    interrupted, the other processes are terminated and their temporary files removed.
     """
     total, done = sum(task.size_bytes for task in tasks), 0
     found: dict[int, T | DataError] = {}
@@ -63,7 +63,7 @@ def run_all(
 
 
 def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
-    """Each task's number and what it gave. The caller works too, so that it is one worker."""
+    """Yields each task's index and result. The caller works too, as one of the workers."""
     todo = deque(enumerate(tasks))
     others = min(workers, len(tasks)) - 1
     if others < 1:
@@ -72,7 +72,7 @@ def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | 
     with _pool(others) as pool:
         running: dict[Future[T | DataError], int] = {}
         while todo or running:
-            # Where many are left, each of the others has one to go on with.
+            # While many tasks are left, each other worker has one more in its queue.
             while todo and len(running) < (2 * others if len(todo) > workers else others):
                 index, task = todo.popleft()
                 running[_submitted(pool, task)] = index
@@ -100,12 +100,12 @@ def _result(future: Future[T | DataError], where: str) -> T | DataError:
 
 def _died(where: str) -> DataError:
     hint = "name fewer files at once, or read with one worker"
-    return DataError(where, "a worker process died, perhaps for lack of memory", hint)
+    return DataError(where, "a worker process died, possibly out of memory", hint)
 
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: a fork would copy the threads' locks of a server that reads."""
+    """Spawned processes: a fork would copy locks held by other threads of a server."""
     others = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         context = multiprocessing.get_context("spawn")
@@ -121,6 +121,6 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(folder: str) -> None:
-    """The parent alone answers ctrl-C; what workers unpack lies in its folder."""
+    """Leaves Ctrl-C to the parent process; workers unpack into its temporary folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = folder

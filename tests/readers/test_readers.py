@@ -64,10 +64,12 @@ def test_a_missing_path_is_said(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_trace_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"nodes": []}')
-    with pytest.raises(DataError, match="no trace in it"):
+    with pytest.raises(DataError, match="no trace found"):
         analyze(tmp_path)
     (tmp_path / "trace.json").write_bytes(begun(body()))
-    with pytest.raises(DataError, match=r"no trace in it; trace\.json: JSON, but no trace, or cut"):
+    with pytest.raises(
+        DataError, match=r"no trace found; trace\.json: JSON, but not a trace, or cut"
+    ):
         analyze(tmp_path)
 
 

@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_is_one_line_that_names_the_file(
 ) -> None:
     monkeypatch.setattr(processes, "LEAST_BYTES", 0)
     tasks = [Task("big.json", 10, killed, ()), Task("4.json", 10, halved, (4,))]
-    with pytest.raises(DataError, match="a worker process died, perhaps for lack of memory"):
+    with pytest.raises(DataError, match="a worker process died, possibly out of memory"):
         run_all(tasks, 2)
 
 

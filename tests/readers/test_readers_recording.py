@@ -71,7 +71,8 @@ def test_many_guesses_are_one_warning(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, *(f"trace_{i}.json" for i in range(12)))])
     assert by_rank(recording) == {i: f"trace_{i}.json" for i in range(12)}
     assert [note.message for note in recording.notes] == [
-        "12 traces name no rank; taken from trace_0.json as rank 0 to trace_11.json as 11"
+        "12 traces state no rank; assigned in order from "
+        "trace_0.json (rank 0) to trace_11.json (11)"
     ]
 
 
@@ -86,7 +87,7 @@ def test_names_tell_traces_apart_that_all_state_one_rank(tmp_path: Path) -> None
     recording = read_recording([tmp_path])
     assert by_rank(recording) == {0: "rank0.json", 1: "rank1.json", 2: "rank2.json"}
     [note] = recording.notes
-    assert note.message == "several traces state rank 0: their ranks are those of their names"
+    assert note.message == "several traces state rank 0: ranks are taken from the file names"
 
 
 def test_a_local_rank_is_no_rank_of_the_job(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_captures_of_one_process_are_no_ranks(
 def test_two_runs_in_one_folder_are_refused_by_file_and_rank(tmp_path: Path) -> None:
     lay_out(tmp_path / "good", "rank0.json", ranks=True)
     lay_out(tmp_path / "bad", "rank0.json", ranks=True)
-    with pytest.raises(DataError, match=r"good/rank0\.json: a second trace of rank 0, beside"):
+    with pytest.raises(DataError, match=r"good/rank0\.json: second trace of rank 0; the first is"):
         read_recording([tmp_path])
 
 
@@ -150,14 +151,14 @@ def test_traces_of_different_devices_may_be_of_different_runs(tmp_path: Path) ->
         body["deviceProperties"] = [{"name": device}]
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(body))
     [note] = read_recording([tmp_path]).notes
-    assert note.message == "traces of different devices (A100, MI300X): are they of one run?"
+    assert note.message == "traces of different devices (A100, MI300X): are they from one run?"
 
 
 def test_traces_of_different_world_sizes_may_be_of_different_runs(tmp_path: Path) -> None:
     for rank, size in enumerate((2, 4, 4, 4)):
         (tmp_path / f"rank{rank}.json").write_bytes(trace(rank, size))
     [note] = read_recording([tmp_path]).notes
-    assert note.message == "traces of different world sizes (2, 4): are they of one run?"
+    assert note.message == "traces of different world sizes (2, 4): are they from one run?"
 
 
 def zipped(folder: Path) -> Path:
@@ -235,7 +236,7 @@ def test_an_archive_cut_off_gives_what_is_whole_before_the_cut(tmp_path: Path) -
 def test_a_pointer_to_a_file_that_was_not_fetched_is_told(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:760b\nsize 87060\n")
-    with pytest.raises(DataError, match="a pointer of Git LFS, not the file itself; fetch it with"):
+    with pytest.raises(DataError, match="a Git LFS pointer, not the file itself; fetch it with"):
         read_recording([file])
 
 
@@ -252,7 +253,7 @@ def test_what_there_is_instead_of_a_trace_is_said(tmp_path: Path) -> None:
         "host0:1:2 [0] NCCL INFO AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 1000 "
         "datatype 7 op 0 root 0 comm 0x3 [nranks=2] stream 0x4\n"
     )
-    with pytest.raises(DataError, match="no trace in it; there is: NCCL log"):
+    with pytest.raises(DataError, match="no trace found; found only: NCCL log"):
         analyze(log)
     [read] = read_files(log)
     assert (read.kind, read.events, read.refused) == ("NCCL log", 1, "")

@@ -86,7 +86,7 @@ def test_a_record_that_was_cut_off_is_left_out_with_a_warning(tmp_path: Path) ->
 
     assert report.memory is None
     (warning,) = (row for row in report.warnings if row.code == "file_skipped")
-    assert warning.rank == 0 and "rank0_record.json: a rank's record" in warning.message
+    assert warning.rank == 0 and "rank0_record.json: invalid rank record" in warning.message
 
 
 def test_a_field_of_a_newer_version_is_passed_over(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compressed files and archives: gzip, zstd, zip, tar; listed and unpacked within limits."""
+"""Compressed files and archives: gzip, zstd, xz, bzip2, zip, tar; unpacked within limits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from stepsplit.analyzer.readers.sources import (
     fsspec,
 )
 
-# zstd as pyarrow unpacks it. Imported where a file is packed so, for pyarrow takes its time.
+# zstd by pyarrow, which is imported only if needed because its import is slow.
 
 
 class Zstd:
-    """The unpacked bytes of a zstd file. Raises OSError where it is cut off or damaged."""
+    """The unpacked bytes of a zstd file. Raises OSError if it is cut off or damaged."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         import pyarrow as pa
@@ -49,7 +49,7 @@ class Zstd:
         return found
 
 
-# Paths, folders, archives and URLs -> the files in them.
+# Listing of files in paths, folders, archives and URLs.
 
 MOST_MEMBERS = 1_000_000
 
@@ -60,10 +60,10 @@ _DIGITS = re.compile(r"(\d+)")
 
 @contextmanager
 def files_of(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
-    """The files at paths and URLs, each once, what archives hold included.
+    """The files at paths and URLs, each once, including the members of archives.
 
-    What has to be unpacked or fetched for that lies on disk while the context is open. Raises
-    DataError where a place is missing or an archive is torn.
+    Temporary files are kept while the context is open. Raises DataError if a place is missing or
+    an archive is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         found: dict[str, Source] = {}
@@ -75,12 +75,12 @@ def files_of(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
 
 
 def is_url(place: str) -> bool:
-    """Whether the place is behind a protocol that fsspec knows."""
+    """Whether the place is a URL for fsspec."""
     return "://" in place
 
 
 def natural(text: str) -> list[str | int]:
-    """A key that sorts rank2 before rank10."""
+    """A sort key that puts rank2 before rank10."""
     parts = _DIGITS.split(text)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
@@ -118,7 +118,7 @@ def _behind(url: str) -> Iterator[Source]:
 
 
 def _opened(source: Source, folder: Path) -> Iterator[Source]:
-    """The members where the file is an archive, else the file."""
+    """The members if the file is an archive, else the file itself."""
     if not _ARCHIVE.search(source.where):
         yield source
         return
@@ -142,14 +142,14 @@ def _zip_members(path: Path, shown: str) -> Iterator[Source]:
         with zipfile.ZipFile(path) as archive:
             members = [one for one in archive.infolist() if not one.is_dir()]
     except (OSError, ValueError, *TORN_ZIP) as error:
-        raise DataError(shown, f"torn archive ({error})", "pack it again") from None
+        raise DataError(shown, f"damaged archive ({error})", "pack it again") from None
     _refuse_a_bomb(shown, len(members), sum(m.file_size for m in members), path)
     for member in sorted(members, key=lambda one: natural(one.filename)):
         yield ZipMember(path, member.filename, shown)
 
 
 def _tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
-    """The files of a tar, written out under numbers; of a torn one, those before the damage."""
+    """Unpacks the files of a tar under numbers; of a damaged one, those before the damage."""
     found: list[DiskFile] = []
     with unpacked(DiskFile(path, shown)) as content:
         try:
@@ -163,25 +163,25 @@ def _tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
                             shutil.copyfileobj(packed, out, 1 << 16)
         except (tarfile.TarError, EOFError, ValueError) as error:
             if not found:
-                problem = f"torn archive ({content.torn or error})"
+                problem = f"damaged archive ({content.torn or error})"
                 raise DataError(shown, problem, "pack it again") from None
     yield from sorted(found, key=lambda one: natural(one.where))
 
 
 def _refuse_a_bomb(shown: str, members: int, unpacked_bytes: int, path: Path) -> None:
     if members > MOST_MEMBERS:
-        raise DataError(shown, f"over {MOST_MEMBERS:,} files", "pack the traces alone")
+        raise DataError(shown, f"more than {MOST_MEMBERS:,} files", "pack only the traces")
     if unpacked_bytes > most_bytes(path.stat().st_size):
         raise bomb(shown)
 
 
-# A file's bytes, unpacked as they are read, with an eye on bombs and torn ends.
+# Unpacking of a file while it is read, with limits and tolerance of a damaged end.
 
 HEAD_BYTES = 1 << 16
-"""How much of a file tells what it is."""
+"""How many bytes are read to recognize the kind of a file."""
 
 FREE_BYTES = 256 << 20
-"""Up to this size nobody asks how well a file was packed."""
+"""Up to this unpacked size, the compression ratio is not checked."""
 
 MOST_RATIO = 100
 
@@ -189,30 +189,30 @@ _STEPS = (1 << 12, 1)
 
 
 def most_bytes(packed_bytes: int) -> int:
-    """What a file of that size may unpack to."""
+    """The largest allowed unpacked size of a file of this size."""
     return max(FREE_BYTES, MOST_RATIO * packed_bytes)
 
 
 def bomb(where: str) -> DataError:
-    """What is wrong with a file that unpacks to more."""
+    """The error for a file that unpacks to more."""
     problem = f"unpacks to over {MOST_RATIO} times its size"
     return DataError(where, problem, "unpack it yourself if you trust it")
 
 
 class Unpacked:
-    """The unpacked bytes of an open file. A cut or damaged end is remembered, not raised."""
+    """The unpacked bytes of an open file. A damaged end sets `torn` and is not an error."""
 
     def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
         self._where, self._raw, self._content = where, raw, content_of(raw)
         self._most = most_bytes(packed_bytes)
         self._given = 0
         self.torn = ""
-        """Why the file ended early; "" where it did not."""
+        """Why the file ended early, "" if it did not."""
 
     def read(self, size: int) -> bytes:
-        """size bytes more; fewer only at the end, or where the file is torn.
+        """Reads the next size bytes; fewer only at the end or at damage.
 
-        Raises DataError for a bomb: beyond FREE_BYTES and MOST_RATIO times the packed size.
+        Raises DataError if the file unpacks to more than FREE_BYTES and MOST_RATIO times its size.
         """
         blocks = []
         while size > 0 and (block := self._block(size)):
@@ -234,7 +234,7 @@ class Unpacked:
         return block
 
     def _before_the_damage(self, size: int) -> bytes:
-        """What a read of so many bytes lost with the damage behind it, read in small steps."""
+        """The bytes before the damage that a failed read of this size lost, read in small steps."""
         found = bytearray()
         for step in _STEPS:
             with suppress(*TORN):
@@ -245,7 +245,7 @@ class Unpacked:
         return bytes(found)
 
     def readinto(self, room: memoryview) -> int:
-        """Fills the room as far as the next bytes go; 0 at the end, or where the file is torn."""
+        """Reads bytes into room and returns their number; 0 at the end or at damage."""
         if isinstance(self._content, io.RawIOBase) and not self.torn:
             return self._readinto(self._content, room)
         block = self.read(len(room))
@@ -253,7 +253,7 @@ class Unpacked:
         return len(block)
 
     def _readinto(self, raw: io.RawIOBase, room: memoryview) -> int:
-        """As readinto, without a copy."""
+        """As readinto for an unpacked file, without a copy."""
         try:
             return raw.readinto(room) or 0
         except OSError as error:
@@ -261,7 +261,7 @@ class Unpacked:
             return 0
 
     def lines(self) -> Iterator[bytes]:
-        """The lines without their ends; one beyond 1 MiB comes in parts."""
+        """The lines without line ends; a line of more than 1 MiB comes in parts."""
         rest = b""
         while block := self.read(1 << 20):
             *whole, rest = (rest + block).split(b"\n")
@@ -275,7 +275,7 @@ class Unpacked:
 
 @contextmanager
 def unpacked(source: Source) -> Iterator[Unpacked]:
-    """The file's bytes, unpacked. Raises DataError where it cannot be opened."""
+    """Opens the file's unpacked bytes. Raises DataError if it cannot be opened."""
     with source.local() as path:
         try:
             raw = path.open("rb", buffering=0)
@@ -288,19 +288,18 @@ def unpacked(source: Source) -> Iterator[Unpacked]:
 
 
 def head_of(source: Source) -> bytes:
-    """The first bytes, unpacked: what tells the kind of a file."""
+    """The first unpacked bytes, enough to recognize the kind of a file."""
     with unpacked(source) as content:
         return content.read(HEAD_BYTES)
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file's bytes have to be unpacked."""
+    """Whether the file is compressed."""
     with path.open("rb") as raw:
         return opener(raw.read(6)) is not None
 
 
-# gzip, zstd, xz and bzip2, told by a file's first bytes and unpacked piece by piece.
-
+# gzip, zstd, xz and bzip2: recognized by the first bytes and unpacked incrementally.
 
 try:
     from isal import igzip_lib
@@ -310,26 +309,26 @@ except ImportError:  # the extra [fast] is not installed
 _PACKED_BLOCK_BYTES = 1 << 16
 
 _MOST_XZ_BYTES = 256 << 20
-"""What unpacking xz may take of memory."""
+"""Memory limit for unpacking xz."""
 
 TORN: tuple[Any, ...] = (
     EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
     zlib.error if igzip_lib is None else igzip_lib.IsalError,
 )  # fmt: skip
-"""What a packed file raises where it is cut off or damaged."""
+"""The errors of a compressed file that is cut off or damaged."""
 
 LOSSLESS = (EOFError, zlib.error)
-"""Of these, what comes before the damage was given."""
+"""The errors that are raised only after all bytes before the damage were returned."""
 
 
 class Bytes(Protocol):
-    """Where bytes come from, piece by piece."""
+    """A source of bytes."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 class _Decompressor(Protocol):
-    """What bz2, lzma and isal agree on."""
+    """The common interface of bz2, lzma and isal."""
 
     @property
     def eof(self) -> bool: ...
@@ -341,7 +340,7 @@ class _Decompressor(Protocol):
 
 
 class _Zlib:
-    """zlib's gzip with the same words; gives all that is before a damage, and only then fails."""
+    """gzip by zlib; returns all bytes before damage and only then fails."""
 
     def __init__(self) -> None:
         self._inner, self._rest, self._full = zlib.decompressobj(wbits=31), b"", False
@@ -375,7 +374,7 @@ class _Zlib:
 
 
 def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
-    """How many of the bytes come before the damage in them."""
+    """The number of bytes before the damage."""
 
     def fails(count: int) -> bool:
         try:
@@ -388,7 +387,7 @@ def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
 
 
 class _Members:
-    """The members of a packed file, one after the other; what is no member ends it."""
+    """The members of a compressed file one after the other, up to the first non-member."""
 
     def __init__(self, raw: io.RawIOBase, magic: bytes, new: Callable[[], _Decompressor]) -> None:
         self._raw, self._magic, self._new = raw, magic, new
@@ -419,7 +418,7 @@ class _Members:
 
 
 class _Gzip:
-    """gzip by isal; where that fails, by zlib, for isal keeps to itself what is before the end."""
+    """gzip by isal; on damage by zlib, because isal loses the bytes before the damage."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self._raw, self._given = raw, 0
@@ -469,12 +468,12 @@ _OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
 
 
 def opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
-    """What unpacks a file that begins so; None where it is not packed."""
+    """The decompressor for a file with these first bytes; None if it is not compressed."""
     return next((open_ for magic, open_ in _OPENERS.items() if begin.startswith(magic)), None)
 
 
 def content_of(raw: io.RawIOBase) -> Bytes:
-    """The unpacked bytes from the start of the file."""
+    """Opens the unpacked bytes from the start of the file."""
     raw.seek(0)
     found = opener(raw.read(6))
     raw.seek(0)
@@ -482,6 +481,6 @@ def content_of(raw: io.RawIOBase) -> Bytes:
 
 
 def skip(content: Bytes, size: int) -> None:
-    """Reads so many bytes, or all there are."""
+    """Skips size bytes, or all that are left."""
     while size > 0 and (block := content.read(min(size, 1 << 20))):
         size -= len(block)

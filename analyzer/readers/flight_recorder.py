@@ -1,4 +1,4 @@
-"""Flight Recorder dumps, JSON or pickle, of any torch version."""
+"""Reads Flight Recorder dumps, JSON or pickle, of any torch version."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognize
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, to_calls
 
-# A rank's Flight Recorder dump, JSON or pickle, of any torch -> its calls and their states.
-
 _SAYS_RANK = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)", re.I)
 
 _ENDS_IN_NUMBER = re.compile(r"(?<!\d)(\d{1,7})(?:\.[a-z]\w*)*$", re.I)
@@ -42,9 +40,14 @@ _PEER = re.compile(r"\d\s*(?:->|<-)\s*(\d{1,7})\s*$")
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """How far the rank came on a group, in sequence numbers; -1 for none.
+    """The progress of a rank on a process group, in sequence numbers; -1 for none.
 
-    group_name is "" where neither an entry nor the order of the groups tells it.
+    Attributes:
+        group_number: The number of the group within the process.
+        group_name: Its name in the job, "" if it cannot be inferred.
+        last_enqueued: The last collective that was enqueued.
+        last_started: The last collective that started.
+        last_completed: The last collective that completed.
     """
 
     group_number: int
@@ -56,9 +59,13 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class FlightDump:
-    """What one rank's recorder held: a row of calls for each entry, in the order of creation.
+    """The Flight Recorder dump of one rank.
 
-    version is "" for the first dumps, which state none.
+    Attributes:
+        version: Version of the dump format, "" for the earliest dumps.
+        calls: The calls: one row per entry, in order of creation.
+        entries: The entries, in order of creation.
+        statuses: The progress on each process group.
     """
 
     version: str
@@ -76,7 +83,7 @@ class FlightDump:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups that the dump lists, then those that only entries name, without ranks."""
+        """The groups in the dump's list, then those named only by entries, without ranks."""
         return self.calls.groups
 
     @property
@@ -85,16 +92,16 @@ class FlightDump:
 
 
 def read_dump(source: Source) -> FlightDump:
-    """The dump in the file.
+    """Reads the dump in the file.
 
-    The rank is the one member that all groups share, else what the file's name says, else -1 and a
-    note. Odd entries are left out and counted. Raises DataError for what is no dump.
+    The rank is the only common member of all groups, else the one in the file name, else -1 with a
+    note. Invalid entries are skipped and counted. Raises DataError if the file is not a dump.
     """
     with unpacked(source) as content:
         text = read_whole(content, source.where)
     found, torn = dump_in(text, source.where)
     entries, odd = _entries(found)
-    # gloo lists one group without a name, of which nothing else speaks.
+    # gloo lists a group without a name, to which no entry refers.
     listed = tuple(_group(name, config) for name, config in found.pg_config.items() if name)
     rank = _rank(source.inner, listed)
     return FlightDump(
@@ -109,16 +116,18 @@ def _notes(odd: int, torn: bool, rank: int) -> tuple[Note, ...]:
     stated = None if rank < 0 else rank
     notes = []
     if odd:
-        notes.append(Note("flight_odd", f"{odd} odd entries of the dump are left out", stated))
+        notes.append(Note("flight_odd", f"{odd} invalid entries of the dump are skipped", stated))
     if torn:
-        notes.append(Note("flight_torn", "the dump is cut off: its last entries lack", stated))
+        notes.append(
+            Note("flight_torn", "the dump is cut off: its last entries are missing", stated)
+        )
     if stated is None:
-        notes.append(Note("rank_unknown", "neither the dump nor its file's name tells the rank"))
+        notes.append(Note("rank_unknown", "neither the dump nor its file name contains the rank"))
     return tuple(notes)
 
 
 def _entries(found: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
-    """The entries by creation, and how many were odd."""
+    """The entries in order of creation, and the number of invalid ones."""
     entries = []
     for one in found.entries:
         try:
@@ -130,7 +139,7 @@ def _entries(found: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
 
 
 def _group(name: str, config: Any) -> Group:
-    """A group of pg_config, whose ranks are a list or the text of one."""
+    """A group of pg_config; its ranks are a list, or a text with one."""
     told = config if isinstance(config, dict) else {"ranks": config}
     ranks, description = told.get("ranks"), told.get("desc")
     if isinstance(ranks, str):
@@ -142,7 +151,7 @@ def _group(name: str, config: Any) -> Group:
 
 
 def _rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
-    """The rank: a process lists only groups that it is in, so what they share may be it alone."""
+    """The rank: a process lists only its own groups, so it may be their only common member."""
     members = [set(group.ranks) for group in listed if group.ranks]
     shared = set.intersection(*members) if members else set()
     if len(shared) == 1:
@@ -163,7 +172,7 @@ def _calls(
     listed: Sequence[Group],
     notes: tuple[Note, ...],
 ) -> RankCalls:
-    """The rows of the entries, on the dump's own groups."""
+    """The entries as rows, with the groups of the dump."""
     known = {group.name for group in listed}
     named = {e.group_name: e.group_description for e in entries if e.group_name not in known}
     groups = (*listed, *(Group(name, (), text) for name, text in named.items() if name))
@@ -205,7 +214,7 @@ def _whole_bytes(op: str, entry: FlightEntry, group_size: int) -> int:
 def _statuses(
     told: Mapping[str, Any], entries: Sequence[FlightEntry], listed: Sequence[Group]
 ) -> tuple[GroupStatus, ...]:
-    """The groups' statuses by number; an odd one is left out."""
+    """The status of each group by number; invalid ones are skipped."""
     by_number = {int(key): value for key, value in told.items() if _NUMBER.fullmatch(key)}
     names = _names(sorted(by_number), entries, listed)
     found = []
@@ -224,9 +233,9 @@ def _statuses(
 def _names(
     numbers: Sequence[int], entries: Sequence[FlightEntry], listed: Sequence[Group]
 ) -> dict[int, str]:
-    """Each group number's name, by the entries; by order where every listed group has a status.
+    """The name of each group number, from the entries or, if all groups have a status, by order.
 
-    Numbers are a process's own and names the job's, and both count up as groups are made.
+    Numbers are local to a process and names are global; both increase as groups are created.
     """
     seen = {entry.group_number: entry.group_name for entry in entries}
     names = [group.name for group in listed]
@@ -237,14 +246,20 @@ def _names(
     return in_order | seen if agree else seen
 
 
-# One entry of a Flight Recorder dump: a collective or message as the host called it.
+# Entries of a dump.
 
 _MOST_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of code that a stack goes through."""
+    """A frame of a Python stack.
+
+    Attributes:
+        function: Name of the function.
+        file: Path of the source file.
+        line: Line number, -1 if unknown.
+    """
 
     function: str
     file: str
@@ -253,12 +268,27 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class FlightEntry:
-    """One collective or message as the host called it; -1 and "" are unknown.
+    """A collective, send or receive as issued by the host; -1 and "" are unknown.
 
-    created_unix_ns is the time of the call; started and completed are when the watchdog noticed,
-    maybe much later. dur_ns is the device's own where torch timed it, else what the watchdog saw.
-    state is "scheduled", "started" or "completed"; gloo's stays "scheduled", and there as with NCCL
-    retired tells that nobody waits for the call any more. The stack is innermost first.
+    Attributes:
+        group_name: Name of the process group.
+        group_description: Description of the process group.
+        group_number: Number of the group within the process.
+        seq: Sequence number on the group.
+        name: Name of the call such as "nccl:all_reduce".
+        created_unix_ns: When the host issued the call.
+        dtype: Dtype of the first input.
+        input_bytes: Size of the inputs in bytes.
+        output_bytes: Size of the outputs in bytes.
+        state: "scheduled", "started" or "completed"; with gloo always "scheduled".
+        is_p2p: Whether it is a send or receive.
+        started_unix_ns: When the watchdog observed the start, possibly much later.
+        completed_unix_ns: When the watchdog observed the end, possibly much later.
+        dur_ns: Duration on the device if torch measured it, else as the watchdog observed it.
+        retired: Whether the watchdog has finished with the call.
+        timeout_ns: Timeout of the call.
+        thread_name: Name of the thread that issued the call.
+        stack: The Python stack, innermost frame first.
     """
 
     group_name: str
@@ -282,7 +312,7 @@ class FlightEntry:
 
 
 def to_entry(raw: RawEntry) -> FlightEntry:
-    """The entry under the names of today."""
+    """Converts an entry of any torch version."""
     name, description = _group_of(raw)
     is_p2p = op_of(raw.profiling_name) in ("send", "recv") if raw.is_p2p is None else raw.is_p2p
     seq = raw.p2p_seq_id if is_p2p else raw.collective_seq_id
@@ -311,7 +341,7 @@ def to_entry(raw: RawEntry) -> FlightEntry:
 
 
 def _group_of(raw: RawEntry) -> tuple[str, str]:
-    """The group's name and description; a dump without names has the group's number."""
+    """The group's name and description; the name is its number in dumps without names."""
     match raw.process_group:
         case str(name):
             return name, raw.pg_desc
@@ -323,7 +353,7 @@ def _group_of(raw: RawEntry) -> tuple[str, str]:
 
 
 def op_of(name: str) -> str:
-    """The op of a name such as "nccl:all_reduce" or "nccl:recv 0<-1"."""
+    """The op in a name such as "nccl:all_reduce" or "nccl:recv 0<-1"."""
     return op_named(name.partition(":")[2] or name)
 
 
@@ -335,12 +365,12 @@ def _dur_ns(duration_ms: float | None, started_ns: int, completed_ns: int) -> in
 
 @lru_cache(maxsize=4096)
 def _frame(function: str, file: str, line: int) -> Frame:
-    """The frame, one object for all the stacks that go through it."""
+    """A frame; equal frames share one object."""
     return Frame(function, file, line)
 
 
 def _bytes(sizes: Any, dtypes: Sequence[str]) -> int:
-    """The size of tensors of these shapes; one tensor's shape may come without a list around it."""
+    """The size of tensors of these shapes; a single shape may come without an outer list."""
     if not isinstance(sizes, (list, tuple)) or not sizes:
         return -1
     shapes = [sizes] if all(isinstance(dim, int) for dim in sizes) else sizes
@@ -353,21 +383,18 @@ def _bytes(sizes: Any, dtypes: Sequence[str]) -> int:
 
 
 def _elements(shape: Any) -> int:
-    """The elements of a tensor; -1 for what is no shape."""
+    """The number of elements of a shape; -1 if it is not a shape."""
     if not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMS:
         return -1
     whole = all(isinstance(dim, int) and 0 <= dim <= MOST_CALL_BYTES for dim in shape)
     return math.prod(shape) if whole else -1
 
 
-# What a Flight Recorder dump holds, under the names that each torch since 2.2 has written.
+# The fields of a dump, under the names of all torch versions since 2.2.
 #
-# | version       | since about| what changed
-# | |---------------|------------|----------------------------------------------------------------
-# -----| | none          | torch 2.2  | a bare list of entries: pg_id, seq_id, time_created_us, no
-# dtypes   | | 1.x           | torch 2.3  | a dict with version and pg_config, nanoseconds, dtypes
-# | | 2.0 to 2.10   | torch 2.5  | process_group is (name, description); collective and p2p seq;
-# JSON  |
+# none (torch 2.2): a bare list of entries; pg_id, seq_id, time_created_us, no dtypes
+# 1.x (torch 2.3): a dict with version and pg_config; nanoseconds, dtypes
+# 2.0 to 2.10 (torch 2.5): process_group is (name, description); collective and p2p seq; JSON
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -383,7 +410,7 @@ Int = Annotated[int, Meta(ge=-1, le=1 << 62)]
 
 
 class RawFrame(Struct):
-    """A line of the stack; only pickles have it."""
+    """A frame of the stack; only in pickles."""
 
     name: str = ""
     filename: str = ""
@@ -391,7 +418,7 @@ class RawFrame(Struct):
 
 
 class RawEntry(Struct):
-    """An entry, with the old names beside the new. In JSON a time that is not known is 0."""
+    """An entry, with old and new field names. In JSON an unknown time is 0."""
 
     profiling_name: str
     process_group: tuple[str, ...] | str | None = None
@@ -419,7 +446,7 @@ class RawEntry(Struct):
 
 
 class RawStatus(Struct):
-    """How far a group came; JSON writes the numbers as text."""
+    """The progress on a group; in JSON the numbers are texts."""
 
     last_enqueued_collective: Int = -1
     last_started_collective: Int = -1
@@ -427,7 +454,7 @@ class RawStatus(Struct):
 
 
 class RawDump(Struct):
-    """The whole dump; its entries are checked one by one, so that an odd one costs only itself."""
+    """The dump; entries are validated one by one, so that an invalid one loses only itself."""
 
     version: str | float = ""
     entries: list[Any] = []
@@ -436,7 +463,7 @@ class RawDump(Struct):
 
 
 def is_flight_dump(head: bytes) -> bool:
-    """Whether the bytes begin as a Flight Recorder dump does, in JSON or as a pickle."""
+    """Whether the bytes are the beginning of a Flight Recorder dump, JSON or pickle."""
     if recognizes(head):
         return any(key in head for key in (b"profiling_name", b"pg_config", b"pg_status"))
     if not head.removeprefix(_BOM).lstrip().startswith((b"{", b"[")) or b'"traceEvents"' in head:
@@ -447,7 +474,7 @@ def is_flight_dump(head: bytes) -> bool:
 
 
 def dump_in(text: bytes, where: str) -> tuple[RawDump, bool]:
-    """What the file holds, and whether it is cut off. Raises DataError for what is no dump."""
+    """The content of the file, and whether it is cut off. Raises DataError if it is not a dump."""
     if recognizes(text):
         return _checked(plain_value(text, where), where), False
     try:
@@ -460,7 +487,7 @@ def dump_in(text: bytes, where: str) -> tuple[RawDump, bool]:
 
 
 def _checked(found: object, where: str) -> RawDump:
-    """The dump that plain values are; the first dumps were their entries alone."""
+    """Converts plain values to a dump; the earliest dumps are a list of entries."""
     try:
         if isinstance(found, list) and any(map(_is_entry, found)):
             return RawDump(entries=found)
@@ -468,7 +495,7 @@ def _checked(found: object, where: str) -> RawDump:
             return msgspec.convert(found, RawDump)
     except msgspec.ValidationError as error:
         raise DataError(where, f"{_NO_DUMP} ({error})", RECORD_AGAIN) from None
-    raise DataError(where, _NO_DUMP, "name a file that torch has dumped")
+    raise DataError(where, _NO_DUMP, "name a Flight Recorder dump of torch")
 
 
 def _is_entry(value: object) -> bool:
@@ -476,7 +503,7 @@ def _is_entry(value: object) -> bool:
 
 
 def _whole_entries(text: str) -> Iterator[object]:
-    """The entries of a JSON dump that ends early, up to the last whole one."""
+    """The entries of a truncated JSON dump, up to the last complete one."""
     decode = json.JSONDecoder().raw_decode
     if (begin := _ENTRIES.search(text)) is None:
         return

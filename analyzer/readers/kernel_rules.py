@@ -1,4 +1,4 @@
-"""Rules that classify kernels by name, built in or from a TOML file, and the kinds of events."""
+"""Rules that classify kernels by name, built in or from a TOML file."""
 
 from __future__ import annotations
 
@@ -48,15 +48,28 @@ _T = TypeVar("_T")
 
 
 def read_rules(place: str | Path) -> Rules:
-    """The rules of the file, and the built-in ones where none of them matches.
+    """Reads a TOML file of kernel rules and combines it with the built-in rules.
 
-    Raises DataError, which names the file, the key and the hint.
+    Args:
+        place: Path of the file. A [[kernel]] table has `match` (a regular expression, searched
+            anywhere in the name, case-insensitive), `is` ("communication", "compute" or "fused")
+            and optionally `op`; a [[family]] table has `match` and `family`.
+
+    Returns:
+        The rules. Those of the file come first; the built-in ones apply to all other names.
+
+    Raises:
+        DataError: The file is missing, not TOML, or has an invalid rule; names the key and the fix.
+
+    Example:
+        rules = read_rules("rules.toml")
+        report = analyze("runs/exp1", rules=rules)
     """
     return rules_in(place).before(BUILT_IN)
 
 
 def rules_in(place: str | Path) -> Rules:
-    """The rules of the file alone, in its order. Raises DataError."""
+    """The rules of the file without the built-in ones, in file order. Raises DataError."""
     kernels, families = _stated(place)
     for i, kernel in enumerate(kernels):
         _check_pattern(place, f"kernel[{i}].match", kernel.match)
@@ -66,7 +79,7 @@ def rules_in(place: str | Path) -> Rules:
 
 
 def _stated(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[FamilyRule, ...]]:
-    """The rules of the file, whose patterns nobody has tried."""
+    """The rules of the file; their patterns are not checked yet."""
     table = _table(place)
     _known(place, "", table, ("schema", "kernel", "family"))
     if table.get("schema", SCHEMA) != SCHEMA:
@@ -94,10 +107,10 @@ _Maker = Callable[[str | Path, str, Mapping[str, Any]], _T]
 
 
 def _each(place: str | Path, table: Mapping[str, Any], kind: str, rule: _Maker[_T]) -> Iterable[_T]:
-    """The rules of one kind, each with the name by which an error calls it."""
+    """The rules of one kind; errors refer to them by kind and index."""
     entries = table.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DataError(place, f"{kind}: no list of tables", f"begin each rule with [[{kind}]]")
+        raise DataError(place, f"{kind}: not a list of tables", f"begin each rule with [[{kind}]]")
     return (rule(place, f"{kind}[{i}].", entry) for i, entry in enumerate(entries))
 
 
@@ -106,7 +119,7 @@ def _kernel(place: str | Path, at: str, entry: Mapping[str, Any]) -> KernelRule:
     kind = _one_of(place, f"{at}is", entry.get("is"), tuple(_KINDS))
     op = entry.get("op")
     if op is not None and kind != "communication":
-        raise DataError(place, f"{at}op: of a kernel that is {kind}", "leave op out")
+        raise DataError(place, f"{at}op: not allowed for a kernel that is {kind}", "leave op out")
     named = "" if op is None else _one_of(place, f"{at}op", op, _OPS)
     return KernelRule(_match(place, at, entry), _KINDS[kind], named)
 
@@ -115,7 +128,7 @@ def _family(place: str | Path, at: str, entry: Mapping[str, Any]) -> FamilyRule:
     _known(place, at, entry, ("match", "family"))
     family = entry.get("family")
     if not isinstance(family, str) or not family.strip():
-        raise DataError(place, f"{at}family: {family!r} is no name", "name a family")
+        raise DataError(place, f"{at}family: {family!r} is not a name", "name a family")
     return FamilyRule(_match(place, at, entry), family.strip())
 
 
@@ -123,7 +136,7 @@ def _match(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
     match = entry.get("match")
     if not isinstance(match, str) or not match:
         hint = "write a regular expression in quotes"
-        raise DataError(place, f"{at}match: {match!r} is no pattern", hint)
+        raise DataError(place, f"{at}match: {match!r} is not a pattern", hint)
     return match
 
 
@@ -131,7 +144,7 @@ def _check_pattern(place: str | Path, key: str, match: str) -> None:
     try:
         pattern = compiled(match)
     except (re.error, RecursionError, OverflowError) as error:
-        problem = f"{key}: {match!r} is no regular expression ({error})"
+        problem = f"{key}: {match!r} is not a regular expression ({error})"
         raise DataError(place, problem, "fix the pattern") from None
     if _REFERS.search(match):
         hint = "match without references and named groups"
@@ -156,12 +169,18 @@ def _known(place: str | Path, at: str, entry: Mapping[str, Any], keys: tuple[str
 BUILT_IN_FILE = Path(__file__).with_name("rules.toml")
 
 KernelKind = Literal["communication", "compute", "fused"]
-"""fused computes and communicates at once, and counts as compute."""
+"""fused kernels compute and communicate at once, and count as compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRule:
-    """A kernel with such a name is of that kind; op is "" where the name itself is to tell it."""
+    """Kernels whose name matches are of this kind.
+
+    Attributes:
+        match: The regular expression.
+        kind: "communication", "compute" or "fused".
+        op: The op of a communication kernel; "" infers it from the name.
+    """
 
     match: str
     kind: KernelKind
@@ -170,49 +189,63 @@ class KernelRule:
 
 @dataclass(frozen=True, slots=True)
 class FamilyRule:
-    """Compute with such a name is of that family."""
+    """Compute kernels (ops of a CPU run) whose name matches are of this family.
+
+    Attributes:
+        match: The regular expression.
+        family: Name of the family such as "gemm".
+    """
 
     match: str
     family: str
 
 
 _CODES = re.compile(r"\\[xu0-9]")
-"""What states a character by its number."""
+"""Escapes that give a character by its code."""
 
 
 def _in_lower_case(match: str) -> str:
-    """The pattern for names in lower case: without the costly flag where it has nothing to do."""
+    """The pattern for lower-case names; without the slow IGNORECASE flag if possible."""
     is_plain = match == match.lower() and not _CODES.search(match)
     return f"(?:{match})" if is_plain else f"(?i:{match})"
 
 
 def _any_of(matches: Iterable[str]) -> re.Pattern[str]:
-    """Found in the lower case of a name where any of them is in the name, in any case."""
+    """A pattern for lower-case names that matches if any of the patterns does."""
     return re.compile("|".join(map(_in_lower_case, matches)) or r"(?!)")
 
 
 @lru_cache(None)
 def compiled(match: str) -> re.Pattern[str]:
-    """The pattern of a rule. Raises re.error."""
+    """The compiled pattern of a rule. Raises re.error."""
     return re.compile(f"(?:{match})", re.IGNORECASE)
 
 
 OTHER = "other"
-"""The family of what no rule knows."""
+"""The family of names without a matching rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The first rule that matches decides.
+    """Rules that classify kernels by name; the first rule that matches decides.
 
-    A match is a regular expression, without groups that it refers to, that is searched anywhere in
-    a name, in any case.
+    Patterns are regular expressions without backreferences, searched anywhere in a name,
+    case-insensitively.
+
+    Attributes:
+        kernels: Which kernels communicate, compute, or do both.
+        families: The families of compute kernels.
+        suspect: Derived from kernels, for speed.
+
+    Example:
+        own = Rules((KernelRule("my_all_reduce", "communication", "all_reduce"),), ())
+        report = analyze("runs/exp1", rules=own.before(read_rules("rules.toml")))
     """
 
     kernels: tuple[KernelRule, ...]
     families: tuple[FamilyRule, ...]
     suspect: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    """Found in the lower case of every name that may be more than compute: nearly none is."""
+    """Matches the lower case of every name that may be more than compute; few names match."""
 
     def __post_init__(self) -> None:
         more = [rule.match for rule in self.kernels if rule.kind != "compute"]
@@ -220,29 +253,29 @@ class Rules:
 
     @property
     def reading_key(self) -> str:
-        """Differs where rules make readers read something else."""
+        """Changes if the rules change what the readers return."""
         return hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:16]
 
     def before(self, others: Rules) -> Rules:
-        """These rules, and the others where none of these matches."""
+        """These rules, followed by the others as fallback."""
         return Rules(self.kernels + others.kernels, self.families + others.families)
 
     def kind_of(self, name: str) -> KernelKind:
-        """What a kernel or copy of that name does; compute where no rule matches."""
+        """The kind of a kernel or copy of this name; compute if no rule matches."""
         rule = self._kernel_rule(name)
         return "compute" if rule is None else rule.kind
 
     def communicates(self, name: str) -> bool:
-        """Whether a kernel or copy of that name is a collective or a message."""
+        """Whether a kernel or copy of this name is a collective, send or receive."""
         return self.kind_of(name) == "communication"
 
     def op_of(self, name: str) -> str:
-        """The collective or message that such a kernel carries out, "unknown" where none says."""
+        """The op of a communication kernel of this name, "unknown" if not determined."""
         rule = self._kernel_rule(name)
         return rule.op if rule is not None and rule.op else op_named(name)
 
     def family_of(self, name: str) -> str:
-        """The family of a kernel that computes, or of an op of a CPU run; OTHER where none is."""
+        """The family of a compute kernel, or of an op of a CPU run; "other" if no rule matches."""
         found = (rule.family for rule in self.families if compiled(rule.match).search(name))
         return next(found, OTHER)
 
@@ -254,24 +287,22 @@ class Rules:
 
 
 BUILT_IN = Rules(*_stated(BUILT_IN_FILE))
-"""The rules that come with stepsplit; patterns of families wait until somebody asks for one."""
-
-
-# Rules and the events of a trace -> their kinds.
+"""The rules that come with stepsplit; family patterns are compiled on first use."""
 
 
 class EventClassifier:
-    """Decides the kinds of events by rules, which are asked once about each name of a recording."""
+    """Classifies events by rules; each name of a recording is looked up once."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._is_fused, self._family = dict[str, bool](), dict[str, str]()
 
     def classify(self, events: Events, calls: Calls) -> EventKinds:
-        """The kind of each event; calls are those that events of the trace carry out.
+        """The kind of each event; calls are the communication calls of these events.
 
-        Of a device: kernels that do not only communicate compute, and copies that carry out no call
-        copy. Of a CPU run: ops of training threads that only compute.
+        On a device, all kernels except pure communication are compute, and copies that are not part
+        of a call are copies. In a CPU run, compute is the ops of training threads that only
+        compute.
         """
         kind = np.zeros(len(events), dtype=np.uint8)
         kernels = events.of(Category.KERNEL)
@@ -287,7 +318,7 @@ class EventClassifier:
         return EventKinds(kind, family, families)
 
     def _fused(self, events: Events, kernels: Bool) -> Bool:
-        """Which events have the name of a fused kernel; other names are many, and are not asked."""
+        """Which events are fused kernels; only names of kernels are looked up."""
         chosen = np.zeros(len(events.names), dtype=np.bool_)
         for number in distinct(events.name_id[kernels]).tolist():
             name = events.names[number]
@@ -297,7 +328,7 @@ class EventClassifier:
         return chosen[events.name_id]
 
     def _families(self, events: Events, computing: Int64) -> tuple[Int32, tuple[str, ...]]:
-        """For each name its place among the families; computing are the names that matter."""
+        """The index into families for each name; computing are the names to look up."""
         families = {OTHER: 0}
         family = np.zeros(len(events.names), dtype=np.int32)
         for number in computing.tolist():
@@ -308,7 +339,7 @@ class EventClassifier:
         return family, tuple(families)
 
 
-# Which ops of a CPU run compute.
+# Compute ops of a CPU run.
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
 
@@ -318,7 +349,7 @@ _WRAPS = ("autograd::engine", "torch::autograd::", "PythonSubclass")
 def _computing_ops(events: Events) -> Bool:
     """Which ops of a CPU run are compute: those of training threads that only compute.
 
-    An op that wraps others may span anything, and one around a collective contains its wait.
+    Excludes ops that wrap arbitrary others, and ops around a collective, which contain its wait.
     """
     ops = events.of(Category.OP)
     communicates = ops & events.name_mask(_starts(events, _COMMUNICATES))
@@ -336,7 +367,7 @@ def _computing_ops(events: Events) -> Bool:
 
 
 def _training_lanes(events: Events) -> Bool:
-    """A thread that steps the profiler or runs autograd trains; others load data or move bytes."""
+    """Which threads train: those that step the profiler or run autograd."""
     steps = events.named("ProfilerStep#")
     marks = steps | events.named("autograd::engine")
     if not steps.any():

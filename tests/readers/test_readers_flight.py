@@ -228,7 +228,7 @@ def test_odd_entries_are_left_out_and_counted(tmp_path: Path, write: Writer) -> 
     content["entries"] += ODD
     dump = dump_of(tmp_path, write(content))
     assert dump.entries == (DONE, WAITING)
-    assert dump.notes == (Note("flight_odd", "6 odd entries of the dump are left out", 3),)
+    assert dump.notes == (Note("flight_odd", "6 invalid entries of the dump are skipped", 3),)
 
 
 @for_each("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])

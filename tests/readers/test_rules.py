@@ -1,4 +1,4 @@
-"""Rules over names: what is built in, what a user adds, and how a wrong file is told."""
+"""Kernel rules: the built-in rules, a user's rules, and errors of an invalid file."""
 
 from __future__ import annotations
 
@@ -161,26 +161,27 @@ KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
 
 
 @for_each(
-    ("text", "problem", "fix"),
+    ("text", "problem", "hint"),
     [
         ("kernel =", "not TOML", "docs/rules.md"),
         ('schema = "stepsplit.rules/9"', "schema: 'stepsplit.rules/9'", "this version's form"),
         ('[[kernels]]\nmatch = "x"', "kernels: unknown key", "kernel, family"),
-        ('kernel = "x"', "kernel: no list of tables", "[[kernel]]"),
+        ('kernel = "x"', "kernel: not a list of tables", "[[kernel]]"),
         (KERNEL + '[[kernel]]\nmatch = "x"', "kernel[1].is: None", "communication, compute, fused"),
         ('[[kernel]]\nmatch = "a(b"\nis = "fused"', "kernel[0].match: 'a(b'", "fix the pattern"),
-        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "no regular expression", "fix the pattern"),
+        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "not a regular expression", "fix the pattern"),
         ('[[kernel]]\nmatch = "x*"\nis = "fused"', "matches every name", "fix the pattern"),
         ('[[kernel]]\nmatch = \'(a)\\1\'\nis = "fused"', "refers to a group", "references"),
         ('[[kernel]]\nmatch = 7\nis = "fused"', "kernel[0].match: 7", "in quotes"),
-        (KERNEL + "op = 'send'", "kernel[0].op: of a kernel that is compute", "leave op out"),
+        (KERNEL + "op = 'send'",
+         "kernel[0].op: not allowed for a kernel that is compute", "leave op out"),
         ('[[kernel]]\nmatch = "x"\nis = "communication"\nop = "allreduce"',
          "kernel[0].op: 'allreduce' is unknown", "all_reduce"),
         (KERNEL + "family = 'gemm'", "kernel[0].family: unknown key", "match, is, op"),
         ('[[family]]\nmatch = "x"', "family[0].family: None", "name a family"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_in_one_line_with_key_and_hint(
+def test_an_invalid_file_gives_one_line_with_key_and_hint(
     tmp_path: Path, text: str, problem: str, hint: str
 ) -> None:
     path = written(tmp_path, text)
@@ -193,7 +194,7 @@ def test_a_wrong_file_is_told_in_one_line_with_key_and_hint(
     assert "\n" not in line
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.toml: No such file"):
         read_rules(tmp_path / "none.toml")
 

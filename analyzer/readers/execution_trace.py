@@ -1,4 +1,4 @@
-"""PyTorch execution traces (ExecutionTraceObserver, the host part of Chakra)."""
+"""Reads PyTorch execution traces (ExecutionTraceObserver, the host part of Chakra)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from stepsplit.analyzer.readers.compression import Unpacked, unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Call, Group, Int32, Int64, Note, RankCalls, to_calls
 
-# A PyTorch execution trace (ExecutionTraceObserver, the host part of Chakra) -> its nouns.
-
 COMM, GROUPS = "record_param_comms", "## process_group:init ##"
 
 _OF_SCHEMA = re.compile(rb'"schema"\s*:\s*"\d+\.\d+\.\d+-chakra')
@@ -38,12 +36,21 @@ _COLUMNS = 3 + len(NUMBERS)
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What ran on the host, a row a node in the order of the file: as they ended.
+    """The host operations of an execution trace, in file order (by end); -1 is unknown.
 
-    node_id is the trace's number of a node, parent that of the node that called it, fw_parent that
-    of the forward node that a backward node belongs to (0 for none). rf_id is what Kineto calls
-    "Record function id". tid and fw_tid count threads from 1; seq_id joins forward and backward
-    (-1 for none); scope is torch's RecordScope. name_id indexes names. -1 is unknown.
+    Columns of shape (n,).
+
+    Attributes:
+        node_id: Id of the node in the trace.
+        parent: node_id of the calling node.
+        rf_id: The "Record function id" of Kineto traces.
+        fw_parent: node_id of the forward node of a backward node, 0 for none.
+        seq_id: Joins forward and backward nodes, -1 for none.
+        scope: torch's RecordScope.
+        tid: Thread, counted from 1.
+        fw_tid: Thread of the forward node, counted from 1.
+        name_id: Index into names.
+        names: The distinct names.
     """
 
     node_id: Int64
@@ -63,12 +70,18 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTrace:
-    """What one rank ran on the host, and what it communicated.
+    """The execution trace of one rank: host operations and communication calls, without times.
 
-    The trace has no times: calls.issued_ns and dur_ns are -1 and t0_unix_ns is 0. call_rf_id has a
-    row a call: the "Record function id" of the call's record_param_comms in the Kineto trace of the
-    same run, whose "External id" is that of the kernel. schema is as the file says; pid and rank
-    are -1 where not told.
+    Attributes:
+        source: The file.
+        schema: Version of the format as the file states it.
+        pid: Process id, -1 if unknown.
+        rank: Global rank, -1 if unknown.
+        nodes: The host operations.
+        calls: The communication calls; issued_ns and dur_ns are -1 and t0_unix_ns is 0.
+        call_rf_id: For each call the "Record function id" of its record_param_comms in the Kineto
+            trace of the same run; its "External id" is that of the kernel. Shape (calls,).
+        notes: Limitations of the trace.
     """
 
     source: str
@@ -82,7 +95,7 @@ class ExecutionTrace:
 
 
 def is_execution_trace(head: bytes) -> bool:
-    """Whether these are the first bytes of an execution trace: its schema, or a node's keys."""
+    """Whether the bytes are the beginning of an execution trace: a schema, or a node's keys."""
     opened = NODES.search(head) if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else None
     if opened is None or b'"traceEvents"' in head[: opened.start()]:
         return False
@@ -92,7 +105,7 @@ def is_execution_trace(head: bytes) -> bool:
 
 
 def read_execution_trace(source: Source) -> ExecutionTrace:
-    """The nodes and calls of one rank. Raises DataError where no node is whole."""
+    """Reads the nodes and calls of one rank. Raises DataError if there is no complete node."""
     reading = _Reading()
     with unpacked(source) as content:
         stream = NodeStream(content)
@@ -100,8 +113,8 @@ def read_execution_trace(source: Source) -> ExecutionTrace:
             reading.take(node)
         torn = content.torn or ("" if stream.whole else "it ends early")
     if not len(reading):
-        hint = "record it again, or check that it is of torch's ExecutionTraceObserver"
-        raise DataError(source.where, "no whole node of an execution trace in it", hint)
+        hint = "record it again with torch's ExecutionTraceObserver"
+        raise DataError(source.where, "no complete node of an execution trace found", hint)
     rank, guessed = reading.rank(source.inner.name)
     return ExecutionTrace(
         source=source.where,
@@ -117,15 +130,15 @@ def read_execution_trace(source: Source) -> ExecutionTrace:
 
 def _notes(torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
     if torn:
-        yield Note("file_cut", f"the execution trace is cut: {torn}; what is whole is kept")
+        yield Note("file_cut", f"the execution trace is cut off ({torn}); complete nodes are kept")
     if skipped:
-        yield Note("nodes_skipped", f"{skipped} entries of the execution trace are no nodes")
+        yield Note("nodes_skipped", f"{skipped} invalid entries of the execution trace are skipped")
     if guessed:
-        yield Note("rank_guessed", "the rank is taken from the name of the execution trace")
+        yield Note("rank_guessed", "the rank is taken from the file name of the execution trace")
 
 
 class _Reading:
-    """What was read so far: the nodes' columns, the groups, the calls."""
+    """Collects columns of nodes, groups and calls while the trace is read."""
 
     def __init__(self) -> None:
         self.comms: list[Comm] = []
@@ -138,7 +151,7 @@ class _Reading:
         return len(self._rows) // _COLUMNS
 
     def take(self, node: Node) -> None:
-        """Adds a node, and what it says of groups and calls."""
+        """Adds a node and its groups and calls."""
         name_id = self._names.setdefault(node.name, len(self._names))
         self._rows.extend((known(node.id), node.parent_id, *node.numbers(), name_id))
         if node.name == GROUPS:
@@ -153,7 +166,7 @@ class _Reading:
             self._unknown += 1
 
     def nodes(self) -> Nodes:
-        """The nodes as columns."""
+        """Converts the collected nodes to columns."""
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, _COLUMNS)
         node_id, parent, *numbers, name_id = np.ascontiguousarray(rows.T)
         rf_id, fw_parent, seq_id, scope, tid, fw_tid = numbers
@@ -171,7 +184,7 @@ class _Reading:
         )
 
     def calls(self, source: str, rank: int) -> RankCalls:
-        """The calls, in the order of the file."""
+        """The calls in file order."""
         calls = to_calls([self._book.call(comm) for comm in self.comms])
         return RankCalls(
             source=source,
@@ -185,9 +198,9 @@ class _Reading:
         )
 
     def rank(self, file_name: str) -> tuple[int, bool]:
-        """The global rank, -1 where nothing tells it, and whether only the file's name does.
+        """The global rank, -1 if unknown, and whether it is only from the file name.
 
-        Its own calls tell it; so do the groups, since a rank lists those that it is in.
+        It is known from the rank's own calls, or as the only common member of its groups.
         """
         own = (comm for comm in self.comms if comm.op not in (*ROOTED, *MESSAGES))
         told = {self._book.global_rank(comm) for comm in own} - {-1}
@@ -200,17 +213,19 @@ class _Reading:
         return (rank, True) if rank >= 0 and (not shared or rank in shared) else (-1, False)
 
     def notes(self) -> Iterator[Note]:
-        """What of the groups and calls could not be told."""
+        """Limitations of the groups and calls."""
         if self._unreadable:
-            yield Note("groups_skipped", f"{self._unreadable} lists of groups are not whole")
+            yield Note("groups_skipped", f"{self._unreadable} lists of groups are incomplete")
         if self._unknown:
-            yield Note("calls_skipped", f"{self._unknown} calls are of a kind that is not known")
+            yield Note("calls_skipped", f"{self._unknown} calls of unknown kind are skipped")
         if not self.comms and any(name.startswith("c10d::") for name in self._names):
-            problem = "collectives ran whose backend recorded no parameters (gloo, say)"
+            problem = (
+                "collectives of a backend that records no parameters, such as gloo, are missing"
+            )
             yield Note("calls_missing", problem)
 
 
-# The groups and calls that nodes of an execution trace tell of.
+# Groups and calls in the nodes of an execution trace.
 
 MOST_RANKS = 1 << 20
 
@@ -223,10 +238,10 @@ _CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """One record_param_comms; -1 and "" are unknown.
+    """One record_param_comms node; -1 and "" are unknown.
 
-    told_rank is a rank within the group: the peer of a message, the root of a rooted op, else the
-    rank that recorded. ranks are the global ranks of the group, where the call tells them.
+    told_rank is a rank within the group: the peer of a send or receive, the root of a rooted op,
+    else the recording rank. ranks are the global ranks of the group if the call contains them.
     """
 
     rf_id: int
@@ -255,9 +270,9 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
 
 
 class _Config(Struct):
-    """A group; ids are what calls name it by before torch 2.4, and in 2.1 it has no name.
+    """A group; calls refer to it by an id before torch 2.4, and it has no name in 2.1.
 
-    ranks are global, in 2.1 the keys of a mapping to those within the group; none are all.
+    ranks are global, in 2.1 the keys of a mapping to group ranks; an empty list is all ranks.
     """
 
     pg_name: str | int | None = None
@@ -270,13 +285,13 @@ class _Config(Struct):
 
     @property
     def names(self) -> list[str]:
-        """All that calls may name it by, its own name first."""
+        """All names that calls may use for it, its own name first."""
         told = (self.pg_name, self.pg_id, self.backend_id, self.uid)
         return [str(name) for name in told if name is not None]
 
 
 class GroupBook:
-    """The groups of a trace, numbered: those of its init nodes, then those only calls name."""
+    """The numbered groups of a trace: of its init nodes, then those named only by calls."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -284,12 +299,12 @@ class GroupBook:
         self.world_size = -1
 
     def add(self, node: Node) -> bool:
-        """Adds the groups that an init node lists; whether all of them could be read."""
+        """Adds the groups of an init node; returns whether all of them could be read."""
         listed = _values(node.inputs, node.input_types).values
         text = listed[0] if listed and isinstance(listed[0], str) else ""
         try:
             configs, whole = msgspec.json.decode(text, type=list[_Config]), True
-        except NOT_JSON:  # torch cuts a long list short
+        except NOT_JSON:  # torch truncates a long list
             configs, whole = _whole_configs(text), False
         for config in configs:
             self._add(config)
@@ -310,19 +325,19 @@ class GroupBook:
         return frozenset.intersection(*ranks) if ranks else frozenset()
 
     def number(self, comm: Comm) -> int:
-        """The number of the group of a call; -1 where the call names none."""
+        """The number of the group of a call, -1 if the call names none."""
         if not comm.group_name:
             return -1
         return self._enter(comm.group_name, comm.ranks, comm.group_description)
 
     def global_rank(self, comm: Comm) -> int:
-        """The global rank that the call tells as one of its group, -1 where it is not known."""
+        """The global rank of the call's group rank, -1 if unknown."""
         number = self.number(comm)
         ranks = self.groups[number].ranks if number >= 0 else ()
         return ranks[comm.told_rank] if 0 <= comm.told_rank < len(ranks) else -1
 
     def call(self, comm: Comm) -> Call:
-        """The call as a row."""
+        """Converts the call to a row."""
         return Call(
             event=-1,
             op=comm.op,
@@ -337,7 +352,7 @@ class GroupBook:
         )
 
     def _enter(self, name: str, ranks: tuple[int, ...], description: str) -> int:
-        """The number of the group of that name, added where it is new."""
+        """The number of the group of this name, which is added if new."""
         if name not in self._numbers:
             self._numbers[name] = len(self.groups)
             self.groups.append(Group(name, ranks, description))
@@ -345,7 +360,7 @@ class GroupBook:
 
 
 def _whole_configs(text: str) -> list[_Config]:
-    """The groups of a list that is damaged or cut, those that can be read."""
+    """The readable groups of a damaged or truncated list."""
     found = []
     for one in _CONFIG.findall(text):
         try:
@@ -356,10 +371,10 @@ def _whole_configs(text: str) -> list[_Config]:
 
 
 def comm_of(node: Node) -> Comm:
-    """What a record_param_comms node says: its attributes, and before there were any its inputs.
+    """Parses a record_param_comms node from its attributes or, in older versions, its inputs.
 
-    The inputs are a list of tensors (where there are some), the sequence number, the group, a rank,
-    the name, two lists of split sizes, the group's first rank and stride (since 2.3) and its size.
+    The inputs are a list of tensors (optional), the sequence number, the group, a rank, the name,
+    two lists of split sizes, the group's first rank and stride (since 2.3) and its size.
     """
     inputs = _values(node.inputs, node.input_types)
     outputs = _values(node.outputs, node.output_types)
@@ -387,7 +402,7 @@ def comm_of(node: Node) -> Comm:
 
 
 def _values(text: msgspec.Raw, types: msgspec.Raw) -> _Values:
-    """The values and types of inputs or outputs, which stood apart before Chakra."""
+    """The values and types of inputs or outputs, which are separate fields before Chakra."""
     try:
         if bytes(text).startswith(b"{"):
             return msgspec.json.decode(text, type=_Values)
@@ -398,7 +413,7 @@ def _values(text: msgspec.Raw, types: msgspec.Raw) -> _Values:
 
 
 def _place_of_name(values: list[Any]) -> int:
-    """Where the name is: a text that is followed by the split sizes; -1 where none is."""
+    """The position of the name: a text followed by the split sizes; -1 for none."""
     named = (
         i for i, (a, b) in enumerate(pairwise(values)) if isinstance(a, str) and isinstance(b, list)
     )
@@ -412,7 +427,7 @@ def _group_named(group: Any) -> tuple[str, str]:
 
 
 def _strided(start: int, stride: int, size: int) -> tuple[int, ...]:
-    """The ranks of a group by its first rank and stride; none where it has no stride."""
+    """The ranks of a group from its first rank and stride; () if it has no stride."""
     if start < 0 or size < 1 or stride < 0 or (stride == 0 and size > 1):
         return ()
     last = start + (size - 1) * stride
@@ -429,7 +444,7 @@ def _bytes(nelems: int, dtype: str, tensors: _Values) -> int:
 
 
 def _tensor_bytes(value: Any) -> int:
-    """The bytes of a tensor [id, storage, offset, elements, element's bytes, ...], or of a list."""
+    """Bytes of a tensor [id, storage, offset, elements, bytes per element, ...] or of a list."""
     if not isinstance(value, list):
         return 0
     if len(value) >= 5 and all(isinstance(number, int) for number in value[:5]):
@@ -438,7 +453,7 @@ def _tensor_bytes(value: Any) -> int:
 
 
 def _dtype(types: list[Any]) -> str:
-    """The dtype of the first tensor of a type as C++ spells it."""
+    """The dtype of the first tensor in C++ spelling, "" for none."""
     found = _TENSOR.search(str(types[0])) if types else None
     return "" if found is None else found[1]
 
@@ -447,12 +462,12 @@ def _first_known(*values: int) -> int:
     return next((value for value in values if value >= 0), -1)
 
 
-# The nodes of a PyTorch execution trace, one by one as its text is read.
+# Streaming of the nodes of an execution trace.
 
 BLOCK_BYTES = 1 << 20
 
 MOST_NODE_BYTES = 4 << 20
-"""A node beyond this size is damage."""
+"""A larger node is treated as damage."""
 
 NODES = re.compile(rb'"nodes"\s*:\s*\[')
 
@@ -477,7 +492,7 @@ class Attribute(Struct):
 
 
 class Node(Struct):
-    """A node as the file has it: attributes stand in attrs, before Chakra in the node itself."""
+    """A node of the file; attributes are in attrs, before Chakra in the node itself."""
 
     id: int
     name: str = ""
@@ -496,18 +511,18 @@ class Node(Struct):
     fw_tid: int = -1
 
     def numbers(self) -> tuple[int, ...]:
-        """The values of NUMBERS, -1 where one is not told."""
+        """The values of NUMBERS, -1 if unknown."""
         if not self.attrs:
             return tuple(known(getattr(self, name)) for name in NUMBERS)
         told = {attribute.name: attribute.value for attribute in self.attrs}
         return tuple(known(told.get(name)) for name in NUMBERS)
 
     def number(self, name: str) -> int:
-        """The attribute of that name, -1 where it is not told."""
+        """The integer attribute of this name, -1 if missing."""
         return known(self._value(name))
 
     def text(self, name: str) -> str:
-        """The attribute of that name, "" where it is not told."""
+        """The text attribute of this name, "" if missing."""
         value = self._value(name)
         return value if isinstance(value, str) else ""
 
@@ -516,13 +531,13 @@ class Node(Struct):
 
     @property
     def parent_id(self) -> int:
-        """The node that called this one, -1 where it is not told."""
+        """The id of the calling node, -1 if unknown."""
         deps = self.ctrl_deps if self.parent is None else self.parent
         return known(deps[0] if isinstance(deps, list) and deps else deps)
 
 
 class Envelope(Struct):
-    """What stands around the nodes."""
+    """The fields around the list of nodes."""
 
     schema: str = ""
     pid: int = -1
@@ -536,8 +551,8 @@ _DECODER = msgspec.json.Decoder(Node)
 class NodeStream:
     """The nodes of a trace; iterate once.
 
-    Memory is bounded by a block and a node. Afterwards skipped counts what is no node, whole says
-    whether there was a list of nodes and it was closed, and envelope is what stands around it.
+    Memory is bounded by a block and a node. After the iteration, skipped is the number of invalid
+    nodes, whole is whether the list of nodes is complete, and envelope has the fields around it.
     """
 
     def __init__(self, content: Unpacked) -> None:
@@ -569,7 +584,7 @@ class NodeStream:
         self.envelope = _envelope(before + b"[" + after)
 
     def _begin(self) -> bytes:
-        """The text up to the list of nodes and a little more; all of it where none is near."""
+        """The text up to the beginning of the list of nodes, or the first MOST_NODE_BYTES."""
         text = b""
         while len(text) < MOST_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
             text += block
@@ -581,7 +596,7 @@ class NodeStream:
         return self._content.read(BLOCK_BYTES) if size < MOST_NODE_BYTES else b""
 
     def _skip(self, text: bytes, at: int, odd: re.Match[bytes] | None) -> int:
-        """Where to go on after what is no node: at the next beginning; -1 where none follows."""
+        """The position of the next node after damage, -1 if there is none."""
         begin = _BEGIN.search(text, at + 1)
         if begin is None and odd is None:
             return -1
@@ -590,7 +605,7 @@ class NodeStream:
 
 
 def known(value: object) -> int:
-    """The value where it is a number that a column holds, else -1."""
+    """The value if it is an integer that fits into a column, else -1."""
     return value if isinstance(value, int) and -1 <= value < 1 << 63 else -1
 
 

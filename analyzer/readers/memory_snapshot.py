@@ -1,4 +1,4 @@
-"""Memory recordings: torch's allocator snapshot, or a memory timeline."""
+"""Reads memory recordings: torch's allocator snapshot, or a memory timeline."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognize
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Int64, Note
 
-# A file of recorded memory -> MemoryRecord: torch's pickled allocator snapshot, or a timeline.
-#
-# A snapshot is the allocator's state, with the trace of events that led to it where one was
-# recorded. The trace is a ring (max_entries) that may have lost its beginning, so it is walked
-# backwards from the state at its end, which is exact. The trace tells what was asked for, not
-# what was given: a block that is gone by the end is taken to have held that, rounded up to the
-# allocator's unit. It may have held up to a MiB more (a rest too small to split off), so a peak
-# may be told a little too low.
+# A snapshot is the allocator's state, optionally with the trace of events that led to it. The trace
+# is a ring buffer (max_entries) that may have lost its beginning, so it is evaluated backwards from
+# the final state, which is exact. Events contain requested sizes, not allocated ones: a block that
+# was freed before the end counts as the requested size, rounded up to the allocator's unit. The
+# block may have been up to 1 MiB larger (a remainder too small to split off), so a peak may be
+# slightly underestimated.
 
 ALLOCATOR_UNIT_BYTES = 512
 
@@ -50,7 +48,7 @@ class _History(Struct):
 
 
 class _Block(Struct):
-    """A part of a segment; history is where torch 1.13 and 2.0 keep the requested size."""
+    """A part of a segment; torch 1.13 and 2.0 keep the requested size in history."""
 
     size: Size
     state: str
@@ -67,7 +65,7 @@ class _Segment(Struct):
 
 
 class _Event(Struct):
-    """An act of the allocator; time_us since torch 2.1."""
+    """An event of the allocator; time_us since torch 2.1."""
 
     action: str
     addr: int = -1
@@ -81,17 +79,17 @@ class _Snapshot(Struct):
 
 
 def is_memory_snapshot(head: bytes) -> bool:
-    """Whether the bytes begin as an allocator snapshot or a memory timeline does."""
+    """Whether the bytes are the beginning of an allocator snapshot or a memory timeline."""
     if recognizes(head):
         return b"device_traces" in head or (b"segment_type" in head and b"total_size" in head)
     return is_memory_timeline(head)
 
 
 def read_memory(source: Source) -> MemoryRecord:
-    """The memory that the file recorded.
+    """Reads the memory recording in the file.
 
-    Odd segments and events are left out and counted. Raises DataError for what is no such record,
-    and for a pickle that is cut: its state at the end would be missing.
+    Invalid segments and events are skipped and counted. Raises DataError if the file is not a
+    memory recording, or is a truncated pickle, which lacks the final state.
     """
     with unpacked(source) as content:
         first = content.read(HEAD_BYTES)
@@ -103,11 +101,11 @@ def read_memory(source: Source) -> MemoryRecord:
 
 
 def _snapshot(value: object, where: str) -> _Snapshot:
-    """The snapshot that plain values are; torch.cuda.memory_snapshot is its segments alone."""
+    """Converts plain values; torch.cuda.memory_snapshot returns only the list of segments."""
     try:
         return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
     except msgspec.ValidationError as error:
-        raise DataError(where, f"no memory snapshot ({error})", RECORD_AGAIN) from None
+        raise DataError(where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
 
 
 def _snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
@@ -128,15 +126,15 @@ def _snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
 def _snapshot_notes(odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
     notes = []
     if odd:
-        notes.append(Note("memory_odd", f"{odd} odd entries of the snapshot are left out"))
+        notes.append(Note("memory_odd", f"{odd} invalid entries of the snapshot are skipped"))
     if lost:
-        text = f"the trace of device {lost[0]} does not lead to its state: no peaks are told"
+        text = f"the trace of device {lost[0]} is inconsistent with its state: peaks are unknown"
         notes.append(Note("memory_trace_odd", text))
     return tuple(notes)
 
 
 def _plain(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
-    """The values that are of the kind."""
+    """The values that can be converted to the type."""
     found = []
     for value in values:
         try:
@@ -147,12 +145,12 @@ def _plain(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
 
 
 def _device(number: int, segments: Sequence[_Segment], events: Sequence[_Event]) -> DeviceMemory:
-    """The device's state at the end and, walked backwards from there, its curve."""
+    """The final state of the device and, backwards from it, its curve."""
     placed = [pair for segment in segments for pair in _placed(segment)]
     active = [(place, block) for place, block in placed if block.state.startswith("active")]
     allocated = [(place, block) for place, block in active if block.state == "active_allocated"]
     reserved_bytes = sum(segment.total_size for segment in segments)
-    # A trace may leave the requests out; then a block counts until it is free for reuse.
+    # Without free_requested events, a block counts until free_completed.
     acts = {event.action for event in events}
     gone = "free_completed" if acts & _FREES == {"free_completed"} else "free_requested"
     live = active if gone == "free_completed" else allocated
@@ -178,7 +176,7 @@ def _device(number: int, segments: Sequence[_Segment], events: Sequence[_Event])
 
 
 def _placed(segment: _Segment) -> Iterator[tuple[int, _Block]]:
-    """The segment's blocks with their addresses, which old snapshots leave to be added up."""
+    """The segment's blocks with addresses; old snapshots lack them, so sizes are added up."""
     begins = accumulate((block.size for block in segment.blocks), initial=segment.address)
     for begin, block in zip(begins, segment.blocks, strict=False):
         yield (begin if block.address < 0 else block.address), block
@@ -191,15 +189,16 @@ def _requested(block: _Block) -> int:
 
 
 def _sum_of(sizes: Iterable[int]) -> int:
-    """The sum; -1 where one is unknown."""
+    """The sum, -1 if one is unknown."""
     known = list(sizes)
     return -1 if -1 in known else sum(known)
 
 
 def _allocated_by(events: Sequence[_Event], live: Mapping[int, int], gone: str) -> list[int]:
-    """What each event adds to the allocated bytes; live is the size of the blocks left, by place.
+    """The change of the allocated bytes by each event.
 
-    The last allocation at a live block's place is that block.
+    live maps addresses to sizes of the blocks in the final state. The last allocation at such an
+    address is that block.
     """
     left = dict(live)
     changes = []
@@ -213,14 +212,14 @@ def _allocated_by(events: Sequence[_Event], live: Mapping[int, int], gone: str) 
 
 
 def _backwards(end: int, changes: Sequence[int]) -> list[int]:
-    """The value before the first change and after each, from the value after the last."""
+    """The value before the first change and after each one, given the final value."""
     return list(accumulate(reversed(changes), sub, initial=end))[::-1]
 
 
 def _curve(
     events: Sequence[_Event], allocated: Sequence[int], reserved: Sequence[int]
 ) -> MemoryCurve:
-    """The curve, empty where there are no events or no device could have held these values."""
+    """The curve; empty if there are no events or the values are implausible."""
     held = (*allocated, *reserved)
     if not events or min(held) < 0 or max(held) > _MOST_BYTES:
         return empty_curve()
@@ -229,10 +228,10 @@ def _curve(
     return MemoryCurve(*(np.array(c, dtype=np.int64) for c in (times_ns, allocated, reserved)))
 
 
-# The memory timeline that torch.profiler exports -> MemoryRecord, by category of tensor.
+# The memory timeline of torch.profiler, by category of tensor.
 #
-# Raw (".raw.json.gz"): a list of [time_ns, action, change_bytes, category], with time -1 for what
-# was there before. Else [[time_us, ...], [[0, bytes of each category], ...]]: the same, added up.
+# Raw (".raw.json.gz"): a list of [time_ns, action, change_bytes, category], time -1 for earlier
+# allocations. Else [[time_us, ...], [[0, bytes of each category], ...]]: cumulative sums.
 
 CATEGORIES = (
     "parameter",
@@ -244,7 +243,7 @@ CATEGORIES = (
     "autograd_detail",
     "unknown",
 )
-"""By torch's index; "unknown" is what its profiler could not tell."""
+"""In the order of torch's index; "unknown" are tensors that torch cannot classify."""
 
 _ROW = re.compile(rb"\[\s*(-1|[0-8]?\d{1,18})\s*,\s*([1-4])\s*,\s*(-?\d{1,15})\s*,\s*([0-7])\s*\]")
 
@@ -256,14 +255,14 @@ _LONGEST_ROW = 256
 
 
 def is_memory_timeline(head: bytes) -> bool:
-    """Whether the bytes begin as a memory timeline does, raw or added up."""
+    """Whether the bytes are the beginning of a memory timeline, raw or summed."""
     return _RAW.match(head) is not None or _ADDED_UP.match(head) is not None
 
 
 def read_timeline(first: bytes, content: Unpacked, where: str) -> MemoryRecord:
-    """The timeline that begins with the first bytes and goes on in the content.
+    """Reads the timeline from the first bytes and the rest of the content.
 
-    Odd rows are left out and counted. Raises DataError for what is no timeline.
+    Invalid rows are skipped and counted. Raises DataError if it is not a timeline.
     """
     if _RAW.match(first) is None:
         times_ns, held = _added_up(first + read_whole(content, where), where)
@@ -280,7 +279,7 @@ def read_timeline(first: bytes, content: Unpacked, where: str) -> MemoryRecord:
 
 
 def _in_time(times_ns: Int64) -> Int64:
-    """The times, where what was there before is as old as the first event."""
+    """The times; earlier allocations get the time of the first event."""
     known = times_ns[times_ns >= 0]
     return np.where(times_ns < 0, known[0], times_ns) if len(known) else times_ns
 
@@ -288,14 +287,14 @@ def _in_time(times_ns: Int64) -> Int64:
 def _timeline_notes(odd: int, torn: bool) -> tuple[Note, ...]:
     notes = []
     if odd:
-        notes.append(Note("memory_odd", f"{odd} odd rows of the timeline are left out"))
+        notes.append(Note("memory_odd", f"{odd} invalid rows of the timeline are skipped"))
     if torn:
-        notes.append(Note("memory_torn", "the timeline is cut off: its end lacks"))
+        notes.append(Note("memory_torn", "the timeline is cut off: its end is missing"))
     return tuple(notes)
 
 
 def _rows(first: bytes, content: Unpacked) -> tuple[Int64, int, bool]:
-    """The rows, how many were odd, and whether the list lacks its end."""
+    """The rows, the number of invalid ones, and whether the list is truncated."""
     blocks, ends, rest, last = [], 0, first, first
     for block in _blocks(content):
         text = rest + block
@@ -310,7 +309,7 @@ def _rows(first: bytes, content: Unpacked) -> tuple[Int64, int, bool]:
 
 
 def _blocks(content: Unpacked) -> Iterator[bytes]:
-    """The rest of the content, then nothing once, so that what was read before is looked at."""
+    """The rest of the content, then b"" once, so that bytes read before are processed too."""
     while block := content.read(1 << 20):
         yield block
     yield b""
@@ -323,15 +322,15 @@ def _numbers(text: bytes) -> Int64:
 
 
 def _added_up(text: bytes, where: str) -> tuple[Int64, Int64]:
-    """When, and what each category held: shapes (times,) and (times, categories)."""
+    """The times, and the bytes of each category: shapes (times,) and (times, categories)."""
     try:
         times_us, sizes = msgspec.json.decode(text, type=tuple[list[int], list[list[int]]])
         held = np.array(sizes, dtype=np.int64)[:, 1:]
         times_ns = np.array(times_us, dtype=np.int64) * 1000
     except (msgspec.DecodeError, ValueError, OverflowError, IndexError) as error:
-        raise DataError(where, f"not a whole memory timeline ({error})", RECORD_AGAIN) from None
+        raise DataError(where, f"not a complete memory timeline ({error})", RECORD_AGAIN) from None
     if held.shape != (len(times_ns), len(CATEGORIES)) or not len(held):
-        raise DataError(where, "a memory timeline of another shape", RECORD_AGAIN)
+        raise DataError(where, "a memory timeline of unexpected shape", RECORD_AGAIN)
     if float(np.abs(held.astype(np.float64)).sum(axis=1).max()) > _MOST_BYTES:
         raise DataError(where, "sizes that no device has", RECORD_AGAIN)
     return times_ns, held
@@ -340,7 +339,7 @@ def _added_up(text: bytes, where: str) -> tuple[Int64, Int64]:
 def _timeline_record(
     where: str, times_ns: Int64, total: Int64, held: Iterable[Int64], notes: tuple[Note, ...]
 ) -> MemoryRecord:
-    """The record of what was held at each time, in all and by each category."""
+    """The record of total bytes and bytes of each category over time."""
     peak = int(total.argmax())
     device = DeviceMemory(
         device=-1,
@@ -360,15 +359,16 @@ def _timeline_record(
     return MemoryRecord(where, "timeline", (device,), categories, notes)
 
 
-# The nouns of recorded memory: what each device of one process held, and when.
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """What was held after each event: three columns of one length, in the order of the events.
+    """Memory after each event, in the order of the events; -1 is unknown.
 
-    time_ns is on the wall clock, -1 where no time was recorded. A snapshot's first row is the state
-    before its first event. reserved_bytes is -1 where it was not recorded.
+    The first row of a snapshot is the state before its first event. Columns of shape (n,).
+
+    Attributes:
+        time_ns: Unix time in ns.
+        allocated_bytes: Bytes of live tensors.
+        reserved_bytes: Bytes that the allocator has reserved on the device.
     """
 
     time_ns: Int64
@@ -380,19 +380,25 @@ class MemoryCurve:
 
 
 def empty_curve() -> MemoryCurve:
-    """The curve where nothing over time was recorded."""
+    """The curve of a recording without events."""
     nothing = np.empty(0, dtype=np.int64)
     return MemoryCurve(nothing, nothing, nothing)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device's memory at the end of the record, and its peaks; -1 is unknown.
+    """Memory of one device at the end of the recording, and its peaks; -1 is unknown.
 
-    allocated_bytes belong to live tensors, active_bytes also to those whose last use still runs,
-    requested_bytes is what active blocks were asked for, reserved_bytes is what the allocator holds
-    of the device, in so many segments. A peak is that of the curve: of the time that was recorded.
-    device is -1 where the file does not name it.
+    Attributes:
+        device: Device number.
+        allocated_bytes: Bytes of live tensors.
+        reserved_bytes: Bytes that the allocator has reserved on the device.
+        active_bytes: Allocated bytes, and freed ones that are still in use by a stream.
+        requested_bytes: Bytes that were requested for the active blocks.
+        segments: Number of segments of the allocator.
+        peak_allocated_bytes: Maximum of the curve, that is within the recorded time.
+        peak_reserved_bytes: Maximum of the curve, that is within the recorded time.
+        curve: Memory over time; empty if no events were recorded.
     """
 
     device: int
@@ -408,9 +414,12 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class CategoryMemory:
-    """What tensors of one kind held: at most, and when all kinds together held most.
+    """Memory of one category of tensors in a memory timeline.
 
-    The at_peak_bytes of all categories add up to the device's peak_allocated_bytes.
+    Attributes:
+        name: The category, such as "parameter" or "activation".
+        peak_bytes: The category's own peak.
+        at_peak_bytes: Its bytes at the peak of the device; they add up to peak_allocated_bytes.
     """
 
     name: str
@@ -420,7 +429,15 @@ class CategoryMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """The memory of one process, as the caching allocator or torch.profiler recorded it."""
+    """The memory of one process, recorded by the caching allocator or torch.profiler.
+
+    Attributes:
+        source: The file.
+        kind: "snapshot" (allocator) or "timeline" (torch.profiler).
+        devices: The memory of each device.
+        categories: The memory by category of tensor; () for a snapshot.
+        notes: Limitations of the recording.
+    """
 
     source: str
     kind: Literal["snapshot", "timeline"]

@@ -1,8 +1,8 @@
-"""A pickle's plain values, read without any means to run code.
+"""Reads the plain values of a pickle without executing code.
 
-Python's own loader imports and calls what a file names. This one knows only the opcodes that build
-None, bool, int, float, str, bytes, list, tuple, set, frozenset and dict, and nothing that a file
-declares (a length, a place in the memo) is believed before the bytes are there.
+Python's own loader imports and calls whatever a file names. This one implements only the opcodes
+that build None, bool, int, float, str, bytes, list, tuple, set, frozenset and dict, and checks every
+length and memo index of the file before use.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _DAMAGED = (IndexError, KeyError, ValueError, TypeError, EOFError, struct.error)
 
 
 def recognizes(head: bytes) -> bool:
-    """Whether the bytes begin like a pickled list, dict or object of protocol 0 to 5."""
+    """Whether the bytes are the beginning of a pickled list, dict or object, protocol 0 to 5."""
     return _BEGINS.match(head) is not None
 
 
 def read_whole(content: Bytes, where: object) -> bytes:
-    """All bytes of the content. Raises DataError beyond MOST_BYTES."""
+    """All bytes of the content. Raises DataError above MOST_BYTES."""
     blocks: list[bytes] = []
     given = 0
     while block := content.read(1 << 20):
         blocks.append(block)
         given += len(block)
         if given > MOST_BYTES:
-            raise DataError(where, f"beyond {MOST_BYTES >> 30} GiB", "record fewer entries")
+            raise DataError(where, f"larger than {MOST_BYTES >> 30} GiB", "record fewer entries")
     return b"".join(blocks)
 
 
 def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset()) -> object:
-    """The value that is pickled; dicts come without the keys that the caller never looks at.
+    """The pickled value; the keys in `without` are dropped from all dicts.
 
-    A walk over it ends soon (require_walkable). Raises DataError for anything else, for a pickle
-    that asks for code, and for one that is cut or damaged.
+    The value can be traversed in bounded time (require_walkable). Raises DataError for a pickle
+    that requires code, is too large, truncated or damaged.
     """
     value = _Machine(data, where, without).value()
     require_walkable(value, where)
@@ -57,7 +57,7 @@ def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset(
 
 
 class _Machine:
-    """The stack and the memo of a pickle while its opcodes are followed."""
+    """The stack and memo of a pickle while its opcodes are executed."""
 
     def __init__(self, data: bytes, where: object, without: frozenset[str]) -> None:
         self._data, self._at, self._where, self._without = data, 0, where, without
@@ -66,7 +66,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def value(self) -> object:
-        """What the pickle leaves on its stack."""
+        """Executes the opcodes and returns the value on top of the stack."""
         data, steps = self._data, _STEPS
         try:
             for _ in range(MOST_VALUES):
@@ -85,9 +85,9 @@ class _Machine:
 
     def _refused(self, code: int) -> Exception:
         if code in _ASKS_FOR_CODE:
-            problem = "a pickle that asks for code is never loaded"
+            problem = "a pickle that requires code execution is not loaded"
             return DataError(self._where, problem, "leave it out")
-        return ValueError("no opcode of a pickle")
+        return ValueError("not an opcode of a pickle")
 
     def push(self, value: object) -> None:
         self._stack.append(value)
@@ -103,12 +103,12 @@ class _Machine:
         self._stack = []
 
     def since_mark(self) -> list[Any]:
-        """The values above the mark, which goes with them."""
+        """Removes the values above the last mark, and the mark."""
         values, self._stack = self._stack, self._below.pop()
         return values
 
     def last(self, count: int) -> list[Any]:
-        """The last values, taken from the stack."""
+        """Removes the last values from the stack."""
         if len(self._stack) < count:
             raise IndexError("fewer values than the opcode takes")
         values = self._stack[-count:]
@@ -116,7 +116,7 @@ class _Machine:
         return values
 
     def take(self, size: int) -> bytes:
-        """The next bytes of the file."""
+        """Reads the next bytes of the file."""
         start, end = self._at, self._at + size
         if size < 0 or end > len(self._data):
             raise EOFError("fewer bytes than declared")
@@ -124,48 +124,48 @@ class _Machine:
         return self._data[start:end]
 
     def number(self, size: int) -> int:
-        """An unsigned number in the file."""
+        """Reads an unsigned number."""
         return int.from_bytes(self.take(size), "little")
 
     def line(self) -> bytes:
-        """The rest of the line."""
+        """Reads the rest of the line."""
         end = self._data.index(b"\n", self._at)
         found = self.take(end - self._at)
         self._at += 1
         return found
 
     def long(self, size: int) -> int:
-        """A signed number of so many bytes, as many as any honest one has."""
+        """Reads a signed number of this many bytes, at most 255."""
         if size > 255:
-            raise ValueError("an integer beyond 255 bytes")
+            raise ValueError("an integer of more than 255 bytes")
         return int.from_bytes(self.take(size), "little", signed=True)
 
     def text(self, size: int) -> str:
         return self.take(size).decode("utf-8", "replace")
 
     def append(self, values: Iterable[object]) -> None:
-        """Puts the values at the end of the list on top."""
+        """Appends the values to the list on top of the stack."""
         target = self._stack[-1]
         if type(target) is not list:
             raise TypeError("only a list is appended to")
         target.extend(values)
 
     def add(self, values: Iterable[object]) -> None:
-        """Puts the values into the set on top."""
+        """Adds the values to the set on top of the stack."""
         target = self._stack[-1]
         if type(target) is not set:
             raise TypeError("only a set is added to")
         target.update(map(_hashable, values))
 
     def set_items(self, flat: list[Any]) -> None:
-        """Puts keys and values, which take turns, into the dict on top."""
+        """Adds alternating keys and values to the dict on top of the stack."""
         target = self._stack[-1]
         if type(target) is not dict:
             raise TypeError("only a dict takes items")
         target.update(self.items(flat))
 
     def items(self, flat: list[Any]) -> dict[Any, Any]:
-        """The dict of keys and values that take turns."""
+        """The dict of alternating keys and values."""
         keys = flat[::2]
         if set(map(type, keys)) != {str}:
             keys = [_hashable(key) for key in keys]
@@ -184,13 +184,13 @@ class _Machine:
         self._stack.append(self._memo[place])
 
     def get_near(self) -> None:
-        """What the memo holds at one of its first 256 places: every other opcode of a real file."""
+        """Pushes one of the first 256 memo entries; the most frequent opcode of real files."""
         self._stack.append(self._memo[self._data[self._at]])
         self._at += 1
 
 
 def _hashable(value: object) -> object:
-    """The value where hashing it takes little time, which nested tuples and huge ints do not."""
+    """The value if it is fast to hash, unlike nested tuples and huge integers."""
     if type(value) is int and abs(value) >> 32:
         raise ValueError("a key that a plain dict does not have")
     if value is not None and type(value) not in (str, bytes, int, bool):
@@ -199,7 +199,7 @@ def _hashable(value: object) -> object:
 
 
 def _text_int(line: bytes) -> int:
-    """INT's number; 00 and 01 are protocol 0's False and True."""
+    """The number of opcode INT; 00 and 01 are False and True in protocol 0."""
     return line == b"01" if line in (b"00", b"01") else int(line)
 
 
@@ -259,13 +259,13 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
         b"j": lambda m: m.get(m.number(4)),
     }.items()
 }
-"""What each plain opcode does; the strings of Python 2's protocol 0 are not among them."""
+"""The supported opcodes; strings of Python 2's protocol 0 are not supported."""
 
 
-# Whether plain nested values can be walked in bounded time, however their parts are shared.
+# Bounded traversal of nested values with shared parts.
 
 MOST_VALUES = 1 << 26
-"""How many values a file may hold, each counted as often as a walk over all would meet it."""
+"""The most values of a file, each counted as often as a traversal visits it."""
 
 MOST_DEPTH = 64
 
@@ -274,14 +274,14 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 def too_large(where: object) -> DataError:
     """The error for more than MOST_VALUES."""
-    return DataError(where, f"beyond {MOST_VALUES:,} values", "record fewer entries")
+    return DataError(where, f"more than {MOST_VALUES:,} values", "record fewer entries")
 
 
 def require_walkable(root: object, where: object) -> None:
-    """Raises DataError where a walk over all values would not end soon.
+    """Raises DataError if a traversal of all values would take too long.
 
-    A few hundred bytes of shared lists can stand for more values than could ever be visited, so
-    each container is weighed once, after those inside it.
+    A few hundred bytes of shared lists can represent more values than can ever be visited, so the
+    size of each container is computed once, after those inside it.
     """
     weights: dict[int, int] = {}
     depths: dict[int, int] = {}

@@ -261,7 +261,7 @@ def test_a_packed_trace_that_is_cut_says_so(tmp_path: Path) -> None:
     [b"", b'{"nodes": []}', b'{"nodes": [', b'{"nodes": [' + b"[" * 90_000, b"\x00" * 999],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(DataError, match="no whole node"):
+    with pytest.raises(DataError, match="no complete node"):
         read(tmp_path, content)
 
 

@@ -201,7 +201,9 @@ def test_odd_segments_and_events_are_left_out_and_counted(tmp_path: Path) -> Non
     content["device_traces"][0] += [None, {"size": 3}, {"action": "alloc", "size": "big"}]
     record = record_of(tmp_path, content)
     assert record.devices[0].peak_allocated_bytes == 2 * MIB + 1024
-    assert [note.message for note in record.notes] == ["7 odd entries of the snapshot are left out"]
+    assert [note.message for note in record.notes] == [
+        "7 invalid entries of the snapshot are skipped"
+    ]
 
 
 def test_a_cut_snapshot_lacks_its_end_and_is_refused(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_odd_rows_and_a_cut_end_are_told(tmp_path: Path) -> None:
     odd = json.dumps([*ROWS[:2], [1, 2], [1, 9, 3, 0], ["x"], *ROWS[2:]]).encode()
     record = read_bytes(tmp_path, odd)
     assert record.devices[0].peak_allocated_bytes == 170
-    assert [note.message for note in record.notes] == ["3 odd rows of the timeline are left out"]
+    assert [note.message for note in record.notes] == ["3 invalid rows of the timeline are skipped"]
     record = read_bytes(tmp_path, json.dumps(ROWS).encode()[:60])
     assert record.devices[0].curve.allocated_bytes.tolist() == [100, 120, 170]
     assert [note.code for note in record.notes] == ["memory_torn"]

@@ -169,7 +169,7 @@ KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
         ('kernel = "x"', "kernel: not a list of tables", "[[kernel]]"),
         (KERNEL + '[[kernel]]\nmatch = "x"', "kernel[1].is: None", "communication, compute, fused"),
         ('[[kernel]]\nmatch = "a(b"\nis = "fused"', "kernel[0].match: 'a(b'", "fix the pattern"),
-        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "not a regular expression", "fix the pattern"),
+        ('[[kernel]]\nmatch = "a(?i)b"\nis = "fused"', "not a regular expression", "the pattern"),
         ('[[kernel]]\nmatch = "x*"\nis = "fused"', "matches every name", "fix the pattern"),
         ('[[kernel]]\nmatch = \'(a)\\1\'\nis = "fused"', "refers to a group", "references"),
         ('[[kernel]]\nmatch = 7\nis = "fused"', "kernel[0].match: 7", "in quotes"),

@@ -1,4 +1,4 @@
-"""Nsight Systems SQLite exports: a RankTrace for each process that ran kernels."""
+"""Reads Nsight Systems SQLite exports: a RankTrace for each process that ran kernels."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ from stepsplit.analyzer.trace import (
     to_calls,
 )
 
-# An Nsight Systems SQLite export -> a RankTrace for each of its processes that ran kernels.
-
 _MAGIC = b"SQLite format 3\0"
 
 _TABLES = re.compile(rb"CREATE TABLE \W?(StringIds|NVTX_EVENTS|TARGET_INFO_|ENUM_NSYS_|META_DATA_)")
@@ -57,9 +55,9 @@ _MOST_ENVIRONMENT = 1 << 20
 
 
 def is_nsys_export(head: bytes) -> bool:
-    """Whether a file that begins so is an export of Nsight Systems: SQLite with its tables.
+    """Whether the bytes are the beginning of an Nsight Systems export: SQLite with its tables.
 
-    A long schema may lie beyond the head: such a file is taken for one.
+    Also true if the schema is so long that it is not within these bytes.
     """
     if not head.startswith(_MAGIC):
         return False
@@ -68,16 +66,16 @@ def is_nsys_export(head: bytes) -> bool:
 
 
 def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
-    """The traces of the export, in the order of their ranks, at least one.
+    """The traces of the export in rank order, at least one.
 
-    Raises DataError where the file is damaged, no such export, or has no kernels.
+    Raises DataError if the file is damaged, not such an export, or has no kernels.
     """
     with opened(source) as db:
         if "StringIds" not in db.columns:
-            raise DataError(source.where, "SQLite, but no Nsight Systems export", EXPORT_AGAIN)
+            raise DataError(source.where, "SQLite, but not an Nsight Systems export", EXPORT_AGAIN)
         processes = processes_of(db)
         if not processes:
-            raise DataError(source.where, "no GPU kernels or copies in it", _RECORD)
+            raise DataError(source.where, "no GPU kernels or copies found", _RECORD)
         session = _session(db)
         ranks = _ranks(db, session, source, processes)
         payloads = payloads_of(db)
@@ -108,7 +106,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What the export says of the whole recording; world_size and rank are -1 where it is silent.
+    """Properties of the whole recording; world_size and rank are -1 if unknown.
 
     rank is that of the environment in which nsys itself ran.
     """
@@ -130,10 +128,10 @@ def _session(db: NsysDatabase) -> _Session:
     known = bool(began) and began[0] > 0
     notes = []
     if not known:
-        text = "the export does not say when the session began: its clock counts from 0"
+        text = "the export has no start time of the session: its clock counts from 0"
         notes.append(Note("no_clock", text))
     if len(db.ints("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", ("start",))):
-        text = "CUDA graphs were recorded whole and count as compute: record with "
+        text = "CUDA graphs were recorded as single events and count as compute; record with "
         notes.append(Note("graphs_whole", text + "--cuda-graph-trace=node"))
     return _Session(
         start_unix_ns=began[0] if known else 0,
@@ -146,7 +144,7 @@ def _session(db: NsysDatabase) -> _Session:
 
 
 def _variable(environment: str, names: Sequence[str]) -> int:
-    """The number that the first of the variables holds, -1 where none is set."""
+    """The number in the first of these variables that is set, -1 if none is."""
     for name in names:
         pattern = rf"(?<![A-Za-z0-9_]){name}[\"']?\s*[=:]\s*[\"']?(\d{{1,7}})(?!\d)"
         if (match := re.search(pattern, environment)) is not None:
@@ -156,7 +154,7 @@ def _variable(environment: str, names: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """The rank of each process, and how it was guessed."""
+    """The rank of each process, and a note if it was guessed."""
 
     of_process: tuple[int, ...]
     notes: tuple[Note, ...]
@@ -165,7 +163,7 @@ class _Ranks:
 def _ranks(
     db: NsysDatabase, session: _Session, source: Source, processes: Sequence[Process]
 ) -> _Ranks:
-    """The rank of each process: MPI's, that of the one process, else by device and guessed."""
+    """The rank of each process: from MPI, from the environment or name, else by device order."""
     rows = db.ints("MPI_RANKS", ("globalTid", "rank"))
     mpi = dict(zip(process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
     by_mpi = [mpi.get(process.key, -1) for process in processes]
@@ -179,7 +177,7 @@ def _ranks(
         if rank >= 0:
             return _Ranks((rank,), ())
     order = sorted(range(len(processes)), key=lambda i: (_first_device(processes[i]), i))
-    text = "the export names no ranks: they are taken in the order of the devices"
+    text = "the export contains no ranks: they are assigned in device order"
     return _Ranks(tuple(order.index(i) for i in range(len(order))), (Note("rank_guessed", text),))
 
 
@@ -187,7 +185,7 @@ def _first_device(process: Process) -> int:
     return min(lane.device for lane in process.events.lanes if lane.device >= 0)
 
 
-# What NCCL's kernels in an Nsight Systems export carry out: the API calls that launched them.
+# Matching of NCCL kernels with the API calls that launched them.
 
 _NCCL = re.compile(r"nccl[A-Z]")
 
@@ -206,15 +204,15 @@ _EIGHT_BYTES = ("communicator", "sent_bytes")
 _MOST_BYTES = 1 << 50
 
 _BY_PART = ("reduce_scatter", "all_to_all")
-"""Collectives whose callers state the size of one rank's part of what they hand in."""
+"""Collectives whose callers pass the size of one rank's part of the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What NCCL says of a call or a communicator, -1 where it does not.
+    """NCCL's NVTX payload of a call or a communicator; -1 is unknown.
 
-    rank and peer count within the communicator. sent_bytes is the count that the caller states
-    times the size of an element: of one rank's part where a buffer has a part for each rank.
+    rank and peer count within the communicator. sent_bytes is the count argument of the call times
+    the element size: of one rank's part if the buffer has a part for each rank.
     """
 
     communicator: int = -1
@@ -225,10 +223,10 @@ class Payload:
 
 
 def payloads_of(db: NsysDatabase) -> Mapping[int, Payload]:
-    """The payload behind each row of NVTX_EVENTS that carries one of NCCL's.
+    """The NCCL payloads by row of NVTX_EVENTS.
 
-    binaryData is four numbers of 8 bytes (domain, schema, size, and place of the rest), then the
-    fields where NVTX_PAYLOAD_SCHEMA_ENTRIES puts them.
+    binaryData is four numbers of 8 bytes (domain, schema, size, and offset of the rest), then the
+    fields at the offsets in NVTX_PAYLOAD_SCHEMA_ENTRIES.
     """
     table = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
     places = db.ints(table, ("domainId", "schemaId", "offset")).tolist()
@@ -249,14 +247,14 @@ def payloads_of(db: NsysDatabase) -> Mapping[int, Payload]:
 
 
 def _number(data: bytes, offset: int, width: int) -> int:
-    """The unsigned number at that place, -1 where the data ends before."""
+    """The unsigned number at the offset, -1 if the data is too short."""
     part = data[offset : offset + width]
     return int.from_bytes(part, "little") if len(part) == width else -1
 
 
 @dataclass(frozen=True, slots=True)
 class NsysCommunicator:
-    """How many ranks a communicator has, -1 unknown; all of them, if they are in the export."""
+    """Size of a communicator, -1 if unknown, and its ranks if all are in the export, else ()."""
 
     size: int
     ranks: tuple[int, ...]
@@ -265,7 +263,7 @@ class NsysCommunicator:
 def communicators_of(
     processes: Sequence[Process], ranks: Sequence[int], payloads: Mapping[int, Payload]
 ) -> Mapping[int, NsysCommunicator]:
-    """The communicators that were made while nsys recorded."""
+    """The communicators that were created during the recording."""
     members: dict[int, dict[int, int]] = defaultdict(dict)
     sizes: dict[int, int] = {}
     for process, rank in zip(processes, ranks, strict=True):
@@ -283,7 +281,7 @@ def communicators_of(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A call of NCCL's API that moves data."""
+    """A call of NCCL's API that transfers data."""
 
     op: str
     payload: Payload
@@ -296,7 +294,7 @@ _MESSAGES = {"send", "recv"}
 
 @dataclass(frozen=True, slots=True)
 class _Launching:
-    """A time on a thread in which NCCL launches the kernels of what was asked."""
+    """An interval on a thread in which NCCL launches the kernels of these API calls."""
 
     start_ns: int
     end_ns: int
@@ -311,9 +309,9 @@ def calls_of(
 ) -> FoundCalls:
     """A call for each kernel and copy that communicates.
 
-    Its op is that of the kernel's name, else of the API call that launched it; the latter tells
-    size and communicator where the export carries NCCL's payloads. A communicator of which members
-    are missing in the export is a group without ranks.
+    The op is from the kernel's name, else from the API call that launched it. Size and communicator
+    are from NCCL's payload of that call, if recorded. A communicator with members missing in the
+    export becomes a group without ranks.
     """
     events = process.events
     carries = events.of(Category.KERNEL, Category.MEMCPY)
@@ -354,12 +352,12 @@ def _call(
 
 
 def _known(size_bytes: int) -> int:
-    """The size, -1 where no buffer could have it: the payload is damaged."""
+    """The size, -1 if it is implausible because the payload is damaged."""
     return size_bytes if size_bytes < _MOST_BYTES else -1
 
 
 def _merged(op_by_name: str, asked: Sequence[_Asked]) -> _Asked:
-    """What one kernel carries out, as one call; several messages are a batch without a peer."""
+    """Merges the API calls of one kernel; several sends and receives become a send_recv."""
     if len(asked) < 2:
         return asked[0] if asked else _Asked(op_by_name, Payload())
     ops = {one.op for one in asked}
@@ -380,7 +378,7 @@ def _asked_of(
     kernels: Sequence[int],
     by_name: Mapping[str, str],
 ) -> Mapping[int, tuple[_Asked, ...]]:
-    """What was asked of each kernel, where the API call that launched it is known."""
+    """The API calls that each kernel carries out, if known."""
     events = process.events
     launches = events.launches_of(np.array(kernels, dtype=np.int64)).tolist()
     windows = _windows(process, payloads)
@@ -401,7 +399,7 @@ def _asked_of(
 def _windows(
     process: Process, payloads: Mapping[int, Payload]
 ) -> Mapping[int, tuple[_Launching, ...]]:
-    """When NCCL launches, on each lane: in a call, or where the outermost group of calls ends."""
+    """The launch windows of each lane: a call, or the end of the outermost group of calls."""
     events = process.events
     of_nccl = events.name_mask(tuple(_NCCL.match(name) is not None for name in events.names))
     rows = np.flatnonzero(of_nccl & events.of(Category.ANNOTATION))
@@ -415,7 +413,7 @@ def _windows(
 def _launchings(
     process: Process, payloads: Mapping[int, Payload], rows: Sequence[int]
 ) -> Iterator[_Launching]:
-    """The launches among the ranges of one thread, in their order."""
+    """The launch windows among the ranges of one thread, in order."""
     events, depth, waiting = process.events, 0, list[_Asked]()
     for row in rows:
         start_ns, name = int(events.start_ns[row]), events.names[events.name_id[row]]
@@ -435,15 +433,15 @@ def _launchings(
 
 
 def _op(name: str) -> str:
-    """What a function of NCCL's API asks for, "unknown" where it moves no data."""
+    """The op of a function of NCCL's API, "unknown" if it transfers no data."""
     return "broadcast" if name == "ncclBcast" else op_named(name.removeprefix("nccl"))
 
 
 def _shares(asked: Sequence[_Asked], ops: Sequence[str]) -> list[tuple[_Asked, ...]]:
-    """What of all that was asked each of the kernels carries out, by the ops of their names.
+    """Distributes the API calls of a launch window to its kernels by op.
 
-    As many calls as kernels of an op are paired in order; where their numbers differ, the sizes
-    of the kernels are not known. Kernels without a name do what no other kernel is named for.
+    Calls and kernels of an op are paired in order if their numbers are equal; otherwise the sizes
+    are unknown. Kernels without an op in their name get the calls whose op no other kernel has.
     """
     shares = []
     for kernel, op in enumerate(ops):
@@ -457,7 +455,7 @@ def _shares(asked: Sequence[_Asked], ops: Sequence[str]) -> list[tuple[_Asked, .
     return shares
 
 
-# The tables of an Nsight Systems SQLite export, of whichever version -> Events by process.
+# Conversion of the tables, of any version, to events by process.
 
 _STREAM = (1 << 40) - 1
 
@@ -479,10 +477,10 @@ _PLACE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What one process of the export did.
+    """The events of one process.
 
-    Its events count from start_ns after the session's start; row has an entry an event: the number
-    of a range in NVTX_EVENTS, -1 for everything else.
+    Their times count from start_ns after the session's start. row has the row in NVTX_EVENTS of
+    each range, -1 for other events.
     """
 
     key: int
@@ -493,7 +491,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one table holds: columns start, end, process or thread, device, stream, correlation."""
+    """One table; place has columns start, end, process or thread, device, stream, correlation."""
 
     category: Category
     place: Int64
@@ -504,7 +502,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Activity:
-    """What all processes did: the parts one below the other, name indexing all their names."""
+    """All tables concatenated; name indexes all their names."""
 
     place: Int64
     process: Int64
@@ -515,7 +513,7 @@ class _Activity:
 
 
 def processes_of(db: NsysDatabase) -> tuple[Process, ...]:
-    """The processes that used a device, by their keys: the ids of nsys without the thread."""
+    """The processes that used a device, sorted by key: the id of nsys without the thread."""
     parts = [_kernels(db), _graphs(db), _copies(db), _sets(db)]
     parts += [_launches(db, table) for table in ("RUNTIME", "DRIVER")]
     known = all(db.has(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
@@ -525,12 +523,12 @@ def processes_of(db: NsysDatabase) -> tuple[Process, ...]:
 
 
 def process_key(global_id: Int64) -> Int64:
-    """The part of nsys's serialized ids that is the same for all threads of a process."""
+    """The part of nsys's serialized ids that is equal for all threads of a process."""
     return global_id & ~0xFFFFFF
 
 
 def _together(parts: Sequence[_Part], known: bool) -> _Activity:
-    """All parts; as of one process where it is not known which ran the kernels."""
+    """Concatenates the tables; as a single process if the process of the kernels is unknown."""
     first = np.cumsum([0, *(len(part.names) for part in parts)])
     place = np.concatenate([part.place for part in parts])
     return _Activity(
@@ -569,7 +567,7 @@ def _process(every: _Activity, key: int) -> Process:
 
 
 def _lane(pid: int, place: int) -> Lane:
-    """The lane behind a number: a stream of a device, or a thread."""
+    """The lane of an encoded key: a stream of a device, or a thread."""
     if place < 1 << 62:
         return Lane(str(pid), str(place), -1, -1)
     return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
@@ -581,7 +579,7 @@ def _kernels(db: NsysDatabase) -> _Part:
 
 
 def _graphs(db: NsysDatabase) -> _Part:
-    """CUDA graphs that were recorded as one; their kernels are not in the export."""
+    """CUDA graphs recorded as single events; their kernels are not in the export."""
     return _alike(Category.KERNEL, db.ints(_GRAPH, _PLACE), "CUDA graph")
 
 
@@ -604,7 +602,7 @@ def _copies(db: NsysDatabase) -> _Part:
 
 
 def _copy_name(kind: int, from_memory: int, to_memory: int) -> str:
-    """The copy in Kineto's spelling."""
+    """The name of a copy in Kineto's spelling."""
     known = 0 <= from_memory < len(_MEMORY) and 0 <= to_memory < len(_MEMORY)
     memory = f" ({_MEMORY[from_memory]} -> {_MEMORY[to_memory]})" if known else ""
     return f"Memcpy {_COPIES[kind] if 0 <= kind < len(_COPIES) else _COPIES[0]}{memory}"
@@ -619,7 +617,7 @@ def _launches(db: NsysDatabase, kind: str) -> _Part:
 
 
 def _ranges(db: NsysDatabase) -> _Part:
-    """The ranges of NVTX that have ended, named by their own text, else by a registered one."""
+    """The completed NVTX ranges, named by their own text or a registered string."""
     table, columns = "NVTX_EVENTS", ("start", "end", "globalTid", "deviceId", "streamId")
     ended = range_condition(db)
     rows = db.ints(table, (*columns, "correlationId", "textId", "_rowid_"), ended)
@@ -635,14 +633,14 @@ def _ranges(db: NsysDatabase) -> _Part:
 
 
 def range_condition(db: NsysDatabase) -> str:
-    """Which rows of NVTX_EVENTS are ranges that have ended."""
+    """The SQL condition for completed ranges in NVTX_EVENTS."""
     ended = "end >= start" if db.has("NVTX_EVENTS", "end") else "0"
     kinds = "eventType IN (59, 60, 70, 71)" if db.has("NVTX_EVENTS", "eventType") else "1"
     return f"{ended} AND {kinds}"
 
 
 def _by_id(db: NsysDatabase, category: Category, rows: Int64) -> _Part:
-    """Rows whose last column is the id of their name."""
+    """A part from rows whose last column is the id of the name."""
     ids, name = np.unique(rows[:, -1], return_inverse=True)
     return _Part(category, rows[:, :-1], name, db.strings(ids), np.full(len(rows), -1))
 
@@ -652,26 +650,26 @@ def _alike(category: Category, place: Int64, name: str) -> _Part:
     return _Part(category, place, zeros, (name,), zeros - 1)
 
 
-# An Nsight Systems SQLite export, open to read: its tables as columns, whatever its version.
+# Access to the tables of the export, independent of its version.
 
 EXPORT_AGAIN = "export it again with nsys export --type sqlite"
 
 MOST_TEXT = 4096
-"""How much is read of a name or a payload."""
+"""The most characters read of a name or payload."""
 
 _AT_ONCE = 30_000
 
 
 @dataclass(frozen=True, slots=True)
 class NsysDatabase:
-    """An open export. A table that it lacks reads as empty, a column or a NULL as -1."""
+    """An open export. A missing table reads as empty; a missing column or NULL as -1."""
 
     where: str
     connection: sqlite3.Connection
     columns: Mapping[str, frozenset[str]]
 
     def has(self, table: str, column: str) -> bool:
-        """Whether the export has that column."""
+        """Whether the export has this column."""
         return column in self.columns.get(table, ())
 
     def ints(self, table: str, columns: tuple[str, ...], condition: str = "1") -> Int64:
@@ -686,19 +684,19 @@ class NsysDatabase:
     def texts(
         self, table: str, column: str, condition: str = "1", most: int = MOST_TEXT
     ) -> Iterator[str]:
-        """One column of the table as text, cut after so many characters; "" for NULL."""
+        """One column of the table as text, truncated to `most` characters; "" for NULL."""
         if self.has(table, column):
             term = f"IFNULL(SUBSTR(CAST({column} AS TEXT), 1, {most}), '')"
             yield from chain.from_iterable(self._rows(table, term, condition))
 
     def blobs(self, table: str, column: str, condition: str) -> Iterator[tuple[int, bytes]]:
-        """The bytes of one column with their row numbers, where they are not NULL."""
+        """The row numbers and bytes of one column, without NULLs."""
         if self.has(table, column):
             term = f"_rowid_, SUBSTR(CAST({column} AS BLOB), 1, {MOST_TEXT})"
             yield from self._rows(table, term, f"{column} IS NOT NULL AND {condition}")
 
     def strings(self, ids: Int64) -> tuple[str, ...]:
-        """The text of each id of StringIds, "" where it has none."""
+        """The text of each id in StringIds, "" if missing."""
         found: dict[int, str] = {}
         for begin in range(0, len(ids), _AT_ONCE):
             some = ",".join(map(str, ids[begin : begin + _AT_ONCE].tolist()))
@@ -714,7 +712,7 @@ class NsysDatabase:
 
 @contextmanager
 def opened(source: Source) -> Iterator[NsysDatabase]:
-    """The export, open to read. Raises DataError where it is none, or damaged."""
+    """Opens the export. Raises DataError if it is damaged or not an export."""
     with _on_disk(source) as path:
         try:
             address = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
@@ -722,16 +720,17 @@ def opened(source: Source) -> Iterator[NsysDatabase]:
                 connection.text_factory = lambda text: text.decode("utf-8", "replace")
                 connection.execute("PRAGMA trusted_schema = OFF")
                 yield NsysDatabase(source.where, connection, _columns(connection))
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from its own messages
+        except (
+            sqlite3.Error,
+            UnicodeDecodeError,
+        ) as error:  # the latter from error messages of sqlite3
             problem = " ".join(str(error).split())[:100]
-            raise DataError(
-                source.where, f"not a whole database ({problem})", EXPORT_AGAIN
-            ) from None
+            raise DataError(source.where, f"damaged database ({problem})", EXPORT_AGAIN) from None
 
 
 @contextmanager
 def _on_disk(source: Source) -> Iterator[Path]:
-    """The unpacked file; SQLite reads it out of order, so a packed one is unpacked first."""
+    """The unpacked file on disk; SQLite needs random access, so it is unpacked first."""
     with source.local() as path:
         try:
             packed = is_packed(path)
@@ -748,12 +747,14 @@ def _on_disk(source: Source) -> Iterator[Path]:
             while block := content.read(1 << 20):
                 plain.write(block)
         if content.torn:
-            raise DataError(source.where, f"the packed file is torn ({content.torn})", EXPORT_AGAIN)
+            raise DataError(
+                source.where, f"the compressed file is damaged ({content.torn})", EXPORT_AGAIN
+            )
         yield target
 
 
 def _columns(connection: sqlite3.Connection) -> Mapping[str, frozenset[str]]:
-    """The columns of each real table: views and virtual tables could compute without end."""
+    """The columns of each real table; views and virtual tables could run without end."""
     query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
     names = [str(name) for (name,) in connection.execute(query) if str(name).isidentifier()]
     return {

@@ -1,8 +1,8 @@
 """Reads the plain values of a pickle without executing code.
 
 Python's own loader imports and calls whatever a file names. This one implements only the opcodes
-that build None, bool, int, float, str, bytes, list, tuple, set, frozenset and dict, and checks every
-length and memo index of the file before use.
+that build None, bool, int, float, str, bytes, list, tuple, set, frozenset and dict, and checks
+every length and memo index of the file before use.
 """
 
 from __future__ import annotations

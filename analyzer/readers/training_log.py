@@ -1,4 +1,4 @@
-"""Training logs of Megatron-LM, torchtitan, DeepSpeed and others: steps, loss, throughput."""
+"""Reads training logs of Megatron-LM, torchtitan, DeepSpeed and other frameworks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ from stepsplit.analyzer.readers.training_log_formats import (
 )
 from stepsplit.analyzer.trace import Note
 
-# The golden values of Megatron-LM's continuous integration -> TrainLog.
-#
-# One JSON file a test case and machine: a series by step each for loss, seconds a step and bytes.
+# Golden values of Megatron-LM's continuous integration: one JSON file per test case and machine,
+# with a series by step for loss, seconds per step and bytes.
 
 _Value = float | str | None
 
 
 class _Series(msgspec.Struct):
-    """A value a step: by the step's number, or (older files) from start_step on."""
+    """Values by step number, or (in older files) a list from start_step on."""
 
     start_step: int
     step_interval: int
@@ -61,14 +60,14 @@ _BEGIN = re.compile(rb'\s*\{\s*"[^"]{1,80}":\s*\{\s*"start_step":\s*\d')
 
 
 def is_golden_values(head: bytes) -> bool:
-    """Whether the file holds series by step as Megatron-LM's tests keep them."""
+    """Whether the bytes are the beginning of golden values of Megatron-LM's tests."""
     return bool(_BEGIN.match(head))
 
 
 def read_golden_values(source: Source) -> TrainLog:
-    """The steps of the run that set the values: each row is one step, and rows skip steps.
+    """Reads golden values. Each row is one step; steps between rows are missing.
 
-    Ranks, mesh and arguments are not in the file. Raises DataError where it is no such file.
+    Ranks, mesh and arguments are not in the file. Raises DataError if it is not such a file.
     """
     with unpacked(source) as content:
         body = b"".join(_blocks(content))
@@ -123,22 +122,28 @@ def _whole(value: _Value, scale: int) -> int:
     return round(value * scale)
 
 
-# A training run's own log -> TrainLog: its steps, memory and timers as the framework printed
-# them.
-#
-# Megatron-LM, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed, torchtitan, NeMo, nanotron, MaxText,
-# nanoGPT, Composer (LLM Foundry), ms-swift.
+# Logs as printed by Megatron-LM, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed, torchtitan, NeMo,
+# nanotron, MaxText, nanoGPT, Composer (LLM Foundry) and ms-swift.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainLog:
-    """What a training run says of itself.
+    """The log of a training run.
 
-    framework is "" and world_size -1 where the log does not say; mesh is outermost axis first with
-    ep beside it, () unknown; arguments are as printed, the last of each name. restarts counts how
-    often the steps began anew. crashed: the run broke after its last step; a job that was canceled
-    did not crash. error is the last error line, "" for none. unparsed counts lines on a step that
-    could not be read.
+    Attributes:
+        source: The file.
+        framework: Such as "megatron" or "torchtitan", "" if unknown.
+        world_size: Number of ranks, -1 if unknown.
+        mesh: (axis, size) pairs, outermost axis first, then ep; () if unknown.
+        arguments: (name, value) pairs as printed, the last value of each name.
+        steps: The logged steps.
+        memory: The printed memory of ranks.
+        timers: The printed timers of the framework.
+        restarts: How often the steps began anew.
+        crashed: Whether the run failed after its last step; a canceled job did not crash.
+        error: The last error line, "" for none.
+        unparsed: Number of lines about a step that could not be parsed.
+        notes: Limitations of the log.
     """
 
     source: str
@@ -164,10 +169,10 @@ _QUOTES = re.compile(rb"#!|\s*#+ .*\n(?s:.*)\n```")
 
 
 def is_training_log(head: bytes) -> bool:
-    """Whether the file is a training log: it has steps, or a framework's way of starting up.
+    """Whether the file is a training log: it has steps, or start-up lines of a framework.
 
-    A head that is full of what a batch script echoes may have all of that still to come. JSON, a
-    script, and a page of prose that quotes a log are something else.
+    Also true if the bytes are filled with the echo of a batch script that starts a training. JSON,
+    scripts, and documents that quote a log are excluded.
     """
     if _JSON.match(head) or _QUOTES.match(head):
         return False
@@ -177,10 +182,10 @@ def is_training_log(head: bytes) -> bool:
 
 
 def read_train_log(source: Source) -> TrainLog:
-    """The run that a log tells. Raises DataError where the file tells of none.
+    """Reads a training log. Raises DataError if the file contains no training run.
 
-    A packed file that was cut is read up to there; a number that an unfinished last line ends in is
-    not taken for one.
+    A truncated compressed file is read up to the damage. A number at the end of an incomplete last
+    line is ignored.
     """
     reading = _Reading()
     with unpacked(source) as content:
@@ -188,19 +193,19 @@ def read_train_log(source: Source) -> TrainLog:
             reading.take(text)
         torn = content.torn
     if not reading.tells:
-        raise DataError(source.where, "no training run in it", "give the output of a training run")
+        raise DataError(source.where, "no training run found", "name the output of a training run")
     return reading.log(source.where, torn)
 
 
 _ENDS = re.compile(rb"[\r\n]+")
 
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[(?:\d;)?(?:0|[39]\d)m")
-"""Where a log was copied off a page, the first byte of a color may be lost."""
+"""In a log copied from a web page, the first byte of a color code may be missing."""
 
 _WIDE = " " * 16
 
 _WIDER = re.compile(r"\s{16,}")
-"""A gap as wide as a damaged line may have costs the patterns its square."""
+"""Long runs of spaces, as in damaged lines, cost the patterns quadratic time."""
 
 _UNFINISHED = re.compile(r"[\d.,]+$")
 
@@ -213,7 +218,7 @@ def _blocks(content: Unpacked) -> Iterator[bytes]:
 
 
 def _texts(blocks: Iterable[bytes]) -> Iterator[str]:
-    """The lines, and what a progress bar wrote over one another, without colors."""
+    """The lines without colors; each state of a progress bar is a line."""
     rest = b""
     for block in blocks:
         *whole, rest = _ENDS.split(rest + block)
@@ -239,7 +244,7 @@ _STARTING_UP = (
 
 @dataclass(slots=True)
 class _Reading:
-    """What the lines have told so far."""
+    """Collects steps, memory, timers and arguments line by line."""
 
     printed: list[Printed] = field(default_factory=list)
     memory: dict[MemoryLine, None] = field(default_factory=dict)
@@ -318,7 +323,7 @@ class _Reading:
         return to_steps(self.printed, interval, batch)
 
     def _whole(self, *names: str) -> int:
-        """The first of these arguments that is a number, -1 for none."""
+        """The first of these arguments that is a number, -1 if none is."""
         told = (self.arguments.get(name, "") for name in names)
         return next((int(text) for text in told if re.fullmatch(r"\d{1,18}", text)), -1)
 
@@ -338,18 +343,25 @@ class _Reading:
 
     def _notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):
-            yield Note("no_steps", f"{where} states no step")
+            yield Note("no_steps", f"{where} contains no step")
         elif not (steps.step_ns >= 0).any():
-            yield Note("no_step_time", f"{where} states no step time, nor time stamps that give it")
+            yield Note(
+                "no_step_time", f"{where} contains neither step times nor usable time stamps"
+            )
         elif not any(each.line.step_ns >= 0 for each in self.printed):
-            yield Note("step_time_by_clock", f"{where} states no step time; time stamps give it")
+            yield Note(
+                "step_time_by_clock",
+                f"{where} contains no step times; they are computed from time stamps",
+            )
         if self.unparsed:
-            yield Note("odd_lines", f"{self.unparsed} lines on steps in {where} cannot be read")
+            yield Note(
+                "odd_lines", f"{self.unparsed} lines about steps in {where} cannot be parsed"
+            )
         if torn:
             yield Note("file_torn", f"{where} ends early ({torn})")
 
 
-# What one line of a training log says of the run: arguments, mesh, errors, who spoke and when.
+# Parsing of single lines: arguments, mesh, errors, printer and time.
 
 _DEEPSPEED = re.compile(r"\[INFO\] \[\w+\.py:\d+:\w+\]")
 
@@ -361,7 +373,7 @@ _MEGATRON_SIGNS = ("using world size:", " tensor_model_parallel_size ...")
 
 
 def framework_in(text: str) -> str:
-    """The framework that starts up with such a line, "" for none."""
+    """The framework that prints such a line at start-up, "" for none."""
     if any(sign in text for sign in _MEGATRON_SIGNS):
         return "megatron"
     if any(sign in text for sign in _TITAN_SIGNS):
@@ -377,7 +389,7 @@ _TRAINER = re.compile(r"((?:local|global) batch size|sequence length) (\d+)")
 
 
 def arguments_in(text: str) -> tuple[tuple[str, str], ...]:
-    """The arguments that a line prints, by their names in the log."""
+    """The arguments in a line, as (name, value) pairs."""
     if " ..." in text and (found := _ARGUMENT.search(text)):
         return ((found[1], found[2].rstrip()),)
     if "Trainer is initialized with" in text:
@@ -401,7 +413,7 @@ _OUTERMOST_FIRST = ("pp", "dp", "cp", "tp")
 
 
 def mesh_in(text: str) -> tuple[tuple[str, int], ...]:
-    """The mesh that a line states, outermost axis first, ep beside it; () where it states none."""
+    """The mesh in a line, outermost axis first, then ep; () for none."""
     if "using world size:" in text:
         sizes = {_AXIS[name]: int(size) for name, size in _MEGATRON_SIZES.findall(text)}
         return tuple((axis, sizes[axis]) for axis in _OUTERMOST_FIRST if axis in sizes)
@@ -423,9 +435,9 @@ _ARGUMENT_OF = {
 
 
 def mesh_of(arguments: tuple[tuple[str, str], ...]) -> tuple[tuple[str, int], ...]:
-    """The mesh that Megatron's arguments tell, outermost axis first, ep beside it; () for none."""
+    """The mesh from Megatron's arguments, outermost axis first, then ep; () for none."""
     told = dict(arguments)
-    # With this argument dp is laid around pp; else pp is outermost.
+    # With this argument dp is outermost, else pp.
     around = ("dp", "pp") if told.get("use_tp_pp_dp_mapping") == "True" else ("pp", "dp")
     sizes = {
         axis: int(told[name])
@@ -440,7 +452,7 @@ _WORLD_SIZE = re.compile(r"(?:using world size: |dist_world_size=)(\d{1,9})")
 
 
 def world_size_in(text: str) -> int:
-    """The world size that a launcher's or Megatron's line states, -1 for none."""
+    """The world size in a line of a launcher or Megatron, -1 for none."""
     found = "world" in text and _WORLD_SIZE.search(text)
     return int(found[1]) if found else -1
 
@@ -453,12 +465,12 @@ _FAILURES = (
 
 
 def is_failure(text: str) -> bool:
-    """Whether a line says that the run broke."""
+    """Whether a line reports a failure of the run."""
     return any(failure in text for failure in _FAILURES)
 
 
 def is_cancellation(text: str) -> bool:
-    """Whether a line says that the scheduler ended the job: by a person's wish, or out of time."""
+    """Whether a line reports that the scheduler ended the job: by request or time limit."""
     return "slurmstepd: error:" in text and "CANCELLED" in text
 
 
@@ -468,7 +480,7 @@ _DEATHS = ("out of memory", "operation timeout", "oom-kill", "oom_kill")
 
 
 def cause_in(text: str) -> str:
-    """The error that a line names, "" where it names none or only says that there was one."""
+    """The error in a line, "" if it has none or only mentions that there was one."""
     if "Error: " in text or "Exception: " in text:
         found = _RAISED.search(text)
         return found[1].strip() if found else ""
@@ -481,7 +493,7 @@ _EPOCH = datetime(1970, 1, 1)
 
 
 def clock_ns_in(text: str) -> int:
-    """The time stamp of a line, ns of the log's local time; -1 for none, or for whole seconds."""
+    """The time stamp of a line in ns of local time; -1 if none, or only whole seconds."""
     found = _CLOCK.search(text)
     if found is None:
         return -1
@@ -496,6 +508,6 @@ _PRINTER = re.compile(r"(?:\s*(?:\[[A-Za-z]+ ?\d+\]|\d+): ?|[\w.-]+: (?=\[\d{4}-
 
 
 def printer_of(text: str) -> str:
-    """Who printed a line, by what a launcher put before it; "" where it put nothing."""
+    """The launcher's prefix of a line, which identifies the printing rank; "" for none."""
     found = _PRINTER.match(text)
     return found[0].strip() if found else ""

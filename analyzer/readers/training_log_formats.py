@@ -1,4 +1,4 @@
-"""Formats of training logs: line patterns and their columns."""
+"""Formats of training logs: patterns of lines, and conversion to columns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.trace import Bool, Int32, Int64
 
-# The tables of a training log: its lines -> steps, one row each, memory and timers, in columns.
-
 Float64 = npt.NDArray[np.float64]
 
 SLOW_RATIO = 1.25
-"""A start is still warming up while its steps take so many times the median of the others."""
+"""Steps after a start are warm-up while they take more than this times the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSteps:
-    """A row a logged step, in the order of the log; -1 and nan are unknown.
+    """The logged steps, one row each in log order; -1 and nan are unknown.
 
-    start counts the starts of the run, from 0; step is the log's own number and may repeat in a
-    later start. A row states the mean of the steps_in_row steps that end with it: since the row
-    before, or for the first of a start as many as the log interval, 1 where that is not told.
-    step_ns is what the text says, to its last digit. warmup marks the first row of every start and
-    those that follow it while step_ns exceeds SLOW_RATIO times the median of the rows that are not
-    the first of a start.
+    A row has the mean over steps_in_row steps. Columns of shape (n,).
+
+    Attributes:
+        start: Number of the start of the run, from 0.
+        step: Step number in the log; may repeat after a restart.
+        steps_in_row: Number of steps that the row averages over and ends with: since the previous
+            row, or for the first row of a start the log interval (1 if unknown).
+        step_ns: Mean step time in ns, exactly as printed.
+        warmup: True for the first row of every start, and the following rows while step_ns exceeds
+            1.25 times the median of the rows that are not the first of a start.
+        flops_per_s_per_gpu: Model FLOPs per second and GPU.
+        mfu: Model FLOPs utilization, 0..1.
+        tokens_per_s_per_gpu: Tokens per second and GPU.
+        samples_per_s: Samples per second of the whole job.
+        loss: Training loss.
+        global_batch: Global batch size in samples.
     """
 
     start: Int64
@@ -51,15 +59,23 @@ class TrainSteps:
 
     @property
     def median_step_ns(self) -> int | None:
-        """The median of the rows that are not warm-up; None where none states a time."""
+        """The median of step_ns over the rows that are not warm-up; None if no time is known."""
         return _median_ns(self.step_ns[~self.warmup])
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory as ranks printed it, a row a statement; -1 is unknown.
+    """The memory that ranks printed, one row per line; -1 is unknown.
 
-    rank is global and told by Megatron alone; step is the log's own number.
+    Columns of shape (n,), sizes in bytes.
+
+    Attributes:
+        rank: Global rank; only known from Megatron.
+        step: Step number in the log.
+        allocated_bytes: Allocated memory.
+        max_allocated_bytes: Peak of the allocated memory.
+        reserved_bytes: Reserved memory.
+        max_reserved_bytes: Peak of the reserved memory.
     """
 
     rank: Int64
@@ -75,11 +91,16 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class TrainTimers:
-    """The framework's own timers, a row a statement; name_id indexes names.
+    """The framework's own timers, one row per printed timer.
 
-    step is that of the last step printed before, -1 for set-up. min_ns and max_ns are over the
-    ranks; both are the same where one rank states its own, and min_ns is -1 where only the largest
-    is stated.
+    Columns of shape (n,).
+
+    Attributes:
+        step: The last step printed before, -1 for set-up.
+        name_id: Index into names.
+        min_ns: Minimum over ranks in ns; equal to max_ns if printed by one rank, -1 if unknown.
+        max_ns: Maximum over ranks in ns.
+        names: The distinct names.
     """
 
     step: Int64
@@ -94,9 +115,9 @@ class TrainTimers:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A line on a step, with who printed it, when (ns of local time, -1 unknown), in what launch.
+    """A line about a step, with its printer, time (ns of local time, -1 unknown) and launch.
 
-    printer is what a launcher put before the line. A launch is what starts up and then steps.
+    printer is the launcher's prefix of the line. launch counts the start-ups before the line.
     """
 
     line: StepLine
@@ -116,10 +137,10 @@ class _Row:
 
 
 def to_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1) -> TrainSteps:
-    """One row a step and start, however many ranks printed it and in however many lines.
+    """One row per step and start, merged from the lines of all ranks.
 
-    Where lines state no time, it is the time from line to line. batch is the global batch of rows
-    that do not say.
+    Without printed times, the times are computed from the time stamps of the lines. batch is the
+    global batch of rows without one.
     """
     rows = _rows(printed)
     lines = [row.printed.line for row in rows]
@@ -150,7 +171,7 @@ def to_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1
 
 
 def to_memory(lines: Sequence[MemoryLine]) -> RankMemory:
-    """The lines as columns."""
+    """Converts the lines to columns."""
 
     def column(name: str) -> Int64:
         return np.array([getattr(line, name) for line in lines], dtype=np.int64)
@@ -159,7 +180,7 @@ def to_memory(lines: Sequence[MemoryLine]) -> RankMemory:
 
 
 def to_timers(stated: Sequence[tuple[int, Timer]]) -> TrainTimers:
-    """The timers with the steps that they follow, as columns."""
+    """Converts the timers, each with the step it follows, to columns."""
     names = tuple(dict.fromkeys(timer.name for _, timer in stated))
     code = {name: i for i, name in enumerate(names)}
     return TrainTimers(
@@ -172,7 +193,7 @@ def to_timers(stated: Sequence[tuple[int, Timer]]) -> TrainTimers:
 
 
 def _rows(printed: Sequence[Printed]) -> list[_Row]:
-    """The lines of the family that counts the steps, filled from all others on the same step."""
+    """The lines of the family that counts the steps, merged with others about the same step."""
     counting = min((each.line.family for each in printed), default=-1)
     rows: list[_Row] = []
     ahead: dict[int, StepLine] = {}
@@ -201,9 +222,9 @@ def _is_new(each: Printed, rows: Sequence[_Row]) -> bool:
 
 
 def _restarts(each: Printed, rows: Sequence[_Row]) -> bool:
-    """Whether the run began anew: another launch, or the same printer is back at earlier steps.
+    """Whether the run restarted: another launch, or the same printer is at an earlier step.
 
-    The line of the row just before, once more, is no restart: another rank was late to print it.
+    A repetition of the previous row is not a restart, but a late line of another rank.
     """
     last = rows[-1].printed
     if each.launch != last.launch:
@@ -217,7 +238,7 @@ def _restarts(each: Printed, rows: Sequence[_Row]) -> bool:
 
 
 def _clocked_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
-    """Mean step times by the lines' time stamps; -1 for a first row, or where one is missing."""
+    """Mean step times from time stamps; -1 for the first row of a start, or if one is missing."""
     clock_ns = np.array([row.printed.clock_ns for row in rows], dtype=np.int64)
     since_ns = np.diff(clock_ns, prepend=-1)
     known = ~is_first & (clock_ns >= 0) & (clock_ns - since_ns >= 0) & (since_ns >= 0)
@@ -227,7 +248,7 @@ def _clocked_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
 def _warmup(is_first: Bool, step_ns: Int64) -> Bool:
     usual_ns = _median_ns(step_ns[~is_first])
     slow = is_first if usual_ns is None else is_first | (step_ns > SLOW_RATIO * usual_ns)
-    # A row is warm-up where nothing but slow rows lies between it and the first of its start.
+    # A row is warm-up if all rows from the first of its start up to it are slow.
     rows = np.arange(len(slow))
     first = np.maximum.accumulate(np.where(is_first, rows, 0))
     quick = np.maximum.accumulate(np.where(slow, -1, rows))
@@ -239,7 +260,7 @@ def _median_ns(step_ns: Int64) -> int | None:
     return int(np.median(known)) if len(known) else None
 
 
-# What one line of a training log measures: a step, memory, timers.
+# Parsing of single lines: a step, memory, timers.
 
 NAN = math.nan
 
@@ -250,9 +271,9 @@ _NUMBER = re.compile(NUMBER)
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """What a line says of a step; -1 and nan are unknown. Times are of the mean step of its row.
+    """The values of a step in a line; -1 and nan are unknown. Times are means over the row.
 
-    family indexes FAMILIES, of which the first that a log holds is the one that counts its steps.
+    family indexes FAMILIES; the first family that occurs in a log counts its steps.
     """
 
     family: int
@@ -266,7 +287,7 @@ class StepLine:
     global_batch: int = -1
 
     def filled(self, other: StepLine) -> StepLine:
-        """The same with what it does not know taken from another line on the step."""
+        """A copy with unknown values taken from another line about the same step."""
         known = {
             field.name: getattr(other, field.name)
             for field in fields(self)
@@ -277,7 +298,7 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """A rank's memory as a line states it; -1 is unknown."""
+    """The memory of a rank in a line; -1 is unknown."""
 
     rank: int = -1
     step: int = -1
@@ -289,7 +310,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A named time: the least and the largest of the ranks, or one rank's as both; -1 unknown."""
+    """A named time: minimum and maximum over ranks, or one rank's time as both; -1 unknown."""
 
     name: str
     min_ns: int
@@ -298,7 +319,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one program prints its steps: needle is in each such line, pattern begins its fields."""
+    """The step lines of one program: each contains needle; pattern matches before the fields."""
 
     framework: str
     needle: str
@@ -311,7 +332,7 @@ _BAR = rf"([^|\s][^|]{{0,60}}?)\s*[:=\s]\s*({NUMBER})\s*([A-Za-z%/]*)\s*(?=\||$)
 _BARRED = re.compile(rf"(?:^|\|)\s*{_BAR}")
 
 _BARRED_BY_TOKENS = re.compile(rf"(?:^|\|)\s*(?!global_batch_size){_BAR}")
-"""nanotron's global batch is of tokens since its time is no longer called elapsed."""
+"""In newer nanotron logs, global_batch_size is in tokens and is ignored."""
 
 _PAIRS = re.compile(rf"([A-Za-z][\w /.()-]{{0,60}}?)\s*[:=]\s*({NUMBER})([A-Za-z%]*)")
 
@@ -359,9 +380,9 @@ STEP_SIGNS = (
     "elapsed time per iteration", "SamplesPerSec=", "iter time (s):", "train_step_timing in s",
     "{'loss': ",
 )  # fmt: skip
-"""What only a line on a step holds: where it cannot be read, it is odd.
+"""Texts that occur only in lines about a step; used to count lines that cannot be parsed.
 
-Those of transformers' Trainer do not say which step they are about.
+Lines of transformers' Trainer do not contain the step number.
 """
 
 _MS, _S, _TERA = 10**6, 10**9, 10**12
@@ -412,7 +433,7 @@ _UNIT = {"K": 1_000, "M": 10**6, "B": 10**9, "G": 10**9}
 
 
 def step_in(text: str) -> StepLine | None:
-    """The step that a line is about; None where it is about none."""
+    """The step in a line; None if the line is not about a step."""
     for number, family in enumerate(FAMILIES):
         if family.needle in text and (found := family.pattern.search(text)):
             known = {"step": _step(found.groupdict()), **_known(family, text[found.start() :])}
@@ -421,7 +442,7 @@ def step_in(text: str) -> StepLine | None:
 
 
 def step_below(text: str, above: StepLine) -> StepLine | None:
-    """The step above with what this line adds to it; None for nothing. Composer's have many."""
+    """The previous step with the values of this line, for Composer's multi-line steps; or None."""
     family = FAMILIES[above.family]
     if family.framework != "composer" or "Train " not in text:
         return None
@@ -429,13 +450,13 @@ def step_below(text: str, above: StepLine) -> StepLine | None:
 
 
 def _step(told: dict[str, str | None]) -> int:
-    """The step of the run; Composer may count batches within an epoch."""
+    """The step number; Composer may count batches within an epoch."""
     before = (int(told.get("epoch") or 1) - 1) * int(told.get("of") or 0)
     return before + int(told["step"] or 0)
 
 
 def _known(family: _Family, text: str) -> dict[str, Any]:
-    """The columns that the text states."""
+    """The columns in the text."""
     known: dict[str, Any] = {}
     for name, value, unit in family.field.findall(text):
         column, scale = _COLUMN.get(_plain(name), ("", 0))
@@ -445,7 +466,7 @@ def _known(family: _Family, text: str) -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """The name as _COLUMN has it, however it is spelled."""
+    """The name in the spelling of _COLUMN."""
     return name.lower().replace("_", " ").replace(" (", "(")
 
 
@@ -455,7 +476,7 @@ def _value(column: str, text: str, scale: int, unit: str) -> int | float:
     found = float(text.replace(",", "")) * scale
     if unit == "%":
         found /= 100
-    # Early logs of nanoGPT say -100 %, torchtitan's a loss of -1 on ranks without the last stage.
+    # nanoGPT prints an MFU of -100 % at first; torchtitan a loss of -1 without the last stage.
     return NAN if found < 0 or not math.isfinite(found) else found
 
 
@@ -464,7 +485,7 @@ def _missing(value: float) -> bool:
 
 
 def whole(text: str, scale: int) -> int:
-    """A decimal number in text times scale, exact; -1 for none, a negative or one over 64 bits."""
+    """A decimal text times scale, exact; -1 if it is not a number, negative or over 64 bits."""
     plain = text.replace(",", "")
     if not _NUMBER.fullmatch(plain) or not 0 <= float(plain) * scale < 2**63 - 1024:
         return -1
@@ -494,10 +515,10 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 def memory_in(text: str) -> tuple[MemoryLine, ...]:
-    """What a line, or several ranks' lines run into one, say of memory.
+    """The memory in a line, which may contain the output of several ranks.
 
-    DeepSpeed's GB are GiB. torchtitan's number is the peak that was reserved. Only Megatron's lines
-    tell the global rank: a launcher's prefix counts within its node.
+    DeepSpeed's GB are GiB. torchtitan prints the peak of the reserved memory. Only Megatron prints
+    the global rank; a launcher's prefix is a local rank.
     """
     if "memory (MB)" in text:
         return tuple(
@@ -523,7 +544,7 @@ _ONE = re.compile(rf"\|\s*([^|:]{{1,80}}): ({NUMBER})\s*(?=\||$)")
 
 
 def timers_in(text: str) -> tuple[Timer, ...]:
-    """The timers of a line: one rank's `time (ms) |` row, or a name with its (min, max)."""
+    """The timers in a line: one rank's `time (ms) |` row, or a name with (min, max)."""
     if "time (ms) |" in text:
         row = text[text.index("time (ms) |") :]
         found = [(name.strip(), whole(value, _MS)) for name, value in _ONE.findall(row)]

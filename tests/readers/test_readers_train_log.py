@@ -477,7 +477,7 @@ def test_a_step_that_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
 
 def test_a_file_without_a_run_is_one_line(tmp_path: Path) -> None:
     for text in (b"", b"hello\nworld\n", bytes(range(256)) * 500):
-        with pytest.raises(DataError, match="no training run in it"):
+        with pytest.raises(DataError, match="no training run found"):
             read(tmp_path, text)
 
 

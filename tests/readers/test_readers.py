@@ -1,4 +1,4 @@
-"""Files as they come: any age, any damage; told in one line that names the file and the hint."""
+"""Reading of files of any age and damage; an error is one line with the file and the hint."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def begun(content: bytes) -> bytes:
     [
         (b"", "empty"),
         (b"  \n", "empty"),
-        (PNG, "not JSON"),
+        (PNG, "neither JSON nor another supported format"),
         (begun(body()), "cut off before its first event"),
         (gzip.compress(begun(body())), "cut off before its first event"),
-        (gzip.compress(body())[:9], "torn"),
-        (b'{"nodes": []}', "no trace"),
+        (gzip.compress(body())[:9], "the file is damaged"),
+        (b'{"nodes": []}', "not a trace"),
         (b'{"traceEvents": []}', "has no events"),
-        (b'{"traceEvents": 7}', "no trace"),
-        (b"[1, 2]", "no trace"),
+        (b'{"traceEvents": 7}', "not a trace"),
+        (b"[1, 2]", "not a trace"),
         (b"[]", "has no events"),
     ],
 )
@@ -57,12 +57,12 @@ def test_bad_input_is_one_line_with_file_and_hint(
     assert "\n" not in line
 
 
-def test_a_missing_path_is_said(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         analyze(tmp_path / "nowhere.json")
 
 
-def test_a_folder_without_a_trace_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"nodes": []}')
     with pytest.raises(DataError, match="no trace found"):
         analyze(tmp_path)

@@ -243,7 +243,7 @@ def test_a_pointer_to_a_file_that_was_not_fetched_is_told(tmp_path: Path) -> Non
 def test_a_report_of_nsight_systems_is_to_be_exported(tmp_path: Path) -> None:
     file = tmp_path / "report1.nsys-rep"
     file.write_bytes(b"\x00\x01")
-    with pytest.raises(DataError, match=r"a report of Nsight .*; export it with nsys export"):
+    with pytest.raises(DataError, match=r"an Nsight Systems report.*; export it with nsys export"):
         read_recording([file])
 
 

@@ -134,12 +134,12 @@ def examine_as_told(
     """As `examine` with job "auto"; keys that cannot be inferred give a warning, not an error."""
     held = _against("auto")
 
-    def tried(report: Report, recording: Recording, found: RunSplit) -> Report:
+    def tried(report: Report, recording: Recording, split: RunSplit) -> Report:
         try:
-            return held(report, recording, found)
+            return held(report, recording, split)
         except UsageError as error:
-            told = WarningRow(NO_MODEL, str(error))
-            return replace(report, warnings=(*report.warnings, told))
+            warning = WarningRow(NO_MODEL, str(error))
+            return replace(report, warnings=(*report.warnings, warning))
 
     return _examined(read_recording(places, workers, progress), tried)
 
@@ -159,7 +159,7 @@ def _against(job: str | Path | None) -> _Held:
     from stepsplit.analyzer.gap.gap import held_against, read_job_table
 
     stated = read_job_table(job)
-    return lambda report, recording, found: held_against(report, recording, found, stated)
+    return lambda report, recording, split: held_against(report, recording, split, stated)
 
 
 def compare_runs(

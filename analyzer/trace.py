@@ -80,7 +80,7 @@ OP_CODE = {op: code for code, op in enumerate(OPS)}
 
 
 class Category(IntEnum):
-    """The kind of an event as the trace states it."""
+    """The kind of an event in the trace file."""
 
     OTHER = 0
     OP = 1
@@ -101,8 +101,8 @@ class Lane:
     """Where an event ran: a host thread, or a stream of a device.
 
     Attributes:
-        pid: Process id as the trace states it.
-        tid: Thread id as the trace states it.
+        pid: Process id in the trace file.
+        tid: Thread id in the trace file.
         device: Device number, -1 for the host.
         stream: Stream number, -1 for none.
     """

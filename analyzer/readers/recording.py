@@ -386,7 +386,7 @@ _SPREAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A trace, its rank if its content or its name states one, and the rank in its name."""
+    """A trace, its rank from its content or its name, and the rank in its name."""
 
     trace: RankTrace
     stated_rank: int | None
@@ -426,10 +426,10 @@ def _guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
         first, last = traces[0], traces[-1]
         some = f"from {first.source.name} (rank {first.rank}) to {last.source.name} ({last.rank})"
         return (
-            Note("rank_guessed", f"{len(traces)} traces state no rank; assigned in order {some}"),
+            Note("rank_guessed", f"{len(traces)} traces have no rank; assigned in order {some}"),
         )
     return tuple(
-        Note("rank_guessed", f"{t.source.name} states no rank; assumed rank {t.rank}", t.rank)
+        Note("rank_guessed", f"{t.source.name} has no rank; assumed rank {t.rank}", t.rank)
         for t in traces
     )
 
@@ -460,7 +460,7 @@ def _last_number(path: Path) -> int:
 
 
 def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
-    """If traces state the same rank but their names differ in rank, takes it from the names."""
+    """If traces have the same rank but their names differ in rank, takes it from the names."""
     named: dict[int, set[int | None]] = defaultdict(set)
     for one in found:
         if one.stated_rank is not None:
@@ -472,7 +472,7 @@ def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ..
         replace(one, stated_rank=one.named_rank) if one.stated_rank in wrong else one
         for one in found
     ]
-    text = f"several traces state rank {min(wrong)}: ranks are taken from the file names"
+    text = f"several traces have rank {min(wrong)}: ranks are taken from the file names"
     return apart, (Note("rank_by_name", text),)
 
 

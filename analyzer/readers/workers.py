@@ -105,7 +105,7 @@ def _died(where: str) -> DataError:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes: a fork would copy locks held by other threads of a server."""
+    """Spawned processes: a fork would copy the locks of other threads of a server."""
     others = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         context = multiprocessing.get_context("spawn")

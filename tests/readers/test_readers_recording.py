@@ -71,7 +71,7 @@ def test_many_guesses_are_one_warning(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, *(f"trace_{i}.json" for i in range(12)))])
     assert by_rank(recording) == {i: f"trace_{i}.json" for i in range(12)}
     assert [note.message for note in recording.notes] == [
-        "12 traces state no rank; assigned in order from "
+        "12 traces have no rank; assigned in order from "
         "trace_0.json (rank 0) to trace_11.json (11)"
     ]
 
@@ -87,7 +87,7 @@ def test_names_tell_traces_apart_that_all_state_one_rank(tmp_path: Path) -> None
     recording = read_recording([tmp_path])
     assert by_rank(recording) == {0: "rank0.json", 1: "rank1.json", 2: "rank2.json"}
     [note] = recording.notes
-    assert note.message == "several traces state rank 0: ranks are taken from the file names"
+    assert note.message == "several traces have rank 0: ranks are taken from the file names"
 
 
 def test_a_local_rank_is_no_rank_of_the_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What each event is, decided once by the rules that its recording is read with."""
+"""Classification of events by the rules with which the recording is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kinds(trace: RankTrace) -> dict[str, EventKind]:
     return {name: kind for name, kind in zip(names, of, strict=True) if not name.startswith("cuda")}
 
 
-def test_kernels_and_copies_are_what_the_rules_say(tmp_path: Path) -> None:
+def test_kernels_and_copies_are_classified_by_the_rules(tmp_path: Path) -> None:
     rank = GpuTrace(groups=[("0", "", [0])]).step(1, 0, 90).kernel("gemm", 0, 10)
     rank.kernel("my_sync_kernel", 10, 20).all_reduce(20, 30).memcpy(30, 40)
     rank.collective("gemm_and_reduce", "allreduce", 40, 50).kernel("gemm_and_send", 50, 60)
@@ -51,7 +51,7 @@ def test_kernels_and_copies_are_what_the_rules_say(tmp_path: Path) -> None:
     assert (family["gemm"], family["gemm_and_send"]) == ("gemm", "mine")
 
 
-def test_ops_of_training_threads_compute_on_a_cpu_run(tmp_path: Path) -> None:
+def test_ops_of_training_threads_are_compute_in_a_cpu_run(tmp_path: Path) -> None:
     CpuTrace().step(1, 0, 50).op("aten::mm", 0, 10).op("c10d::allreduce_", 10, 20).write(tmp_path)
     [trace] = read_recording([tmp_path]).traces
     found = kinds(trace)

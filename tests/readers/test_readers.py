@@ -73,7 +73,7 @@ def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
         analyze(tmp_path)
 
 
-def test_a_file_named_twice_is_one_file_and_its_recording_lies_beside_it(tmp_path: Path) -> None:
+def test_a_file_named_twice_is_read_once_with_its_neighbors(tmp_path: Path) -> None:
     file = GpuTrace(0, 2).step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
     run = {"schema": "stepsplit.run/1", "name": "exp1", "world_size": 2, "backend": "nccl"}
     (tmp_path / "run.json").write_text(json.dumps(run))
@@ -81,7 +81,7 @@ def test_a_file_named_twice_is_one_file_and_its_recording_lies_beside_it(tmp_pat
     assert analyze(file).run.name == "exp1"
 
 
-def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:
+def test_two_traces_of_one_rank_are_an_error(tmp_path: Path) -> None:
     first = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
     (tmp_path / "again.json.gz").write_bytes(first.read_bytes())
     with pytest.raises(DataError, match="second trace of rank 0"):
@@ -100,7 +100,7 @@ def test_two_traces_of_one_rank_are_not_one_recording(tmp_path: Path) -> None:
                                                *trace["traceEvents"]]},
     ],
 )  # fmt: skip
-def test_traces_of_every_shape_say_the_same(
+def test_traces_in_every_packing_give_the_same_report(
     tmp_path: Path, shape: Callable[[dict[str, object]], object]
 ) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
@@ -109,7 +109,7 @@ def test_traces_of_every_shape_say_the_same(
     assert [row.compute_ns for row in analyze(file).steps] == [5_000]
 
 
-def test_the_names_of_2020_mean_what_todays_do(tmp_path: Path) -> None:
+def test_event_names_of_2020_are_read_like_current_ones(tmp_path: Path) -> None:
     old = {"user_annotation": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel"}
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
     events = [event | {"cat": old[event["cat"]], "tid": "stream 7"} for event in trace.events]
@@ -126,7 +126,7 @@ def test_times_too_large_for_a_float_keep_their_nanoseconds(tmp_path: Path) -> N
     assert [row.compute_ns for row in analyze(file).steps] == [5_001]
 
 
-def test_a_rank_is_its_contents_then_its_names_then_its_places(tmp_path: Path) -> None:
+def test_a_rank_is_from_content_then_name_then_position(tmp_path: Path) -> None:
     for name, rank in (("a", 1), ("rank3_x", -1), ("z", -1)):
         trace = GpuTrace(rank, 4).step(1, 0, 10).kernel("gemm", 0, 5)
         (tmp_path / f"{name}.json").write_text(json.dumps(trace.body()))
@@ -151,7 +151,7 @@ def test_a_rank_is_its_contents_then_its_names_then_its_places(tmp_path: Path) -
         ("ncclDevKernel_Generic", "unknown"),
     ],
 )
-def test_names_mean_ops(name: str, op: str) -> None:
+def test_ops_are_inferred_from_names(name: str, op: str) -> None:
     assert op_named(name) == op
 
 
@@ -167,7 +167,7 @@ def test_sizes_follow_nccl_tests() -> None:
     ]
 
 
-def test_what_merely_lies_beside_a_trace_is_skipped_and_said(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_skipped_with_a_note(tmp_path: Path) -> None:
     GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
     (tmp_path / "notes.json").write_text("[1, 2, 3]")
     (tmp_path / "rank1_trace.json").write_text("")
@@ -178,7 +178,7 @@ def test_what_merely_lies_beside_a_trace_is_skipped_and_said(tmp_path: Path) -> 
     assert skipped == [(1, "rank1_trace.json: the file is empty")]
 
 
-def test_files_of_an_older_larger_run_are_left_out_and_said(tmp_path: Path) -> None:
+def test_files_of_an_older_larger_run_are_ignored_with_a_note(tmp_path: Path) -> None:
     for rank in range(3):
         GpuTrace(rank, 3).step(1, 0, 10).kernel("gemm", 0, 5).write(tmp_path)
     run = {"schema": "stepsplit.run/1", "name": "r", "world_size": 2, "backend": "nccl"}
@@ -189,7 +189,7 @@ def test_files_of_an_older_larger_run_are_left_out_and_said(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("odd", ['"ts": 1e300', '"ts": 99999999999999999999'])
-def test_an_event_beyond_64_bits_is_left_out_and_counted(tmp_path: Path, odd: str) -> None:
+def test_an_event_beyond_64_bits_is_skipped_and_counted(tmp_path: Path, odd: str) -> None:
     file = tmp_path / "rank0_trace.json"
     file.write_text(body().decode().replace('"ts": 0', odd, 1))
     report = analyze(file)
@@ -199,7 +199,7 @@ def test_an_event_beyond_64_bits_is_left_out_and_counted(tmp_path: Path, odd: st
     ]
 
 
-def test_an_event_without_a_time_is_no_event(tmp_path: Path) -> None:
+def test_an_event_without_a_time_is_ignored(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
     trace.events.append({"ph": "X", "cat": "kernel", "name": "lost", "args": {"stream": 7}})
     assert [row.compute_ns for row in analyze(trace.write(tmp_path)).steps] == [5_000]

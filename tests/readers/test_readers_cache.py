@@ -1,4 +1,4 @@
-"""Traces as read before: used while they are true, made again when they are not, never trusted."""
+"""The cache of parsed traces: used while valid, rebuilt when stale, never trusted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cached_file() -> Path:
     return found
 
 
-def test_what_was_read_is_recalled_whole(file: Path) -> None:
+def test_a_cached_trace_equals_the_read_one(file: Path) -> None:
     assert recalled(file) is None
     read = read_or_recall(on_disk(file))
     found = recalled(file)
@@ -64,7 +64,7 @@ def test_what_was_read_is_recalled_whole(file: Path) -> None:
     assert same(read, found)
 
 
-def test_another_content_is_read_again(file: Path) -> None:
+def test_changed_content_is_read_again(file: Path) -> None:
     read_or_recall(on_disk(file))
     before = file.stat()
     GpuTrace(3, 8).step(1, 0, 10).kernel("gemm", 0, 6).write(file.parent)
@@ -77,7 +77,7 @@ def test_another_content_is_read_again(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
-def test_a_damaged_cache_is_as_good_as_none(file: Path, damage: str) -> None:
+def test_a_damaged_cache_is_ignored(file: Path, damage: str) -> None:
     fresh = read_kineto(on_disk(file))
     read_or_recall(on_disk(file))
     cached = cached_file()
@@ -100,7 +100,7 @@ def test_a_newer_reader_reads_again(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert recalled(file) is None
 
 
-def test_nothing_is_kept_where_the_user_wants_none(
+def test_nothing_is_cached_if_the_user_disables_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSPLIT_CACHE", "off")
@@ -108,7 +108,7 @@ def test_nothing_is_kept_where_the_user_wants_none(
     assert recalled(file) is None
 
 
-def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(
+def test_a_read_only_folder_only_disables_the_cache(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in the way").write_text("")
@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(
     assert read_or_recall(on_disk(file)) is not None
 
 
-def test_the_oldest_go_when_the_folder_is_full(
+def test_the_oldest_entries_are_removed_when_the_folder_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [GpuTrace(rank).kernel("gemm", 0, 5).write(tmp_path) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""The smallest damaged files that once broke a reader, or lost more than the damage."""
+"""The smallest damaged files that broke a reader or lost more than the damage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def x(**fields: Any) -> str:
         (f"[{A}{B},{C}]", ["a", "b", "c"], 0),
     ],
 )
-def test_a_damage_costs_the_entry_that_it_is_in(
+def test_damage_loses_only_the_entry_it_is_in(
     tmp_path: Path, text: str, whole: list[str], lost: int
 ) -> None:
     found = read(tmp_path, text)
@@ -72,7 +72,7 @@ def test_a_damage_costs_the_entry_that_it_is_in(
     assert found.rows.counts.lost == lost
 
 
-def test_a_damaged_last_entry_leaves_the_fields_behind_it(tmp_path: Path) -> None:
+def test_fields_after_a_damaged_last_entry_are_read(tmp_path: Path) -> None:
     info = '"distributedInfo": {"rank": 3, "world_size": 4}'
     found = read(tmp_path, f'{{"traceEvents": [{A}, {{"ph":"X" "ts":1}}], {info}}}')
     assert names(found) == ["a"]
@@ -98,7 +98,7 @@ def test_digits_beyond_a_float_survive_a_cut(tmp_path: Path) -> None:
         '"args": {"Collective name": "x", "Seq": 99999999999999999999, "Dst Rank": 1e12}',
     ],
 )  # fmt: skip
-def test_an_odd_value_breaks_nothing(tmp_path: Path, odd: str) -> None:
+def test_an_invalid_value_is_ignored(tmp_path: Path, odd: str) -> None:
     text = json.dumps(GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).events)
     file = tmp_path / "trace.json"
     file.write_text(f"{text[:-1]}, {x()[:-1]}, {odd}}}]")
@@ -108,7 +108,7 @@ def test_an_odd_value_breaks_nothing(tmp_path: Path, odd: str) -> None:
 
 
 @for_each("dims", [[5], [{"a": 1}], [[10**12, "x"]], [[[10**12, [1]]]], [None]])
-def test_odd_shapes_are_no_size(tmp_path: Path, dims: list[Any]) -> None:
+def test_invalid_shapes_give_an_unknown_size(tmp_path: Path, dims: list[Any]) -> None:
     args = {"Input Dims": dims, "Input type": ["float"], "Collective name": "allreduce"}
     trace = GpuTrace().step(1, 0, 10).kernel("ncclDevKernel_AllReduce", 2, 5, launched=1)
     trace.events.append({"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 1,
@@ -116,30 +116,30 @@ def test_odd_shapes_are_no_size(tmp_path: Path, dims: list[Any]) -> None:
     assert len(analyze(trace.write(tmp_path)).steps) == 1
 
 
-def test_a_time_of_another_phase_may_be_anything(tmp_path: Path) -> None:
+def test_times_of_other_phases_are_not_checked(tmp_path: Path) -> None:
     late = x(ts=5).replace(": 5,", ": 1721000000000001.123,")
     assert names(read(tmp_path, f'[{late},{{"ph":"M","ts":{{}}}}]')) == ["x"]
 
 
 @pytest.mark.parametrize("fields", [b'"\xff": 1', b'"a": ' + b"[" * 5000 + b"]" * 5000])
-def test_a_header_that_cannot_be_read_hides_no_event(tmp_path: Path, fields: bytes) -> None:
+def test_an_unreadable_header_loses_no_event(tmp_path: Path, fields: bytes) -> None:
     content = b"{" + fields + f', "traceEvents": [{A}]}}'.encode()
     assert names(read(tmp_path, content)) == ["a"]
 
 
-def test_a_world_beyond_a_million_ranks_is_not_believed(tmp_path: Path) -> None:
+def test_a_world_size_beyond_a_million_is_ignored(tmp_path: Path) -> None:
     body = GpuTrace(0, 2**31).step(1, 0, 10).kernel("gemm", 0, 5).body()
     assert read(tmp_path, json.dumps(body)).header.distributed.world_size == -1
 
 
-def test_a_long_damage_costs_no_more_than_it_holds(tmp_path: Path) -> None:
+def test_long_damage_loses_only_what_it_contains(tmp_path: Path) -> None:
     odd = '{"ph": "X", "ts": 1, "args": {"a": 1}'
     found = read(tmp_path, f"[{A},{','.join([odd] * 50_000)},{','.join([B] * 2_000)}]")
     assert names(found)[:1] == ["a"]
     assert len(names(found)) > 1_000
 
 
-def test_the_fields_behind_the_events_are_read_to_their_end(tmp_path: Path) -> None:
+def test_the_fields_after_the_events_are_read_completely(tmp_path: Path) -> None:
     filler = np.random.default_rng(1).bytes(400_000).hex()
     body = {"traceEvents": [json.loads(A)], "x": filler, "distributedInfo": {"rank": 5}}
     packed = gzip.compress(json.dumps(body).encode())
@@ -181,7 +181,7 @@ def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", ["dp4/rank0", "pp2_m8/rank1", "tp2_pp2_dp2/rank7"])
-def test_ranges_of_a_sample_are_the_trace(
+def test_ranges_of_a_sample_add_up_to_the_trace(
     sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
@@ -224,15 +224,13 @@ def bomb_in_a_tar(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("t.zip", bomb_in_a_zip), ("t.tar.gz", bomb_in_a_tar)])
-def test_an_archive_of_a_gigabyte_of_nothing_is_refused(
-    tmp_path: Path, name: str, make: Any
-) -> None:
+def test_an_archive_of_a_gigabyte_of_zeros_is_refused(tmp_path: Path, name: str, make: Any) -> None:
     make(tmp_path / name)
     with pytest.raises(DataError, match="unpacks to over 100 times its size"):
         analyze(tmp_path / name)
 
 
-def test_a_step_inside_of_another_leaves_windows_that_do_not_overlap(tmp_path: Path) -> None:
+def test_nested_steps_give_windows_without_overlap(tmp_path: Path) -> None:
     trace = CpuTrace().step(1, 0, 100).step(2, 5, 20).step(3, 20, 30).op("op", 1, 3)
     file = tmp_path / "rank0_trace.json"
     file.write_text(json.dumps(trace.events))

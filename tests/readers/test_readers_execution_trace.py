@@ -1,4 +1,4 @@
-"""Execution traces of torch, of every schema that its releases wrote."""
+"""Execution traces of torch in every schema."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def node(
 ) -> Json:  # fmt: skip
     """A node as the observer writes it since Chakra."""
     scalars = {"rf_id": rf_id, "fw_parent": 0, "seq_id": -1, "scope": 7, "tid": 1, "fw_tid": 0}
-    told = scalars | {"op_schema": ""} | attrs
-    named = [{"name": k, "type": "uint64", "value": v} for k, v in told.items()]
+    attributes = scalars | {"op_schema": ""} | attrs
+    named = [{"name": k, "type": "uint64", "value": v} for k, v in attributes.items()]
     return {"id": number, "name": name, "ctrl_deps": parent, "inputs": inputs, "outputs": outputs,
             "attrs": named}  # fmt: skip
 
@@ -48,7 +48,7 @@ def groups(*configs: Json) -> Json:
 
 
 def comm(rf_id: int, *inputs: object, tensors: bool = True, **attrs: object) -> Json:
-    """A record_param_comms of those positional inputs, behind two tensors of float."""
+    """A record_param_comms with these positional inputs after two float tensors."""
     types = [type(value).__name__ for value in inputs]
     given = {
         "values": TENSORS["values"] * tensors + list(inputs),
@@ -113,7 +113,7 @@ def test_nodes_are_columns(tmp_path: Path) -> None:
         ([12, False], ["tp", "tensor"], 0, "allreduce", [], [], 2, 1, 2),
     ],
 )
-def test_the_inputs_of_every_release_say_the_same(
+def test_the_inputs_of_every_release_give_the_same_calls(
     tmp_path: Path, inputs: tuple[object, ...]
 ) -> None:
     found = read(tmp_path, trace(groups(*WORLD), comm(40, *inputs)))
@@ -142,17 +142,17 @@ def test_traces_before_chakra_are_read(tmp_path: Path) -> None:
     assert (nodes.parent[0], nodes.tid[0], nodes.seq_id[0], found.schema) == (4, 3, 5, "1.0.1")
 
 
-def test_attributes_tell_sizes_better_than_tensors(tmp_path: Path) -> None:
+def test_sizes_from_attributes_take_precedence_over_tensors(tmp_path: Path) -> None:
     """A reduce-scatter of 16-bit floats: its input is the message."""
-    told = {"collective_name": "_reduce_scatter_base", "dtype": "BFloat16"}
+    attributes = {"collective_name": "_reduce_scatter_base", "dtype": "BFloat16"}
     sizes = {"in_msg_nelems": 800, "out_msg_nelems": 200, "pg_name": "0", "pg_size": 4}
     inputs = ([3, False], ["0", "default_pg"], 3, "_reduce_scatter_base", [], [], 0, 1, 4)
-    found = read(tmp_path, trace(groups(*WORLD), comm(40, *inputs, **told, **sizes)))
+    found = read(tmp_path, trace(groups(*WORLD), comm(40, *inputs, **attributes, **sizes)))
     assert rows(found) == [(40, "reduce_scatter", "0", 3, -1, "bfloat16", 1600, 1600)]
     assert found.rank == 3
 
 
-def test_peers_are_global_ranks_and_roots_are_not_oneself(tmp_path: Path) -> None:
+def test_peers_are_global_ranks_and_roots_are_not_the_own_rank(tmp_path: Path) -> None:
     """The rank of a send is its peer, that of a broadcast its root, both within the group."""
     send = comm(40, [1, True], ["tp", "tensor"], 1, "send", [], [], 2, 1, 2)
     root = comm(41, [2, False], ["tp", "tensor"], 1, "broadcast", [], [], 2, 1, 2)
@@ -164,7 +164,7 @@ def test_peers_are_global_ranks_and_roots_are_not_oneself(tmp_path: Path) -> Non
     assert found.rank == -1
 
 
-def test_groups_that_only_calls_name_are_known_by_start_and_stride(tmp_path: Path) -> None:
+def test_groups_named_only_by_calls_get_ranks_from_start_and_stride(tmp_path: Path) -> None:
     strided = comm(40, 1, ["pp", "pipeline"], 1, "allreduce", [], [], 1, 4, 3)
     irregular = comm(41, 1, ["odd", ""], 1, "allreduce", [], [], 1, -1, 3)
     found = read(tmp_path, trace(strided, irregular))
@@ -172,7 +172,7 @@ def test_groups_that_only_calls_name_are_known_by_start_and_stride(tmp_path: Pat
     assert found.rank == 5
 
 
-def test_bookkeeping_is_no_call_and_what_is_not_known_is_counted(tmp_path: Path) -> None:
+def test_bookkeeping_is_ignored_and_unknown_calls_are_counted(tmp_path: Path) -> None:
     rest = (["0", ""], 0, "wait", [], [], -1, -1, 1)
     wait = comm(40, 79, *rest, tensors=False)
     init = comm(41, 80, *(rest[:2]), "init", [], [], -1, -1, 1, tensors=False)
@@ -183,7 +183,7 @@ def test_bookkeeping_is_no_call_and_what_is_not_known_is_counted(tmp_path: Path)
     assert codes(found) == ["calls_skipped"]
 
 
-def test_a_rank_is_told_by_the_groups_that_it_is_in_or_by_the_name(tmp_path: Path) -> None:
+def test_a_rank_is_inferred_from_its_groups_or_the_name(tmp_path: Path) -> None:
     alone = {"pg_name": "9", "ranks": [2], "group_size": 1}
     assert read(tmp_path, trace(groups(*WORLD, alone))).rank == 2
     for name, rank in (
@@ -210,7 +210,7 @@ def test_torch_2_3_names_groups_by_their_uid(tmp_path: Path) -> None:
     assert (rows(found)[0][2], found.rank) == ("tp", 3)
 
 
-def test_of_a_list_of_groups_that_torch_cut_short_the_whole_ones_are_known(tmp_path: Path) -> None:
+def test_complete_groups_of_a_truncated_list_are_read(tmp_path: Path) -> None:
     cut = groups(*WORLD, *WORLD)
     cut["inputs"]["values"][0] = cut["inputs"]["values"][0][:-20]
     found = read(tmp_path, trace(cut))
@@ -218,13 +218,13 @@ def test_of_a_list_of_groups_that_torch_cut_short_the_whole_ones_are_known(tmp_p
     assert codes(found) == ["groups_skipped"]
 
 
-def test_gloo_records_no_parameters_and_that_is_said(tmp_path: Path) -> None:
+def test_missing_parameters_of_gloo_give_a_note(tmp_path: Path) -> None:
     found = read(tmp_path, trace(groups(*WORLD), node(9, "c10d::allreduce_")))
     assert codes(found) == ["calls_missing"]
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
-def test_entries_that_are_no_nodes_are_counted(tmp_path: Path, indent: int | None) -> None:
+def test_invalid_nodes_are_counted(tmp_path: Path, indent: int | None) -> None:
     """The observer does not escape the names of nodes."""
     names = ['a "quoted" one', 'one quote " more', "a \\ path", "aten::{mm}", "fine"]
     nodes = [node(10 + i, name) for i, name in enumerate(names)]
@@ -235,7 +235,7 @@ def test_entries_that_are_no_nodes_are_counted(tmp_path: Path, indent: int | Non
     assert found.nodes.node_id.tolist() == [2, 13, 14, 1]
 
 
-def test_a_trace_cut_anywhere_yields_what_is_whole(tmp_path: Path) -> None:
+def test_a_truncated_trace_gives_its_complete_nodes(tmp_path: Path) -> None:
     content = trace(groups(*WORLD), comm(40, 1, ["0", ""], 2, "allreduce", [], [], 0, 1, 4))
     for end in range(0, len(content), 9):
         try:
@@ -249,7 +249,7 @@ def test_a_trace_cut_anywhere_yields_what_is_whole(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_packed_trace_that_is_cut_says_so(tmp_path: Path) -> None:
+def test_a_truncated_compressed_trace_gives_a_note(tmp_path: Path) -> None:
     packed = gzip.compress(trace(*(node(i, f"aten::mm{i * 7919}") for i in range(9000))))
     found = read(tmp_path, packed[: len(packed) // 2])
     assert 100 < len(found.nodes) < 9000
@@ -260,12 +260,12 @@ def test_a_packed_trace_that_is_cut_says_so(tmp_path: Path) -> None:
     "content",
     [b"", b'{"nodes": []}', b'{"nodes": [', b'{"nodes": [' + b"[" * 90_000, b"\x00" * 999],
 )
-def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_nodes_is_an_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match="no complete node"):
         read(tmp_path, content)
 
 
-def test_damage_is_never_another_error(tmp_path: Path) -> None:
+def test_damage_raises_only_dataerror(tmp_path: Path) -> None:
     content = trace(groups(*WORLD), comm(40, 1, ["0", ""], 2, "allreduce", [], [], 0, 1, 4),
                     comm(41, [1, True], ["tp", ""], 1, "send", [], [], 2, 1, 2))  # fmt: skip
     chance = random.Random(7)
@@ -280,14 +280,14 @@ def test_damage_is_never_another_error(tmp_path: Path) -> None:
             continue
 
 
-def test_traces_are_known_by_their_contents() -> None:
+def test_traces_are_recognized_by_content() -> None:
     for indent in (None, 2):
         assert is_execution_trace(trace(indent=indent))
     for other in (b"", b"\xff" * 99, b'{"nodes": [{"id": 7}]}', b'{"traceEvents": [], "nodes": [{'):
         assert not is_execution_trace(other)
 
 
-def test_no_other_real_file_is_taken_for_a_trace() -> None:
+def test_no_other_real_file_is_recognized_as_a_trace() -> None:
     taken = []
     for file in shared_trace(MEGATRON).parent.rglob("*.*"):
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
@@ -297,7 +297,7 @@ def test_no_other_real_file_is_taken_for_a_trace() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_real_trace_agrees_with_the_kineto_trace_beside_it(rank: int) -> None:
+def test_a_real_trace_agrees_with_its_kineto_trace(rank: int) -> None:
     """Megatron, TP 2: 13 all-reduces of floats, that Kineto names by the same rf_id."""
     folder = shared_trace(MEGATRON)
     found = read_execution_trace(on_disk(folder / f"pytorch_et_{rank}.json"))

@@ -1,4 +1,4 @@
-"""Flight Recorder dumps of every torch, real ones of two hangs, and damaged ones."""
+"""Flight Recorder dumps of every torch version, of two real hangs, and damaged ones."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ WAITING = FlightEntry(
 
 
 @pytest.mark.parametrize("write", [as_json, as_pickle])
-def test_a_dump_is_its_calls_and_how_far_they_came(tmp_path: Path, write: Writer) -> None:
+def test_a_dump_has_calls_and_their_states(tmp_path: Path, write: Writer) -> None:
     dump = dump_of(tmp_path, write(modern()))
     assert (dump.version, dump.rank, dump.notes) == ("2.9", 3, ())
     assert dump.entries == (DONE, WAITING)
@@ -161,7 +161,7 @@ def test_the_first_dumps_are_a_bare_list_in_microseconds(tmp_path: Path) -> None
     assert rows(dump) == [("all_reduce", 0, 6, "", -1, -1, -1, 0, -1)]
 
 
-def test_version_1_has_one_sequence_and_says_nothing_of_p2p(tmp_path: Path) -> None:
+def test_version_1_has_one_sequence_number_and_no_p2p_flag(tmp_path: Path) -> None:
     entry = {
         "record_id": 0, "pg_id": 0, "seq_id": 2, "profiling_name": "nccl:send 3->1",
         "time_created_ns": T0, "input_sizes": [5], "input_dtypes": ["Half"], "output_sizes": [[5]],
@@ -183,28 +183,28 @@ def test_version_1_has_one_sequence_and_says_nothing_of_p2p(tmp_path: Path) -> N
         ("dump_20260923_1", 1), ("dump_1758580156", -1),
     ],
 )  # fmt: skip
-def test_a_rank_is_in_the_name(tmp_path: Path, name: str, rank: int) -> None:
+def test_a_rank_is_read_from_the_name(tmp_path: Path, name: str, rank: int) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     dump = dump_of(tmp_path, as_json({"version": "2.10", "pg_config": {}, "pg_status": {}}), name)
     assert (dump.rank, dump.calls.rank) == (rank, rank)
     assert [note.code for note in dump.notes] == (["rank_unknown"] if rank < 0 else [])
 
 
-def test_the_only_member_that_all_groups_share_is_the_rank_whatever_the_name(
+def test_the_only_common_member_of_all_groups_is_the_rank(
     tmp_path: Path,
 ) -> None:
     assert dump_of(tmp_path, as_json(modern()), "fr.json").rank == 3
     assert dump_of(tmp_path, as_json(modern()), "worker_1_rank0.json").rank == 3
 
 
-def test_a_name_is_not_believed_where_the_groups_say_otherwise(tmp_path: Path) -> None:
+def test_a_rank_in_the_name_is_ignored_if_groups_contradict_it(tmp_path: Path) -> None:
     world = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
     for name, rank in (("dump_1", 1), ("dump_9", -1)):
         content = {"version": "2.10", "pg_config": world, "pg_status": {}}
         assert dump_of(tmp_path, as_json(content), name).rank == rank
 
 
-def test_numbers_of_groups_get_names_by_order_where_all_have_a_status(tmp_path: Path) -> None:
+def test_group_numbers_get_names_by_order_if_all_have_a_status(tmp_path: Path) -> None:
     content = modern() | {"entries": []}
     content["pg_status"] = {"9": {"last_enqueued_collective": 1}, "00": {}, "2": {}, "odd": {}}
     assert dump_of(tmp_path, as_json(content)).statuses == (
@@ -223,7 +223,7 @@ ODD: list[Any] = [
 
 
 @pytest.mark.parametrize("write", [as_json, as_pickle])
-def test_odd_entries_are_left_out_and_counted(tmp_path: Path, write: Writer) -> None:
+def test_invalid_entries_are_skipped_and_counted(tmp_path: Path, write: Writer) -> None:
     content = modern()
     content["entries"] += ODD
     dump = dump_of(tmp_path, write(content))
@@ -232,7 +232,7 @@ def test_odd_entries_are_left_out_and_counted(tmp_path: Path, write: Writer) -> 
 
 
 @for_each("sizes", [None, 3, [], "x", [["a"]], [[-1]], [[2**62, 2**62]], [[1] * 99]])
-def test_sizes_that_are_none_are_unknown(tmp_path: Path, sizes: object) -> None:
+def test_invalid_sizes_are_unknown(tmp_path: Path, sizes: object) -> None:
     content = modern()
     content["entries"][0]["input_sizes"] = sizes
     assert dump_of(tmp_path, as_json(content)).entries[1].input_bytes == -1
@@ -246,7 +246,7 @@ def test_several_tensors_add_up_each_by_its_dtype(tmp_path: Path) -> None:
     assert [entry.input_bytes for entry in dump.entries] == [12, 6]
 
 
-def test_a_cut_json_dump_yields_its_whole_entries(tmp_path: Path) -> None:
+def test_a_truncated_json_dump_gives_its_complete_entries(tmp_path: Path) -> None:
     text = as_json({"entries": modern()["entries"], "version": "2.9"})
     middle = text.index(b'"record_id": 7')
     dump = dump_of(tmp_path, text[:middle])
@@ -256,7 +256,7 @@ def test_a_cut_json_dump_yields_its_whole_entries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [as_json, as_pickle])
-def test_a_dump_cut_anywhere_is_read_or_told_in_one_line(tmp_path: Path, write: Writer) -> None:
+def test_a_truncated_dump_is_read_or_refused_in_one_line(tmp_path: Path, write: Writer) -> None:
     whole = write(modern())
     file = tmp_path / "dump_3"
     for cut in range(0, len(whole), 11):
@@ -300,7 +300,7 @@ def test_damaged_bytes_raise_nothing_but_dataerror(
         b'"entries"',
     ],
 )
-def test_what_is_no_dump_is_told(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_dump_is_an_error(tmp_path: Path, content: bytes) -> None:
     assert not is_flight_dump(content)
     file = tmp_path / "rank0.json"
     file.write_bytes(content)
@@ -373,6 +373,6 @@ def test_a_peer_is_a_global_rank_in_every_group() -> None:
 
 
 @for_each("file", sorted(SHARED_TRACES.rglob("*.*")), ids=lambda path: path.name[:40])
-def test_nothing_else_is_taken_for_a_dump(file: Path) -> None:
+def test_no_other_file_is_recognized_as_a_dump(file: Path) -> None:
     if file.is_file():
         assert not is_flight_dump(head_of_file(file))

@@ -1,4 +1,4 @@
-"""Damage of every kind: what is whole before a cut is read exactly, and nothing ever breaks."""
+"""Fuzzing: data before a cut is read exactly, and damage raises only DataError."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def assert_whole_before(content: bytes, file: Path, whole: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("block_bytes", "stride"), [(300, 11), pytest.param(2 << 20, 1, marks=SLOW_IN_TURN)]
 )
-def test_a_trace_cut_anywhere_gives_every_event_that_is_whole_before(
+def test_a_truncated_trace_gives_every_complete_event(
     shape: str, indent: int | None, block_bytes: int, stride: int, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -135,7 +135,7 @@ def test_a_trace_cut_anywhere_gives_every_event_that_is_whole_before(
 
 
 @pytest.mark.parametrize("sample", ["dp4/rank0", "tp2_pp2/rank1"])
-def test_a_gzip_cut_anywhere_gives_what_it_can_still_say(sample: str, tmp_path: Path) -> None:
+def test_a_truncated_gzip_gives_all_readable_events(sample: str, tmp_path: Path) -> None:
     packed = (SAMPLES / f"{sample}_trace.json.gz").read_bytes()
     text = gzip.decompress(packed).decode()
     begin, ends = entry_ends(text)
@@ -296,7 +296,7 @@ def test_damaged_files_of_other_kinds_are_read_or_refused_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_was_read_of_damaged_traces_can_be_analyzed(tmp_path: Path) -> None:
+def test_damaged_traces_can_be_analyzed(tmp_path: Path) -> None:
     trial, seeds = Trial(tmp_path), list(traces())
     for seed in range(20_000_000, 20_000_000 + 2_000 // PART):
         random = Random(seed)
@@ -306,7 +306,7 @@ def test_what_was_read_of_damaged_traces_can_be_analyzed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranges_of_a_hostile_trace_are_the_trace(
+def test_ranges_of_a_hostile_trace_add_up_to_the_trace(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 100)

@@ -1,4 +1,4 @@
-"""Recorded memory: allocator snapshots by hand, as torch writes them, and a real timeline."""
+"""Memory recordings: hand-made allocator snapshots, ones by torch, and a real timeline."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def numbers(device: DeviceMemory) -> tuple[int, ...]:
 
 
 @for_each("protocol", range(6))
-def test_a_snapshot_is_its_state_and_the_way_there(tmp_path: Path, protocol: int) -> None:
+def test_a_snapshot_has_a_state_and_a_curve(tmp_path: Path, protocol: int) -> None:
     record = record_of(tmp_path, snapshot(), protocol)
     assert (record.kind, record.categories, record.notes) == ("snapshot", (), ())
     (device,) = record.devices
@@ -116,7 +116,7 @@ def test_a_snapshot_is_its_state_and_the_way_there(tmp_path: Path, protocol: int
 
 
 @for_each("lost", range(9))
-def test_a_trace_that_lost_its_beginning_ends_the_same(tmp_path: Path, lost: int) -> None:
+def test_a_trace_without_its_beginning_has_the_same_end(tmp_path: Path, lost: int) -> None:
     whole = record_of(tmp_path, snapshot()).devices[0].curve
     content = snapshot()
     content["device_traces"][0] = content["device_traces"][0][lost:]
@@ -134,7 +134,7 @@ def test_without_a_trace_there_is_no_peak(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_segments_alone_and_blocks_of_1_13_say_the_same_state(tmp_path: Path) -> None:
+def test_segments_alone_and_blocks_of_1_13_give_the_same_state(tmp_path: Path) -> None:
     old = snapshot()["segments"]
     for one in old[0]["blocks"]:
         asked = one.pop("requested_size")
@@ -163,7 +163,7 @@ def test_expandable_segments_are_mapped_and_unmapped(tmp_path: Path) -> None:
     assert record_of(tmp_path, content).devices[0].peak_reserved_bytes == 6 * MIB
 
 
-def test_where_requests_were_not_recorded_a_block_counts_until_it_is_free(tmp_path: Path) -> None:
+def test_without_free_requests_a_block_counts_until_it_is_free(tmp_path: Path) -> None:
     content = snapshot()
     content["device_traces"][0] = [
         event for event in content["device_traces"][0] if event["action"] != "free_requested"
@@ -184,7 +184,7 @@ def test_each_device_has_its_own_segments_and_trace(tmp_path: Path) -> None:
     assert second.curve.allocated_bytes.tolist() == [0, 2 * MIB]
 
 
-def test_a_trace_that_cannot_lead_to_its_state_tells_no_peak(tmp_path: Path) -> None:
+def test_a_trace_inconsistent_with_its_state_gives_no_peak(tmp_path: Path) -> None:
     content = snapshot()
     content["device_traces"][0] = events(("alloc", 0, 64 * MIB), ("alloc", MIB, 64 * MIB))
     record = record_of(tmp_path, content)
@@ -195,7 +195,7 @@ def test_a_trace_that_cannot_lead_to_its_state_tells_no_peak(tmp_path: Path) -> 
     assert [note.code for note in record.notes] == ["memory_trace_odd"]
 
 
-def test_odd_segments_and_events_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_invalid_segments_and_events_are_skipped_and_counted(tmp_path: Path) -> None:
     content = snapshot()
     content["segments"] += [7, {"total_size": -1}, {"total_size": 2**70}, {"blocks": []}]
     content["device_traces"][0] += [None, {"size": 3}, {"action": "alloc", "size": "big"}]
@@ -206,7 +206,7 @@ def test_odd_segments_and_events_are_left_out_and_counted(tmp_path: Path) -> Non
     ]
 
 
-def test_a_cut_snapshot_lacks_its_end_and_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_snapshot_is_refused(tmp_path: Path) -> None:
     whole = pickle.dumps(snapshot(), 4)
     file = tmp_path / "cut.pickle"
     for content in (whole[: len(whole) // 2], gzip.compress(whole)[:-20]):
@@ -239,7 +239,7 @@ def test_a_raw_timeline_adds_up_by_category(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_timeline_that_is_added_up_says_the_same_by_the_microsecond(tmp_path: Path) -> None:
+def test_a_summed_timeline_gives_the_same_curve_in_microseconds(tmp_path: Path) -> None:
     held = [[0, 100, 0, 0, 0, 50, 0, 0, 20], [0, 100, 0, 0, 0, 0, 50, 0, 0]]
     record = read_bytes(tmp_path, json.dumps([[T0_US, T0_US + 2], held]).encode())
     (device,) = record.devices
@@ -250,7 +250,7 @@ def test_a_timeline_that_is_added_up_says_the_same_by_the_microsecond(tmp_path: 
     }  # fmt: skip
 
 
-def test_odd_rows_and_a_cut_end_are_told(tmp_path: Path) -> None:
+def test_invalid_rows_and_a_missing_end_give_notes(tmp_path: Path) -> None:
     odd = json.dumps([*ROWS[:2], [1, 2], [1, 9, 3, 0], ["x"], *ROWS[2:]]).encode()
     record = read_bytes(tmp_path, odd)
     assert record.devices[0].peak_allocated_bytes == 170
@@ -315,5 +315,5 @@ def test_the_real_timeline_adds_up(tmp_path: Path) -> None:
 @for_each(
     "file", sorted(f for f in SHARED_TRACES.rglob("*") if f.is_file()), ids=lambda f: f.name[:40]
 )
-def test_nothing_else_is_taken_for_memory(file: Path) -> None:
+def test_no_other_file_is_recognized_as_memory(file: Path) -> None:
     assert is_memory_snapshot(head_of_file(file)) == (file.name == REAL)

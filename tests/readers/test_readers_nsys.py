@@ -1,4 +1,4 @@
-"""Nsight Systems' exports of two ages: what ran, what it communicated, and whose it was."""
+"""Nsight Systems exports of two versions: events, calls and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def calls(trace: RankTrace) -> list[tuple[str, int, int, int, int]]:
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])
-def test_what_ran_is_in_the_words_of_kineto(tmp_path: Path, version: str) -> None:
+def test_events_have_the_names_of_kineto(tmp_path: Path, version: str) -> None:
     export = Export(version).range("iteration 5", 1_000, 9_000).kernel("gemm", 2_000, 3_000)
     export.copy(10, 4_000, 5_000).copy(1, 5_000, 5_500, memory=(1, 2)).memset(6_000, 6_001)
     trace = read(export, tmp_path)
@@ -76,14 +76,14 @@ def test_marks_and_open_ranges_have_no_duration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])
-def test_kernels_tell_their_op_where_nothing_else_does(tmp_path: Path, version: str) -> None:
+def test_ops_are_inferred_from_kernel_names_as_fallback(tmp_path: Path, version: str) -> None:
     export = Export(version).kernel(ALL_REDUCE, 0, 5).kernel("gemm", 5, 6)
     trace = read(export.kernel(SEND_RECV, 6, 7), tmp_path)
     assert calls(trace) == [("all_reduce", -1, -1, -1, -1), ("unknown", -1, -1, -1, -1)]
     assert (trace.groups, trace.backend) == ((), "nccl")
 
 
-def test_a_range_of_nccl_around_the_launch_tells_size_and_communicator(tmp_path: Path) -> None:
+def test_size_and_communicator_are_from_the_nccl_range_around_the_launch(tmp_path: Path) -> None:
     export = Export().range("ncclAllReduce", 10, 20, comm=COMM, size=4096)
     export.kernel(ALL_REDUCE, 50, 90, launched=15).kernel(ALL_REDUCE, 95, 99, launched=30)
     export.range("ncclAllReduce", 25, 40, tid=102, comm=COMM, size=1)
@@ -95,7 +95,7 @@ def test_a_range_of_nccl_around_the_launch_tells_size_and_communicator(tmp_path:
     assert trace.calls.issued_ns.tolist() == [5, 20]
 
 
-def test_the_end_of_a_group_launches_what_was_asked_in_it(tmp_path: Path) -> None:
+def test_the_end_of_a_group_launches_its_calls(tmp_path: Path) -> None:
     export = Export().range("ncclGroupStart", 0, 1).range("ncclSend", 2, 3, comm=1, size=10, peer=1)
     export.range("ncclRecv", 4, 5, comm=1, size=10, peer=1).range("ncclGroupEnd", 6, 20)
     export.kernel(SEND_RECV, 30, 40, launched=10)
@@ -111,12 +111,12 @@ def test_the_end_of_a_group_launches_what_was_asked_in_it(tmp_path: Path) -> Non
     ]
 
 
-def test_old_ranges_without_payload_still_tell_the_op(tmp_path: Path) -> None:
+def test_old_ranges_without_payload_still_give_the_op(tmp_path: Path) -> None:
     export = Export(OLD).range("ncclSend", 0, 9).kernel(SEND_RECV, 20, 30, launched=5)
     assert calls(read(export, tmp_path)) == [("send", -1, -1, -1, -1)]
 
 
-def test_processes_of_one_node_are_ranks_and_know_their_communicators(tmp_path: Path) -> None:
+def test_processes_of_one_node_are_ranks_with_communicators(tmp_path: Path) -> None:
     export = Export().environment("HOME=/root RANK_OFFSET=9\nWORLD_SIZE=4")
     for rank, pid in ((1, 300), (0, 400)):
         export.put("MPI_RANKS", globalTid=export_tid(pid), rank=2 + rank)
@@ -149,7 +149,7 @@ def export_tid(pid: int) -> int:
         ("report1.sqlite", "LOCAL_RANK=2", 0, True),
     ],
 )
-def test_a_rank_is_of_the_environment_or_of_the_name(
+def test_a_rank_is_from_the_environment_or_the_name(
     tmp_path: Path, name: str, environment: str, rank: int, guessed: bool
 ) -> None:
     trace = read(Export().environment(environment).kernel("gemm", 0, 5), tmp_path, name)
@@ -157,7 +157,7 @@ def test_a_rank_is_of_the_environment_or_of_the_name(
     assert ["rank_guessed"] * guessed == [note.code for note in trace.notes]
 
 
-def test_unnamed_processes_are_ranks_in_the_order_of_their_devices(tmp_path: Path) -> None:
+def test_processes_without_rank_are_numbered_in_device_order(tmp_path: Path) -> None:
     export = Export().kernel("b", 0, 5, pid=7, device=1).kernel("a", 0, 5, pid=9, device=0)
     export.range("launcher", 0, 9, pid=3)
     traces = read_nsys(on_disk(export.write(tmp_path / "node.sqlite")))
@@ -165,13 +165,13 @@ def test_unnamed_processes_are_ranks_in_the_order_of_their_devices(tmp_path: Pat
     assert [note.code for t in traces for note in t.notes] == ["rank_guessed", "rank_guessed"]
 
 
-def test_graphs_recorded_whole_are_busy_and_said(tmp_path: Path) -> None:
+def test_graphs_recorded_as_one_event_are_compute_with_a_note(tmp_path: Path) -> None:
     trace = read(Export().graph(0, 50), tmp_path)
     assert ("KERNEL", 0, 50, "CUDA graph") in rows(trace)
     assert [note.code for note in trace.notes] == ["graphs_whole"]
 
 
-def test_a_column_that_an_age_lacks_is_no_error(tmp_path: Path) -> None:
+def test_a_column_missing_in_a_version_is_not_an_error(tmp_path: Path) -> None:
     path = Export().kernel("gemm", 0, 5).write(tmp_path / "rank0.sqlite")
     with sqlite3.connect(path) as connection:
         connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid")
@@ -201,7 +201,7 @@ def test_two_ranks_meet_in_an_all_reduce(tmp_path: Path) -> None:
     assert [(row.op, row.count) for row in found.collectives] == [("all_reduce", 1)]
 
 
-def test_the_members_of_a_communicator_are_who_names_it(tmp_path: Path) -> None:
+def test_the_members_of_a_communicator_are_the_ranks_that_name_it(tmp_path: Path) -> None:
     """As above, of files whose communicator was made before the recording began."""
     for rank, late in ((0, 0), (1, 20_000)):
         export = Export().range("ProfilerStep#3", 1_000, 90_000)
@@ -224,7 +224,7 @@ def small(folder: Path) -> Path:
     return export.kernel(ALL_REDUCE, 50, 90, launched=15).write(folder / "rank0.sqlite")
 
 
-def test_a_packed_export_is_the_same(tmp_path: Path) -> None:
+def test_a_compressed_export_gives_the_same(tmp_path: Path) -> None:
     path = small(tmp_path)
     packed = tmp_path / "rank0.sqlite.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -235,7 +235,7 @@ def test_a_packed_export_is_the_same(tmp_path: Path) -> None:
         read_nsys(on_disk(packed))
 
 
-def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
+def test_a_damaged_export_is_an_error_of_one_line(tmp_path: Path) -> None:
     whole = small(tmp_path).read_bytes()
     torn, dice = tmp_path / "torn.sqlite", random.Random(5)
     damaged = [whole[:size] for size in range(0, len(whole), 997)]
@@ -268,7 +268,7 @@ def test_a_cut_or_changed_export_is_one_line(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_export_without_kernels_says_how_to_record_them(
+def test_an_export_without_kernels_gives_a_hint_how_to_record_them(
     tmp_path: Path, change: str, problem: str
 ) -> None:
     path = small(tmp_path)
@@ -280,7 +280,7 @@ def test_an_export_without_kernels_says_how_to_record_them(
     assert "nsys" in caught.value.hint
 
 
-def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:
+def test_values_of_unexpected_types_are_read(tmp_path: Path) -> None:
     path = small(tmp_path)
     with sqlite3.connect(path) as connection:
         for values in ("'x', 1e300, 'a', NULL", "-9e18, 9e18, 1, 1", "NULL, NULL, x'ff', 3.5"):
@@ -295,7 +295,7 @@ def test_values_of_odd_types_do_not_end_the_reading(tmp_path: Path) -> None:
     assert calls(trace)[0][0] == "all_reduce"
 
 
-def test_exports_are_known_by_their_tables(tmp_path: Path) -> None:
+def test_exports_are_recognized_by_their_tables(tmp_path: Path) -> None:
     head = small(tmp_path).read_bytes()[: 1 << 16]
     assert is_nsys_export(head)
     other = tmp_path / "other.sqlite"
@@ -307,7 +307,7 @@ def test_exports_are_known_by_their_tables(tmp_path: Path) -> None:
     assert not is_nsys_export(head[15:])
 
 
-def test_no_other_real_file_is_taken_for_an_export() -> None:
+def test_no_other_real_file_is_recognized_as_an_export() -> None:
     folder = shared_trace("kineto_megatron_tp2_v100").parent
     for path in (p for p in folder.rglob("*") if p.is_file()):
         with path.open("rb") as content:

@@ -1,4 +1,4 @@
-"""Pickles as strangers send them: plain values come out, nothing runs, nothing is unbounded."""
+"""Untrusted pickles: plain values are read, no code runs, and resources are bounded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_bytes_and_sets_are_plain_since_protocol_4(value: object, protocol: int)
     assert plain_value(pickle.dumps(value, protocol), "here") == value
 
 
-def test_what_the_caller_never_looks_at_is_not_kept() -> None:
+def test_skipped_keys_are_dropped() -> None:
     data = pickle.dumps([{"size": 1, "frames": [{"name": "f"}]}, {"frames": []}])
     assert plain_value(data, "here", frozenset({"frames"})) == [{"size": 1}, {}]
 
@@ -79,7 +79,7 @@ CODE = "a pickle that requires code execution is not loaded"
         os.system, dict, OrderedDict(a=1), datetime.date(2026, 1, 1), 1j,
     ],
 )  # fmt: skip
-def test_what_asks_for_code_is_refused_and_does_not_run(
+def test_a_pickle_that_requires_code_is_refused_and_does_not_run(
     value: object, protocol: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ def test_an_extension_that_python_has_cached_is_refused_too() -> None:
 
 
 @for_each("cut", range(0, 60, 3))
-def test_a_cut_pickle_is_said(cut: int) -> None:
+def test_a_truncated_pickle_is_an_error(cut: int) -> None:
     data = pickle.dumps({"version": "2.9", "entries": [{"a": (1, 2)}, "é" * 9]}, 2)
     assert refused(data[:cut]) == "the pickle is cut off or damaged"
 
@@ -138,11 +138,11 @@ def test_a_cut_pickle_is_said(cut: int) -> None:
         b"\x80\x02I" + b"9" * 10_000 + b"\n.",
     ],
 )
-def test_a_length_that_the_file_does_not_hold_costs_nothing(data: bytes) -> None:
+def test_a_length_beyond_the_file_allocates_nothing(data: bytes) -> None:
     assert refused(data) == "the pickle is cut off or damaged"
 
 
-def test_a_few_bytes_that_stand_for_endless_values_are_refused() -> None:
+def test_a_few_bytes_that_represent_too_many_values_are_refused() -> None:
     doubled = b"\x80\x02]" + b"q\x00]h\x00ah\x00aq\x00" * 40 + b"."
     assert refused(doubled) == f"more than {walkable.MOST_VALUES:,} values"
     assert refused(b"\x80\x02" + b"]" * 70 + b"a" * 69 + b".") == "nested deeper than 64"
@@ -163,7 +163,7 @@ def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.Monkey
 @for_each(
     "data", [b"", b"{", b'{"a": 1}', b"\x1f\x8b\x08\x00", b"\x80", b"\x80\x06}.", b"[1, 2]", b"]\n"]
 )
-def test_what_is_no_pickle_is_not_taken_for_one(data: bytes) -> None:
+def test_other_files_are_not_recognized_as_pickles(data: bytes) -> None:
     assert not recognizes(data)
 
 

@@ -1,4 +1,4 @@
-"""Side by side or one after the other: the same result, and nothing left behind."""
+"""Parallel and sequential reading give the same result and leave no files."""
 
 from __future__ import annotations
 

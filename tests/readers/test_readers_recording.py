@@ -1,4 +1,4 @@
-"""Which files are one recording, and which rank each is of, however a framework laid them out."""
+"""Files and ranks of a recording in the layouts of frameworks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepsplit.analyzer.readers.recording import Recording, read_recording
 
 
 def trace(rank: int = -1, world_size: int = 1, *, end: float = 5) -> bytes:
-    """A trace of that rank, or of one that says none."""
+    """A trace with this rank, or without a rank."""
     return json.dumps(
         GpuTrace(rank, world_size).step(1, 0, 10).kernel("gemm", 0, end).body()
     ).encode()
@@ -55,13 +55,13 @@ def codes(recording: Recording) -> list[str]:
         ["rank_0/trace.json", "rank_1/trace.json"],  # a folder a rank
     ],
 )
-def test_names_that_frameworks_give_tell_the_rank(tmp_path: Path, names: list[str]) -> None:
+def test_ranks_are_read_from_names_of_frameworks(tmp_path: Path, names: list[str]) -> None:
     recording = read_recording([lay_out(tmp_path, *names)])
     assert by_rank(recording) == {i: Path(name).name for i, name in enumerate(names)}
     assert codes(recording) == []
 
 
-def test_small_numbers_at_the_end_of_names_are_taken_for_ranks_and_said(tmp_path: Path) -> None:
+def test_small_numbers_at_the_end_of_names_are_ranks_with_a_note(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, "trace_2.json", "trace_10.json")])
     assert by_rank(recording) == {2: "trace_2.json", 10: "trace_10.json"}
     assert codes(recording) == ["rank_guessed", "rank_guessed"]
@@ -71,17 +71,16 @@ def test_many_guesses_are_one_warning(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, *(f"trace_{i}.json" for i in range(12)))])
     assert by_rank(recording) == {i: f"trace_{i}.json" for i in range(12)}
     assert [note.message for note in recording.notes] == [
-        "12 traces have no rank; assigned in order from "
-        "trace_0.json (rank 0) to trace_11.json (11)"
+        "12 traces have no rank; assigned in order from trace_0.json (rank 0) to trace_11.json (11)"
     ]
 
 
-def test_dates_in_names_are_no_ranks(tmp_path: Path) -> None:
+def test_dates_in_names_are_not_ranks(tmp_path: Path) -> None:
     recording = read_recording([lay_out(tmp_path, "a_20260102.json", "b_20260101.json")])
     assert by_rank(recording) == {0: "a_20260102.json", 1: "b_20260101.json"}
 
 
-def test_names_tell_traces_apart_that_all_state_one_rank(tmp_path: Path) -> None:
+def test_names_decide_between_traces_of_the_same_rank(tmp_path: Path) -> None:
     for rank in (0, 1, 2):
         (tmp_path / f"rank{rank}.json").write_bytes(trace(0, 4))
     recording = read_recording([tmp_path])
@@ -90,14 +89,14 @@ def test_names_tell_traces_apart_that_all_state_one_rank(tmp_path: Path) -> None
     assert note.message == "several traces have rank 0: ranks are taken from the file names"
 
 
-def test_a_local_rank_is_no_rank_of_the_job(tmp_path: Path) -> None:
+def test_a_local_rank_is_not_a_rank_of_the_job(tmp_path: Path) -> None:
     names = [f"node{node}/local_rank{rank}_trace.json" for node in (0, 1) for rank in (0, 1)]
     recording = read_recording([lay_out(tmp_path, *names)])
     assert [f"{t.source.parent.name}/{t.source.name}" for t in recording.traces] == names
     assert codes(recording) == ["rank_guessed"] * 4
 
 
-def test_of_several_captures_of_one_run_the_latest_is_taken(tmp_path: Path) -> None:
+def test_the_latest_of_several_captures_is_used(tmp_path: Path) -> None:
     for iteration in (9, 10):
         lay_out(tmp_path / f"iteration_{iteration}", "rank0.json", "rank1.json", ranks=True)
     recording = read_recording([tmp_path])
@@ -129,7 +128,7 @@ def test_cycles_of_one_profiler_are_captures_too(tmp_path: Path) -> None:
          [2, 3]),
     ],
 )  # fmt: skip
-def test_captures_of_one_process_are_no_ranks(
+def test_captures_of_one_process_are_not_ranks(
     tmp_path: Path, names: list[str], kept: list[int]
 ) -> None:
     recording = read_recording([lay_out(tmp_path, *names)])
@@ -138,7 +137,7 @@ def test_captures_of_one_process_are_no_ranks(
     assert codes(recording) == ["older_captures", *["rank_guessed"] * len(kept)]
 
 
-def test_two_runs_in_one_folder_are_refused_by_file_and_rank(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_an_error_with_file_and_rank(tmp_path: Path) -> None:
     lay_out(tmp_path / "good", "rank0.json", ranks=True)
     lay_out(tmp_path / "bad", "rank0.json", ranks=True)
     with pytest.raises(DataError, match=r"good/rank0\.json: second trace of rank 0; the first is"):
@@ -192,7 +191,7 @@ def zstandard(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("packed", [plain, zipped, tarred, zstandard])
-def test_a_recording_is_the_same_however_it_is_packed(
+def test_a_recording_is_the_same_in_every_archive_format(
     tmp_path: Path, packed: Callable[[Path], Path]
 ) -> None:
     report = analyze(packed(tmp_path))
@@ -200,7 +199,7 @@ def test_a_recording_is_the_same_however_it_is_packed(
     assert [row.code for row in report.warnings] == ["mesh_unknown"]
 
 
-def test_a_recording_behind_a_url_is_read_too(tmp_path: Path) -> None:
+def test_a_recording_at_a_url_is_read(tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     for rank in range(2):
         files.pipe(f"/runs/exp1/rank{rank}.json", trace(rank, 2))
@@ -213,7 +212,7 @@ def test_a_recording_behind_a_url_is_read_too(tmp_path: Path) -> None:
         analyze("memory://runs/exp2")
 
 
-def test_names_in_archives_lead_nowhere(tmp_path: Path) -> None:
+def test_paths_in_archives_do_not_escape(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "evil.tar", "w") as archive:
         for name in ("../../rank0.json", "/rank1.json"):
             member = tarfile.TarInfo(name)
@@ -226,28 +225,28 @@ def test_names_in_archives_lead_nowhere(tmp_path: Path) -> None:
     assert not list(tmp_path.parent.glob("rank*"))
 
 
-def test_an_archive_cut_off_gives_what_is_whole_before_the_cut(tmp_path: Path) -> None:
+def test_a_truncated_archive_gives_the_complete_files(tmp_path: Path) -> None:
     whole = tarred(tmp_path).read_bytes()
     archive = tmp_path / "cut.tar"
     archive.write_bytes(gzip.decompress(whole)[:1000])
     assert by_rank(read_recording([archive])) == {0: "rank0.json.gz"}
 
 
-def test_a_pointer_to_a_file_that_was_not_fetched_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:760b\nsize 87060\n")
     with pytest.raises(DataError, match="a Git LFS pointer, not the file itself; fetch it with"):
         read_recording([file])
 
 
-def test_a_report_of_nsight_systems_is_to_be_exported(tmp_path: Path) -> None:
+def test_a_report_of_nsight_systems_gives_a_hint_to_export_it(tmp_path: Path) -> None:
     file = tmp_path / "report1.nsys-rep"
     file.write_bytes(b"\x00\x01")
     with pytest.raises(DataError, match=r"an Nsight Systems report.*; export it with nsys export"):
         read_recording([file])
 
 
-def test_what_there_is_instead_of_a_trace_is_said(tmp_path: Path) -> None:
+def test_the_error_without_a_trace_lists_the_kinds_found(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text(
         "host0:1:2 [0] NCCL INFO AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 1000 "
@@ -266,7 +265,7 @@ def test_what_there_is_instead_of_a_trace_is_said(tmp_path: Path) -> None:
         {"Input Dims": [[[600], [20, 20]], [], []], "Input type": ["float", "", ""]},
     ],
 )
-def test_what_a_kernel_does_not_state_the_op_around_its_launch_does(
+def test_details_missing_in_a_kernel_are_from_the_op_around_its_launch(
     tmp_path: Path, around: dict[str, object]
 ) -> None:
     one = GpuTrace().step(1, 0, 100).kernel("ncclKernel_AllReduce_RING_LL_Sum_float", 20, 40)
@@ -279,8 +278,12 @@ def test_what_a_kernel_does_not_state_the_op_around_its_launch_does(
 
 @pytest.mark.parametrize("ranks", ["[0, 2]", [0, 2]])
 def test_ranks_of_a_group_are_a_text_or_a_list(tmp_path: Path, ranks: object) -> None:
-    told = {"Collective name": "allreduce", "Process Group Name": "7", "Process Group Ranks": ranks}
-    body = GpuTrace(0, 2).step(1, 0, 9).kernel("ncclDevKernel_AllReduce", 2, 4, **told).body()
+    fields = {
+        "Collective name": "allreduce",
+        "Process Group Name": "7",
+        "Process Group Ranks": ranks,
+    }
+    body = GpuTrace(0, 2).step(1, 0, 9).kernel("ncclDevKernel_AllReduce", 2, 4, **fields).body()
     body["distributedInfo"]["pg_config"] = [{"pg_name": "6", "ranks": ranks}]
     (tmp_path / "rank0.json").write_text(json.dumps(body))
     [found] = read_recording([tmp_path]).traces
@@ -293,8 +296,8 @@ def test_ranks_of_a_group_are_a_text_or_a_list(tmp_path: Path, ranks: object) ->
     [("ncclDevKernel_SendRecv", "send_recv"), ("ncclDevKernel_AllGather_RING_LL", "all_gather")],
 )
 def test_a_coalesced_call_is_what_its_kernel_does(tmp_path: Path, kernel: str, op: str) -> None:
-    told = {"Collective name": "coalesced", "In msg nelems": 0, "Seq": 13}
-    one = GpuTrace().step(1, 0, 100).kernel(kernel, 20, 40, **told)
+    fields = {"Collective name": "coalesced", "In msg nelems": 0, "Seq": 13}
+    one = GpuTrace().step(1, 0, 100).kernel(kernel, 20, 40, **fields)
     [found] = read_recording([one.write(tmp_path)]).traces
     assert [OPS[code] for code in found.calls.op.tolist()] == [op]
 
@@ -312,7 +315,7 @@ def test_kernels_of_other_libraries_communicate_too(tmp_path: Path, kernel: str,
     assert [OPS[code] for code in found.calls.op.tolist()] == [op]
 
 
-def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: Path) -> None:
+def test_a_truncated_file_gives_its_complete_events_and_a_note(tmp_path: Path) -> None:
     whole = trace(0)
     file = tmp_path / "rank0_trace.json"
     file.write_bytes(whole[: whole.rindex(b'"gemm"')])
@@ -336,7 +339,7 @@ def test_a_file_cut_off_mid_write_yields_its_whole_events_and_says_so(tmp_path: 
         (b'"dur": 5, "pid": [1]', [5_000]),
     ],
 )
-def test_one_odd_event_does_not_cost_the_others(
+def test_an_invalid_event_does_not_lose_the_others(
     tmp_path: Path, odd: bytes, compute_ns: list[int]
 ) -> None:
     file = tmp_path / "rank0_trace.json"
@@ -347,7 +350,7 @@ def test_one_odd_event_does_not_cost_the_others(
     assert damaged == ([] if compute_ns else ["1 of 3 entries are damaged; ignored"])
 
 
-def test_a_negative_duration_is_none_and_said(tmp_path: Path) -> None:
+def test_a_negative_duration_becomes_zero_with_a_note(tmp_path: Path) -> None:
     file = tmp_path / "rank0_trace.json"
     two = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 8, 3)
     file.write_text(json.dumps(two.body()))
@@ -365,14 +368,14 @@ def test_launches_of_every_device_are_launches(tmp_path: Path, category: str) ->
     assert found.events.launch_ns().tolist() == [-1, 1_000, 1_000]
 
 
-def test_a_trace_of_another_tool_says_that_nothing_of_it_is_known(tmp_path: Path) -> None:
+def test_a_trace_of_an_unknown_tool_gives_a_note(tmp_path: Path) -> None:
     event = {"ph": "X", "cat": "AscendCL", "name": "op", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
     (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": [event]}))
     [found] = read_recording([tmp_path]).traces
     assert [note.code for note in found.notes] == ["unknown_categories"]
 
 
-def test_a_key_without_a_value_costs_neither_its_event_nor_the_run(tmp_path: Path) -> None:
+def test_a_key_without_a_value_loses_nothing(tmp_path: Path) -> None:
     """Some builds of torch write groups without a description so."""
     one = GpuTrace(1, 2, groups=[("0", "GAP", (0, 1))]).step(1, 0, 10).all_reduce(
         2, 8, **{"Process Group Description": "GAP"}

@@ -1,4 +1,4 @@
-"""Training logs as frameworks print them, from 2019 to today: one row a step, and what broke."""
+"""Training logs of frameworks from 2019 on: one row per step, and failures."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def titan(step: int, second: str = "38,735", before: str = "", loss: float = 6.5
         ),
     ],
 )  # fmt: skip
-def test_every_framework_says_the_same_in_its_own_words(
+def test_logs_of_every_framework_give_the_same_steps(
     tmp_path: Path, line: str, framework: str, row: tuple[float, ...]
 ) -> None:
     log = read(tmp_path, line.rstrip("\n") + "\n")
@@ -231,7 +231,7 @@ def composer(heading: str, loss: float) -> str:
     return f"{heading}:\n" + "".join(f"\t Train {name}: {metrics[name]}\n" for name in metrics)
 
 
-def test_composer_states_a_metric_a_line(tmp_path: Path) -> None:
+def test_composer_prints_one_metric_per_line(tmp_path: Path) -> None:
     text = composer("[batch=1/3]", 12.5) + composer("[batch=2/3]", 11.5)
     log = read(tmp_path, text + "[Eval batch=1/2] Eval on eval data\n\t Eval loss: 1.0\n")
     steps = log.steps
@@ -248,7 +248,7 @@ def test_composer_counts_batches_of_an_epoch(tmp_path: Path) -> None:
     assert read(tmp_path, text).steps.step.tolist() == [7, 12]
 
 
-def test_lines_of_transformers_name_no_step_and_are_counted(tmp_path: Path) -> None:
+def test_lines_of_transformers_without_a_step_are_counted(tmp_path: Path) -> None:
     text = (
         "{'loss': 1.25, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.02}\n"
         "{'train_runtime': 36.5, 'train_steps_per_second': 0.25, 'epoch': 1.0}\n"
@@ -269,7 +269,7 @@ def test_the_first_row_of_a_start_and_slow_ones_after_it_are_warm_up(tmp_path: P
     assert (log.restarts, log.steps.median_step_ns) == (1, 100 * MS)
 
 
-def test_a_row_states_the_mean_of_the_steps_since_the_row_before(tmp_path: Path) -> None:
+def test_a_row_is_the_mean_of_the_steps_since_the_previous_row(tmp_path: Path) -> None:
     lines = [megatron(step) for step in (10, 20, 40)]
     log = read(tmp_path, "  log_interval ..................... 10\n" + "".join(lines))
     assert log.steps.steps_in_row.tolist() == [10, 10, 20]
@@ -288,7 +288,7 @@ def test_every_rank_prints_and_one_row_is_kept(tmp_path: Path) -> None:
     assert (log.steps.step.tolist(), log.restarts) == ([1, 2, 3], 0)
 
 
-def test_the_rank_that_knows_the_loss_tells_it(tmp_path: Path) -> None:
+def test_the_loss_is_from_the_rank_that_has_it(tmp_path: Path) -> None:
     text = titan(1, before="[rank0]:", loss=-1) + titan(1, before="[rank7]:", loss=8.5)
     assert read(tmp_path, text).steps.loss.tolist() == [8.5]
 
@@ -299,7 +299,7 @@ def test_a_launch_at_the_same_step_is_a_restart(tmp_path: Path) -> None:
     assert (log.restarts, log.world_size, log.mesh) == (1, 8, (("dp", 2), ("tp", 4)))
 
 
-def test_time_stamps_give_the_step_time_where_lines_do_not(tmp_path: Path) -> None:
+def test_time_stamps_give_the_step_time_if_lines_have_none(tmp_path: Path) -> None:
     lines = titan(1, "10,000"), titan(10, "19,000"), titan(20, "29,005"), titan(30, "39,005")
     log = read(tmp_path, "".join(lines))
     assert log.steps.step_ns.tolist() == [-1, S, 1_000_500_000, S]
@@ -351,14 +351,14 @@ def test_deepspeed_lines_fill_the_row_of_megatrons_line(tmp_path: Path) -> None:
         ("[titan] validate step:  4  loss:  3.1  memory: 49.66GiB(52.28%)  tps: 5", []),
     ],
 )  # fmt: skip
-def test_memory_is_bytes_of_the_rank_that_states_it(
+def test_memory_is_bytes_of_the_printing_rank(
     tmp_path: Path, text: str, rows: list[tuple[int, ...]]
 ) -> None:
     memory = read(tmp_path, f"{text}\n").memory
     assert list(zip(*(column.tolist() for column in astuple(memory)), strict=True)) == rows
 
 
-def test_timers_hold_pipeline_waits(tmp_path: Path) -> None:
+def test_timers_include_pipeline_waits(tmp_path: Path) -> None:
     text = (
         "time (ms) | load-checkpoint: 0.35\n"
         + megatron(10)
@@ -415,7 +415,7 @@ def test_timers_hold_pipeline_waits(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_mesh_is_what_the_log_states(
+def test_the_mesh_is_read_from_the_log(
     tmp_path: Path, text: str, world_size: int, mesh: tuple[tuple[str, int], ...]
 ) -> None:
     log = read(tmp_path, f"{text}\n")
@@ -423,7 +423,7 @@ def test_the_mesh_is_what_the_log_states(
     assert is_training_log(text.encode())
 
 
-def test_arguments_are_as_printed_and_the_last_of_a_name_stands(tmp_path: Path) -> None:
+def test_arguments_are_as_printed_and_the_last_value_counts(tmp_path: Path) -> None:
     text = (
         "  bf16 ............................................ False\n"
         "[2021-05-26 04:38:20,033] [INFO] [config.py:752:print]   train_batch_size ..... 512\n"
@@ -455,7 +455,7 @@ CANCELED = "slurmstepd: error: *** JOB 7 ON r1 CANCELLED AT 2021-05-23T08:46:02 
         (f"{TRACEBACK}{OOM}\n{megatron(2)}", False, ""),
     ],
 )  # fmt: skip
-def test_a_run_crashed_where_it_broke_after_its_last_step(
+def test_a_run_crashed_if_it_failed_after_its_last_step(
     tmp_path: Path, tail: str, crashed: bool, error: str
 ) -> None:
     log = read(tmp_path, megatron(1) + tail)
@@ -468,14 +468,14 @@ def test_progress_bars_and_colors_hide_nothing(tmp_path: Path) -> None:
     assert log.steps.step.tolist() == [1, 2]
 
 
-def test_a_step_that_cannot_be_read_is_counted_and_told(tmp_path: Path) -> None:
+def test_an_unreadable_step_is_counted_with_a_note(tmp_path: Path) -> None:
     torn = " | elapsed time per iteration (ms): 12[Rank 3] memory\n"
     log = read(tmp_path, megatron(1) + torn + megatron(2))
     assert (len(log.steps), log.unparsed) == (2, 1)
     assert [note.code for note in log.notes] == ["odd_lines"]
 
 
-def test_a_file_without_a_run_is_one_line(tmp_path: Path) -> None:
+def test_a_file_without_a_run_is_an_error_of_one_line(tmp_path: Path) -> None:
     for text in (b"", b"hello\nworld\n", bytes(range(256)) * 500):
         with pytest.raises(DataError, match="no training run found"):
             read(tmp_path, text)
@@ -485,7 +485,7 @@ WHOLE = (megatron(1, 2152.25) + titan(1, before="[rank0]:") + megatron(2, 1381.7
 
 
 @for_each("cut", range(1, len(WHOLE), 7))
-def test_a_cut_number_is_never_taken_for_a_whole_one(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_number_is_ignored(tmp_path: Path, cut: int) -> None:
     try:
         log = read(tmp_path, WHOLE[:cut])
     except DataError:
@@ -495,7 +495,7 @@ def test_a_cut_number_is_never_taken_for_a_whole_one(tmp_path: Path, cut: int) -
     assert set(log.memory.max_reserved_bytes.tolist()) <= {round(49.66 * GIB)}
 
 
-def test_a_cut_packed_log_is_read_up_to_there(tmp_path: Path) -> None:
+def test_a_truncated_compressed_log_is_read_up_to_the_damage(tmp_path: Path) -> None:
     packed = gzip.compress("".join(megatron(step, step * 7.3) for step in range(1, 900)).encode())
     log = read(tmp_path, packed[: len(packed) // 2])
     assert 100 < len(log.steps) < 899
@@ -515,7 +515,7 @@ def test_a_cut_packed_log_is_read_up_to_there(tmp_path: Path) -> None:
         "    x ........: (1.2.3, ..)",
     ],
 )
-def test_odd_numbers_are_unknown(tmp_path: Path, line: str) -> None:
+def test_invalid_numbers_are_unknown(tmp_path: Path, line: str) -> None:
     log = read(tmp_path, f"{megatron(1)}{line}\n")
     assert max(log.steps.step_ns) == 100 * MS
     assert max(log.memory.allocated_bytes, default=-1) == -1
@@ -569,7 +569,7 @@ def test_the_other_runs_have_as_many_rows_as_lines(file: str, framework: str, ro
 
 
 @for_each("file", sorted(SHARED_TRACES.glob(f"{BIGSCIENCE}/*.out")), ids=str)
-def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
+def test_real_step_times_equal_the_text(file: Path) -> None:
     stated = re.findall(r"per iteration \(ms\): ([\d.]+)", file.read_text(errors="replace"))
     log = read_train_log(on_disk(file))
     assert log.steps.step_ns.tolist() == [round(float(ms) * 10) * 100_000 for ms in stated]
@@ -577,7 +577,7 @@ def test_real_step_times_are_those_that_the_text_states(file: Path) -> None:
     assert log.steps.median_step_ns == (int(statistics.median(usual)) if usual else None)
 
 
-def test_no_other_real_file_is_taken_for_a_training_log() -> None:
+def test_no_other_real_file_is_recognized_as_a_training_log() -> None:
     folder = shared_trace(BIGSCIENCE).parent
     files = [file for file in folder.rglob("*") if file.is_file()]
     taken = {file.name for file in files if is_training_log(head_of_file(file))}
@@ -620,7 +620,7 @@ def test_golden_values_of_both_ages_are_steps(tmp_path: Path, values: object) ->
     assert log.memory.allocated_bytes.tolist() == [1024, 2048]
 
 
-def test_odd_golden_values_are_one_line(tmp_path: Path) -> None:
+def test_invalid_golden_values_are_an_error_of_one_line(tmp_path: Path) -> None:
     file = tmp_path / "golden.json"
     whole = json.dumps({"iteration-time": golden({"1": 2.5})})
     odd = [whole[:at] for at in range(0, len(whole), 9)]
@@ -631,16 +631,16 @@ def test_odd_golden_values_are_one_line(tmp_path: Path) -> None:
             read_golden_values(on_disk(file))
 
 
-def test_real_golden_values_state_a_time_a_step(tmp_path: Path) -> None:
+def test_real_golden_values_have_a_time_per_step(tmp_path: Path) -> None:
     packed = shared_trace("golden_megatron_ci") / "golden_a100.tar.xz"
     with tarfile.open(packed) as archive:
         archive.extractall(tmp_path, filter="data")
     files = sorted(tmp_path.rglob("golden_values*.json"))
     assert len(files) == 474
     for file in files[::20]:
-        told = json.loads(file.read_bytes())["iteration-time"]["values"]
+        values = json.loads(file.read_bytes())["iteration-time"]["values"]
         log = read_golden_values(on_disk(file))
         assert golden_values.is_golden_values(head_of_file(file))
         known = [ns for ns in log.steps.step_ns.tolist() if ns >= 0]
-        seconds = [s for s in told.values() if s != "nan"] if isinstance(told, dict) else told
+        seconds = [s for s in values.values() if s != "nan"] if isinstance(values, dict) else values
         assert known == [round(s * S) for s in seconds]

@@ -1,4 +1,4 @@
-"""Every file that other people's runs left: read as what it is, or refused for a stated reason."""
+"""All real files: read as the right kind, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def everything() -> dict[str, list[FileRead]]:
     return found
 
 
-def test_what_is_no_file_of_a_run_is_refused_and_nothing_else(
+def test_only_files_that_are_not_of_a_run_are_refused(
     everything: dict[str, list[FileRead]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capsys.disabled():
@@ -83,7 +83,7 @@ def test_every_entry_of_every_trace_is_read(everything: dict[str, list[FileRead]
     assert len(listed) >= len(traces)
 
 
-def test_a_log_of_a_job_is_all_that_it_printed(everything: dict[str, list[FileRead]]) -> None:
+def test_a_job_log_is_read_as_every_kind_it_contains(everything: dict[str, list[FileRead]]) -> None:
     both = everything["nccl_logs/full_bigscience_2.7.8_64xV100_megatron_tp4_pp16.log"]
     assert [one.kind for one in both] == ["NCCL log", "training log"]
     nccl, training = (one.content for one in both)
@@ -93,7 +93,7 @@ def test_a_log_of_a_job_is_all_that_it_printed(everything: dict[str, list[FileRe
     assert len(training.steps) == 4
 
 
-def test_megatron_ci_states_the_steps_of_its_runs(everything: dict[str, list[FileRead]]) -> None:
+def test_golden_values_of_megatron_ci_have_steps(everything: dict[str, list[FileRead]]) -> None:
     golden = [reads[0] for path, reads in everything.items() if "/golden_values" in path]
     assert len(golden) == 474
     assert all(isinstance(one.content, TrainLog) and one.events for one in golden)

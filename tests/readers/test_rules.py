@@ -87,7 +87,7 @@ NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*
         ("Memcpy DtoD (Device -> Device)", "compute", ""),
     ],
 )  # fmt: skip
-def test_names_are_what_their_makers_mean(name: str, kind: str, op: str) -> None:
+def test_real_kernel_names_are_classified(name: str, kind: str, op: str) -> None:
     assert BUILT_IN.kind_of(name) == kind
     assert BUILT_IN.communicates(name) == (kind == "communication")
     if kind == "communication":
@@ -100,7 +100,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_says_its_rules_in_order(tmp_path: Path) -> None:
+def test_rules_are_in_file_order(tmp_path: Path) -> None:
     text = """
         schema = "stepsplit.rules/1"
         [[kernel]]
@@ -136,7 +136,7 @@ def test_a_users_rules_come_before_the_built_in_ones_which_stay(tmp_path: Path) 
 
 
 @for_each("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
-def test_a_rule_is_found_in_names_of_any_case(tmp_path: Path, match: str) -> None:
+def test_rules_match_case_insensitively(tmp_path: Path, match: str) -> None:
     found = read_rules(written(tmp_path, f"[[kernel]]\nmatch = '{match}'\nis = 'fused'\n"))
     names = ("void mykernel<1>", "MYKERNEL", "MyKernel")
     assert [found.kind_of(name) for name in names] == ["fused"] * 3
@@ -147,11 +147,11 @@ def test_an_empty_file_adds_nothing(tmp_path: Path) -> None:
     assert read_rules(written(tmp_path, "")) == BUILT_IN
 
 
-def test_the_built_in_rules_stand_as_a_users_file_would() -> None:
+def test_the_built_in_rules_are_a_valid_user_file() -> None:
     assert rules_in(BUILT_IN_FILE) == BUILT_IN
 
 
-def test_rules_arrive_whole_in_another_process() -> None:
+def test_rules_can_be_sent_to_another_process() -> None:
     arrived = pickle.loads(pickle.dumps(BUILT_IN))
     assert arrived == BUILT_IN
     assert arrived.communicates("ncclDevKernel_Generic")
@@ -199,7 +199,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         read_rules(tmp_path / "none.toml")
 
 
-def test_a_recording_is_split_by_the_rules_that_are_handed_in(tmp_path: Path) -> None:
+def test_a_recording_is_split_by_the_given_rules(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 20).kernel("gemm", 0, 8).kernel("my_exchange", 8, 12, stream=20)
     trace.kernel("my_gemm_and_send", 12, 20)
     file = trace.write(tmp_path)
@@ -223,7 +223,7 @@ def test_the_command_line_takes_a_file_of_rules(
     assert "rule: unknown key" in capsys.readouterr().err
 
 
-def test_what_was_cached_under_other_rules_is_read_again(
+def test_traces_cached_under_other_rules_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "LEAST_CACHED_BYTES", 0)
@@ -235,7 +235,7 @@ def test_what_was_cached_under_other_rules_is_read_again(
     assert _calls(cache.load(on_disk(file), file, rules)) == 1
 
 
-def test_rules_of_families_alone_leave_the_cache_true(tmp_path: Path) -> None:
+def test_family_rules_do_not_invalidate_the_cache(tmp_path: Path) -> None:
     text = '[[family]]\nmatch = "mine"\nfamily = "mine"\n'
     assert read_rules(written(tmp_path, text)).reading_key == BUILT_IN.reading_key
 

@@ -1,4 +1,4 @@
-"""Nanoseconds exactly as the text of a trace states them."""
+"""Times are exact to the nanosecond of the trace's text."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_integers_are_microseconds() -> None:
     assert found.tolist() == [1_721_000_000_000_001_000, 2_000]
 
 
-def test_what_a_float_cannot_hold_is_read_again_as_decimals() -> None:
+def test_times_too_precise_for_a_float_are_read_as_decimals() -> None:
     assert exact_ns([1_721_000_000_000_001.123]) is None
     assert exact_ns_of_decimal(Decimal("1721000000000001.123")) == 1_721_000_000_000_001_123
 
 
 @pytest.mark.parametrize("stated", [[2**62], [1e300], [2**80], [float("inf")]])
-def test_times_that_outgrow_64_bits_are_told(stated: list[int | float]) -> None:
+def test_times_beyond_64_bits_are_rejected(stated: list[int | float]) -> None:
     assert exact_ns(stated) is None
     assert exact_ns_of_decimal(Decimal(stated[0])) is None

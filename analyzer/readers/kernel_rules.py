@@ -28,8 +28,6 @@ from stepsplit.analyzer.trace import (
     Int64,
 )
 
-# A TOML file of rules -> Rules.
-
 SCHEMA = "stepsplit.rules/1"
 
 _KINDS: Mapping[str, KernelKind] = {
@@ -84,7 +82,7 @@ def _stated(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[FamilyRule
     _known(place, "", table, ("schema", "kernel", "family"))
     if table.get("schema", SCHEMA) != SCHEMA:
         problem = f"schema: {table['schema']!r} is not {SCHEMA!r}"
-        raise DataError(place, problem, "write them in this version's form")
+        raise DataError(place, problem, "convert them to this version's format")
     kernels = tuple(_each(place, table, "kernel", _kernel))
     return kernels, tuple(_each(place, table, "family", _family))
 
@@ -100,7 +98,7 @@ def _table(place: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(place, f"not TOML ({error})", "see docs/rules.md for the form") from None
+        raise DataError(place, f"not TOML ({error})", "see docs/rules.md for the format") from None
 
 
 _Maker = Callable[[str | Path, str, Mapping[str, Any]], _T]

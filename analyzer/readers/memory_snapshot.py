@@ -269,7 +269,7 @@ def read_timeline(first: bytes, content: Unpacked, where: str) -> MemoryRecord:
         return _timeline_record(where, times_ns, held.sum(axis=1), held.T, ())
     rows, odd, torn = _rows(first, content)
     if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MOST_BYTES:
-        raise DataError(where, "sizes that no device has", RECORD_AGAIN)
+        raise DataError(where, "implausible sizes", RECORD_AGAIN)
     times_ns, changes = _in_time(rows[:, 0]), rows[:, 2]
     kinds = (np.where(rows[:, 3] == kind, changes, 0) for kind in range(len(CATEGORIES)))
     held_by_kind = (np.cumsum(own) for own in kinds)
@@ -332,7 +332,7 @@ def _added_up(text: bytes, where: str) -> tuple[Int64, Int64]:
     if held.shape != (len(times_ns), len(CATEGORIES)) or not len(held):
         raise DataError(where, "a memory timeline of unexpected shape", RECORD_AGAIN)
     if float(np.abs(held.astype(np.float64)).sum(axis=1).max()) > _MOST_BYTES:
-        raise DataError(where, "sizes that no device has", RECORD_AGAIN)
+        raise DataError(where, "implausible sizes", RECORD_AGAIN)
     return times_ns, held
 
 

@@ -164,7 +164,7 @@ KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'
     ("text", "problem", "hint"),
     [
         ("kernel =", "not TOML", "docs/rules.md"),
-        ('schema = "stepsplit.rules/9"', "schema: 'stepsplit.rules/9'", "this version's form"),
+        ('schema = "stepsplit.rules/9"', "schema: 'stepsplit.rules/9'", "this version's format"),
         ('[[kernels]]\nmatch = "x"', "kernels: unknown key", "kernel, family"),
         ('kernel = "x"', "kernel: not a list of tables", "[[kernel]]"),
         (KERNEL + '[[kernel]]\nmatch = "x"', "kernel[1].is: None", "communication, compute, fused"),

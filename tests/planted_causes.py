@@ -1,4 +1,4 @@
-"""What find_causes says of a job with one thing wrong, held against what that truly costs."""
+"""Findings for a job with one planted problem, compared with its true cost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Told:
 
 
 def told(name: str, seed: int, folder: Path) -> Told:
-    """What is found in the job of that name and seed, written into the folder."""
+    """The findings for the job of that name and seed, written into the folder."""
     pair = planted(name, seed)
     scenario = scenario_of(pair, seed)
     run = simulate(scenario.job, Noise.of(seed))

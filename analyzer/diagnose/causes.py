@@ -321,10 +321,10 @@ def _throttled(records: Sequence[RankRecord], rank: int) -> list[str]:
 # Ranks that idle or copy longer than their peers, and idle time common to all ranks (host-bound).
 
 _SAYS = {
-    "idle": ("host_stall", "rank {rank} is late because of its host: idle for {more} of the step "
-             "longer than its peers"),
-    "copy": ("slow_copy", "rank {rank} is late because of memory copies: {more} of the step "
-             "longer than on its peers"),
+    "idle": ("host_stall", "rank {rank} is host-bound: its idle time exceeds that of its peers by "
+             "{more} of the step"),
+    "copy": ("slow_copy", "rank {rank} is slowed by memory copies: its copy time exceeds that of "
+             "its peers by {more} of the step"),
 }  # fmt: skip
 
 _OF_NO_HOST = ("launch_latency", "dependency", "unknown")

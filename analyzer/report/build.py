@@ -348,7 +348,16 @@ IDLE_MEANING = {
 
 _MOST_LETTERS = 60
 
-SCHEDULE_NAMES = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+SCHEDULE_NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-v": "ZB-V",
+    "dualpipe": "DualPipe",
+    "dualpipe-v": "DualPipe-V",
+}
 """Display names of schedules, if different from the identifier."""
 
 

@@ -17,7 +17,8 @@ BRIDGE = ("stepsplit.analyzer.hta", "open_in_hta")
 HEAD = """# Python API
 
 The names that `stepsplit.analyzer` and `stepsplit.collectors` export. Times are integer
-nanoseconds, sizes bytes, ratios 0..1. `python tests/build_docs_api.py` generates this page from the docstrings.
+nanoseconds, sizes bytes, ratios 0..1. `python tests/build_docs_api.py` generates this page from
+the docstrings.
 """
 
 CONFIG: dict[str, object] = {

@@ -18,8 +18,8 @@ FORBIDDEN = re.compile(
     r"(?<![a-z])(mend(s|ed|ing)?|told|nobody|hangs on|held against|evened|needless(ly)?|fellows?"
     r"|folk|sparing)(?![a-z])"
 )
-"""Words of an earlier private dialect, for which the field says fix, inferred, critical path, compared
-with, redundant, peer, rule of thumb."""
+"""Words of an earlier private dialect, for which the field says fix, inferred, critical path,
+compared with, redundant, peer, rule of thumb."""
 
 LEAST_VERBS = 0.60
 
